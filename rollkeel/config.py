@@ -1,0 +1,329 @@
+"""One typed tree: a YAML recipe plus `a.b=c` overrides.
+
+An unknown key is an error that names the nearest valid one; the resolved tree is saved with every run.
+Importing this module, and refusing a bad config, costs no torch import.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rollkeel.errors import BadInput
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+
+
+class Node(BaseModel):
+    """Base of every config section: unknown keys and lossy conversions are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class RunConfig(Node):
+    """What to run and where it is written."""
+
+    dir: str | None = None
+    """Run folder; None makes `runs/<recipe name>-<time>`."""
+    name: str = "run"
+    seed: int = Field(0, ge=0)
+    steps: int = Field(150, ge=0)
+    """RL steps; 0 stops after SFT."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = Field(1, ge=1)
+    """CPU threads of the trainer process."""
+
+
+class ModelConfig(Node):
+    """Policy to train: `preset:<name>` or a Hugging Face folder or id."""
+
+    path: str = "preset:tiny-qwen3-moe"
+    seed: int = 0
+    """Initialisation seed of a preset."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the trainer's weights and arithmetic."""
+    trust_remote_code: bool = False
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    """Preset architecture fields to change, for example `{num_hidden_layers: 4}`."""
+
+
+class DataConfig(Node):
+    """Where prompts come from: a generated task, or files with prompt and answer columns."""
+
+    task: str | None = "runsum"
+    """Task family (`rollkeel tasks list`); exclusive with `path`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Difficulty knobs of the task."""
+    path: str | None = None
+    """`.jsonl`, `.parquet`, or a Hugging Face data set folder or id."""
+    prompt_column: str = "prompt"
+    answer_column: str = "answer"
+    split: str = "train"
+    grader: str = "exact"
+    """Grader of file data; generated tasks bring their own."""
+    eval_fraction: float = Field(0.1, ge=0, lt=1)
+    """Share of a file's rows (by content hash) held out for evaluation."""
+    chat_template: bool = False
+    """Wrap prompts with the tokenizer's chat template."""
+
+
+class SftConfig(Node):
+    """Supervised warm start on gold answers, loss on responses only, packed."""
+
+    enabled: bool = True
+    steps: int = Field(120, ge=0)
+    batch_size: int = Field(256, ge=1)
+    """Examples per optimizer step."""
+    lr: float = Field(3e-3, gt=0)
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """Cosine schedule ends at `lr * min_lr_ratio`."""
+    warmup_steps: int = Field(10, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_norm: float = Field(1.0, gt=0)
+    micro_batch_tokens: int = Field(8192, ge=1)
+    label_noise: float = Field(0.05, ge=0, le=1)
+    """Share of demonstration steps made wrong on purpose (tasks that support it), so that RL has entropy left."""
+    cache_dir: str | None = None
+    """Warm starts keyed by content; None means `~/.cache/rollkeel/sft`."""
+
+
+class EngineConfig(Node):
+    """What samples. The numeric mode is independent of the trainer's."""
+
+    kind: Literal["local"] = "local"
+    dtype: Literal["fp32", "bf16", "fp8", "fp8_weights", "int8", "int4"] = "fp32"
+    """`fp8` is weights and activations, `fp8_weights`/`int8`/`int4` weights only; router, norms, embeddings and head stay high precision."""
+    processes: int = Field(0, ge=0)
+    """Worker processes; 0 samples in this process."""
+    threads: int = Field(1, ge=1)
+    """CPU threads of each worker process."""
+    slots: int = Field(64, ge=1)
+    """Sequences decoded together, per process."""
+    block_size: int = Field(16, ge=1)
+    """Tokens per KV block."""
+    max_length: int | None = None
+    """Longest prompt + response; None takes the model's context or what the run needs, whichever is smaller."""
+    prefix_sharing: bool = True
+    """Compute and store a prompt's KV once for all requests with the same prompt."""
+    forward: Literal["auto", "fast", "transformers"] = "auto"
+    """`fast` is rollkeel's own inference forward (Llama/Qwen2/Qwen3/Qwen3-MoE-like); others fall back to transformers."""
+    deadline_s: float = Field(600.0, gt=0)
+    """Longest silence before the engine counts as hung."""
+
+
+class SamplingConfig(Node):
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, lt=1)
+    max_new_tokens: int = Field(16, ge=1)
+
+
+class RolloutConfig(Node):
+    prompts: int = Field(16, ge=1)
+    """Prompts (groups) per step."""
+    samples: int = Field(8, ge=1)
+    """Rollouts per prompt."""
+    drop_zero_variance: bool = False
+    """Leave groups whose rewards are all equal out of the batch (they are counted either way)."""
+    failure_budget: float = Field(0.05, ge=0, le=1)
+    """Share of a step's rollouts that may fail in engine or grader before the run stops."""
+
+
+class ObjectiveConfig(BaseModel):
+    """`{name: kpop, phi: 0.1}`: every other key is an option of that recipe, checked by the recipe itself."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+    name: str = "kpop"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.__pydantic_extra__ or {})
+
+
+class AdvantageConfig(Node):
+    name: Literal["grpo", "dr_grpo", "rloo", "batch_std"] | None = None
+    """None takes the objective's own."""
+    shuffle: bool = False
+    """Control experiment: permute advantages over the batch's rollouts, so that nothing can be learnt."""
+
+
+class TrainConfig(Node):
+    lr: float = Field(3e-4, gt=0)
+    warmup_steps: int = Field(10, ge=0)
+    """Optimizer updates of linear warm-up."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_norm: float = Field(1.0, gt=0)
+    updates_per_step: int = Field(4, ge=1)
+    """Optimizer updates per batch of rollouts; the batch is split by whole groups."""
+    micro_batch_tokens: int = Field(8192, ge=1)
+    """Prompt + response tokens per forward pass."""
+    logprob_chunk: int = Field(1024, ge=1)
+    """Tokens whose logits exist at one time."""
+    freeze_router: bool = False
+    kl_coefficient: float = Field(0.0, ge=0)
+    """γ: weight of KL(p‖ref); above 0 keeps a frozen copy of the start model."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coefficient: float = Field(0.0, ge=0)
+
+
+class EvalConfig(Node):
+    every: int = Field(25, ge=0)
+    """Steps between evaluations; 0 evaluates only at start and end."""
+    items: int = Field(128, ge=1)
+    samples: int = Field(4, ge=1)
+    """k of avg@k, at the training temperature."""
+    greedy: bool = True
+    """Also score one greedy answer per item."""
+
+
+class CheckpointConfig(Node):
+    every: int = Field(25, ge=0)
+    """Steps between checkpoints; 0 saves only at the end and on Ctrl-C."""
+    keep: int = Field(2, ge=1)
+
+
+class ReportConfig(Node):
+    samples: int = Field(4, ge=0)
+    """Rollouts shown token by token."""
+    rollouts: bool = True
+    """Write every step's rollouts to parquet."""
+    trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+
+
+class Config(Node):
+    """The whole tree. Section defaults are the default recipe."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    sft: SftConfig = SftConfig()
+    engine: EngineConfig = EngineConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    advantages: AdvantageConfig = AdvantageConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    report: ReportConfig = ReportConfig()
+
+    def to_yaml(self) -> str:
+        """The tree as YAML that `load` reads back to an equal tree."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def load(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Read a recipe (path, or name of a file in `recipes/`; None is all defaults) and apply `a.b=c` overrides.
+
+    Raises `BadInput` for a missing file, broken YAML, an unknown key (naming the nearest), or a wrong type or range.
+    """
+    tree = _read(recipe) if recipe is not None else {}
+    for text in overrides:
+        _apply(tree, text)
+    return from_tree(tree)
+
+
+def from_tree(tree: Mapping[str, Any]) -> Config:
+    """Validate a nested mapping. Raises `BadInput` on the first fault."""
+    _check_keys(tree, Config, "")
+    try:
+        config = Config.model_validate(_tuples(tree))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(p) for p in first["loc"])
+        raise BadInput(f"config {where}: {first['msg']}, got {first['input']!r}") from None
+    if (config.data.task is None) == (config.data.path is None):
+        raise BadInput("config data: expected exactly one of data.task and data.path; set the other to null")
+    return config
+
+
+def find_recipe(name: str | Path) -> Path:
+    """Path of a recipe given as a file or as a name under `recipes/`. Raises `BadInput` naming the nearest."""
+    for candidate in (Path(name), RECIPES / f"{name}.yaml"):
+        if candidate.is_file():
+            return candidate
+    known = sorted(str(p.relative_to(RECIPES).with_suffix("")) for p in RECIPES.rglob("*.yaml"))
+    raise BadInput(f"recipe {str(name)!r}: no such file and no recipe of that name{_nearest(str(name), known)}")
+
+
+def _read(recipe: str | Path) -> dict[str, Any]:
+    path = find_recipe(recipe)
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadInput(f"recipe {path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise BadInput(f"recipe {path}: expected a mapping of sections, got {type(tree).__name__}")
+    return tree
+
+
+def _apply(tree: dict[str, Any], text: str) -> None:
+    key, sep, raw = text.partition("=")
+    if not sep or not key.strip():
+        raise BadInput(f"override {text!r}: expected key=value, for example train.lr=1e-4")
+    try:
+        value = yaml.safe_load(raw) if raw.strip() else None
+    except yaml.YAMLError:
+        raise BadInput(f"override {text!r}: the value is not valid YAML") from None
+    if isinstance(value, str):
+        value = _number(value)
+    parts = key.strip().split(".")
+    node = tree
+    for part in parts[:-1]:
+        child = node.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise BadInput(f"override {text!r}: {part!r} is a value, not a section")
+        node = child
+    if parts[:-1] == ["objective"] and parts[-1] == "name" and value != tree["objective"].get("name"):
+        # Options of another objective mean nothing to this one.
+        tree["objective"].clear()
+    node[parts[-1]] = value
+
+
+def _number(text: str) -> Any:
+    """YAML 1.1 reads `1e-4` as a string; people mean a number."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _check_keys(tree: Any, model: type[BaseModel], where: str) -> None:
+    if not isinstance(tree, Mapping):
+        raise BadInput(f"config {where or 'top level'}: expected a section of keys, got {tree!r}")
+    for key, value in tree.items():
+        path = f"{where}.{key}" if where else str(key)
+        info = model.model_fields.get(str(key))
+        if info is None:
+            if model.model_config.get("extra") == "allow":
+                continue
+            raise BadInput(f"config {path}: unknown key{_nearest(str(key), list(model.model_fields), where)}")
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            _check_keys({} if value is None else value, info.annotation, path)
+
+
+def _nearest(key: str, known: Sequence[str], where: str = "") -> str:
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {where + '.' if where else ''}{close[0]}?"
+    return f"; known: {', '.join(known)}"
+
+
+def _tuples(value: Any) -> Any:
+    """YAML has lists only; strict fields are tuples. Numbers written as strings (`1e-4`) become numbers."""
+    if isinstance(value, Mapping):
+        return {k: ({} if v is None and k in Config.model_fields else _tuples(v)) for k, v in value.items()}
+    if isinstance(value, list):
+        return tuple(_tuples(v) for v in value)
+    return _number(value) if isinstance(value, str) and "e" in value.lower() else value

@@ -1,0 +1,48 @@
+"""Every way rollkeel refuses to go on, each with the exit code a shell sees.
+
+An error message is one line: what was expected, what came, what to do.
+"""
+
+from __future__ import annotations
+
+
+class RollkeelError(Exception):
+    """Base of all errors a user can cause or must act on. `exit_code` is what the CLI returns."""
+
+    exit_code = 2
+
+
+class BadInput(RollkeelError):
+    """A config key, file, model folder, data set or argument is not what was expected."""
+
+    exit_code = 2
+
+
+class RunStopped(RollkeelError):
+    """A rule ended the run: an alarm, a failure budget, steps that could not be done."""
+
+    exit_code = 3
+
+
+class Corrupt(RollkeelError):
+    """An artefact on disk (checkpoint, rollout file, run folder) is damaged or incomplete."""
+
+    exit_code = 4
+
+
+class NonFinite(RunStopped):
+    """A log-prob, loss or gradient is NaN or infinite; the weights were left untouched."""
+
+
+class EngineFailure(RunStopped):
+    """An engine died, hung past its deadline or could not prove the weights it serves."""
+
+
+class GraderFailure(RunStopped):
+    """Graders broke more often than the failure budget allows. Never a reward of 0."""
+
+
+class Interrupted(RollkeelError):
+    """Ctrl-C or SIGTERM: a checkpoint was written and the run can be resumed."""
+
+    exit_code = 130

@@ -1,0 +1,1 @@
+"""What engine and trainer share about a model."""

@@ -1,0 +1,106 @@
+"""Policies by preset, folder or id, and back to an ordinary Hugging Face folder."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from rollkeel.config import ModelConfig
+from rollkeel.errors import BadInput
+from rollkeel.models.presets import build_preset
+
+PRESET_PREFIX = "preset:"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A causal language model with its tokenizer."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+
+    @property
+    def context(self) -> int:
+        """Longest sequence the positions were made for, tokens."""
+        return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 2**31))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of rows of the embedding table."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """End-of-sequence ids of the generation config, else of the tokenizer."""
+        eos = getattr(self.model.generation_config, "eos_token_id", None)
+        if eos is None:
+            eos = self.tokenizer.eos_token_id
+        if eos is None:
+            return ()
+        return tuple(int(e) for e in eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` takes CUDA when there is one. Raises `BadInput` for `cuda` without a device."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BadInput("run.device: expected a CUDA device, found none; use run.device=cpu or auto")
+    return torch.device(name)
+
+
+def load_policy(config: ModelConfig, device: torch.device | str = "cpu") -> Policy:
+    """Build a preset or load whatever transformers loads. Raises `BadInput` with one line when it cannot."""
+    dtype = getattr(torch, config.dtype)
+    if config.path.startswith(PRESET_PREFIX):
+        model, tokenizer = build_preset(config.path.removeprefix(PRESET_PREFIX), config.seed, config.overrides)
+    else:
+        model, tokenizer = _from_pretrained(config, dtype)
+    model = model.to(device=device, dtype=dtype)  # type: ignore[call-arg]
+    model.config.use_cache = False
+    return Policy(model, tokenizer)
+
+
+def _from_pretrained(config: ModelConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
+    path = config.path
+    looks_local = path.startswith((".", "/", "~")) or Path(path).expanduser().exists()
+    if looks_local and not (Path(path).expanduser() / "config.json").is_file():
+        raise BadInput(f"model.path {path!r}: expected a Hugging Face folder with config.json, found none")
+    name = str(Path(path).expanduser()) if looks_local else path
+    try:
+        hf_config = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+        for key, value in config.overrides.items():
+            if not hasattr(hf_config, key):
+                raise BadInput(f"model.overrides.{key}: {type(hf_config).__name__} has no such field")
+            setattr(hf_config, key, value)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name, config=hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code, output_loading_info=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise BadInput(f"model.path {path!r}: transformers cannot load it: {' '.join(str(error).split())[:300]}") from None
+    missing = sorted(info.get("missing_keys", ()))
+    if missing:
+        # Randomly initialised leftovers are the classic silent failure of weight loading.
+        raise BadInput(f"model.path {path!r}: the checkpoint lacks {len(missing)} weights, first {missing[0]}")
+    return model, tokenizer
+
+
+def save_policy(policy: Policy, folder: str | Path) -> None:
+    """Write an ordinary Hugging Face folder (config, safetensors, tokenizer)."""
+    policy.model.save_pretrained(str(folder))
+    policy.tokenizer.save_pretrained(str(folder))
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' notices out of progress output; errors still surface as exceptions."""
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)

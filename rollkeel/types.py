@@ -1,0 +1,358 @@
+"""The contract between stages: what flows along prompt → rollout → reward → batch → objective → update → weights.
+
+Everything here is frozen and keyword-only. Token-level data of one rollout are numpy arrays on the CPU
+(they cross process boundaries and files); a `TokenBatch` holds flat torch tensors on the trainer's device.
+This module imports neither torch nor transformers at run time, so that reading a config stays instant.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+IntArray = np.ndarray
+FloatArray = np.ndarray
+
+
+class Status(enum.StrEnum):
+    """How a rollout, or the part of it an engine returned, ended."""
+
+    FINISHED = "finished"  # sampled a stop token; the stop token is the last token
+    LENGTH = "length"  # reached max_new_tokens or the context length
+    INTERRUPTED = "interrupted"  # stopped from outside; can be resumed from what it has
+    PARKED = "parked"  # waits in the pool to be resumed by a later step
+    PURGED = "purged"  # given up after too many steps
+    ENGINE_FAILURE = "engine_failure"
+    GRADER_FAILURE = "grader_failure"
+
+    @property
+    def complete(self) -> bool:
+        """True if the sequence will not grow any more and may be graded."""
+        return self in (Status.FINISHED, Status.LENGTH)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraderSpec:
+    """Names the grader of a prompt. Tasks stand left of rewards, so they point to graders by data."""
+
+    name: str
+    """Key in `rollkeel.rewards` (for example `task` or `exact`)."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the grader; JSON values only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One problem: item `index` of a task's split is always the same prompt."""
+
+    id: str
+    """Content hash (hex) of task, text and answer; equal ids mean equal problems."""
+    index: int
+    """Position in the data source; with the task and seed it regenerates the prompt."""
+    text: str
+    """What the model sees, after the chat template if there is one."""
+    token_ids: IntArray
+    """`[P]` int64. The only thing an engine is given."""
+    answer: str
+    """Gold answer in the task's canonical form."""
+    grader: GraderSpec
+    task: str
+    """Task family name, for per-task metrics."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """The distribution tokens are drawn from. Travels with every rollout."""
+
+    temperature: float = 1.0
+    """0 means greedy; log-probs are then those of the untempered model distribution."""
+    top_p: float = 1.0
+    """Smallest set of most likely tokens with at least this mass; 1 keeps all."""
+    top_k: int = 0
+    """Number of most likely tokens kept; 0 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens with at least this fraction of the most likely token's probability; 0 keeps all."""
+    max_new_tokens: int = 64
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    """Key of the counter-based generator; with `Request.id` and the position it fixes every draw."""
+    return_topk: int = 0
+    """Number of most likely tokens whose log-probs are returned beside the sampled one."""
+    return_experts: bool = False
+    """Return the experts each token was routed to."""
+
+    @property
+    def truncated(self) -> bool:
+        """True if some tokens can never be sampled, so that `kept_mass` may be below 1."""
+        return self.temperature == 0 or self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSpan:
+    """Sampled tokens with the truth about each of them. All arrays have the length of `token_ids`.
+
+    Raises `ValueError` when lengths differ or a log-prob is not finite or is positive.
+    """
+
+    token_ids: IntArray
+    """`[n]` int64."""
+    logprobs: FloatArray
+    """`[n]` float32, natural log, ≤ 0: under the distribution that sampled the token."""
+    kept_mass: FloatArray
+    """`[n]` float32 in (0, 1]: probability of the kept set before truncation renormalised it."""
+    versions: IntArray
+    """`[n]` int64: policy version whose weights sampled the token."""
+    kv_versions: IntArray
+    """`[n]` int64: oldest version that computed any KV entry the token attended to."""
+    experts: IntArray | None = None
+    """`[n, layers, k]` int16: experts chosen at the position that produced the token, or None."""
+    topk_ids: IntArray | None = None
+    """`[n, K]` int64: most likely tokens under the sampling distribution, or None."""
+    topk_logprobs: FloatArray | None = None
+    """`[n, K]` float32, log-probs of `topk_ids`."""
+
+    def __post_init__(self) -> None:
+        n = len(self.token_ids)
+        for name in ("logprobs", "kept_mass", "versions", "kv_versions", "experts", "topk_ids", "topk_logprobs"):
+            value = getattr(self, name)
+            if value is not None and len(value) != n:
+                raise ValueError(f"TokenSpan.{name}: expected {n} entries, one per token, got {len(value)}")
+        bad = np.flatnonzero(~np.isfinite(self.logprobs) | (self.logprobs > 0))
+        if bad.size:
+            raise ValueError(
+                f"TokenSpan.logprobs: expected finite values ≤ 0, got {self.logprobs[bad[0]]} at position {bad[0]}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @staticmethod
+    def empty() -> TokenSpan:
+        """A span of no tokens, the start of every rollout."""
+        i, f = np.zeros(0, np.int64), np.zeros(0, np.float32)
+        return TokenSpan(token_ids=i, logprobs=f, kept_mass=f, versions=i, kv_versions=i)
+
+    def append(self, other: TokenSpan) -> TokenSpan:
+        """This span followed by `other`; an optional array must be present on both sides or on the longer one only."""
+        if len(self) == 0:
+            return other
+        if len(other) == 0:
+            return self
+
+        def cat(name: str) -> Any:
+            a, b = getattr(self, name), getattr(other, name)
+            if (a is None) != (b is None):
+                raise ValueError(f"TokenSpan.append: one part carries {name} and the other does not")
+            return None if a is None else np.concatenate([a, b])
+
+        names = ("token_ids", "logprobs", "kept_mass", "versions", "kv_versions", "experts", "topk_ids", "topk_logprobs")
+        return TokenSpan(**{n: cat(n) for n in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One sequence an engine is asked to sample."""
+
+    id: int
+    """Rollout index, unique in the run; with `sampling.seed` and the position it keys the random draws."""
+    prompt_ids: IntArray
+    """`[P]` int64, P ≥ 1."""
+    sampling: SamplingParams
+    prefix: TokenSpan = field(default_factory=TokenSpan.empty)
+    """Tokens already sampled for this rollout; sampling goes on behind them. Their KV is recomputed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """What an engine returns for a request: the newly sampled tokens (without the request's prefix) and how it ended."""
+
+    request_id: int
+    span: TokenSpan
+    status: Status
+    detail: str = ""
+    """One line when `status` is a failure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """One sampled answer with the provenance of every token. Nothing trains on one with a hole in it."""
+
+    id: int
+    """Unique in the run; equals `Request.id`."""
+    group: int
+    """Group (prompt occurrence) it belongs to, unique in the run."""
+    member: int
+    """Position inside the group, 0-based."""
+    prompt: Prompt
+    span: TokenSpan
+    status: Status
+    sampling: SamplingParams
+    engine: str
+    """Engine name, for example `local`."""
+    dtype: str
+    """Numeric mode of the engine, for example `fp32`, `bf16`, `fp8`."""
+    reward: float | None = None
+    """Scalar reward; None until graded, and for ever when the grader failed."""
+    text: str = ""
+    """Decoded response, for graders and people; training never re-tokenises it."""
+    detail: str = ""
+    """What the grader or the engine had to say: the extracted answer, the reason of a failure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """All rollouts of one prompt occurrence, in member order."""
+
+    id: int
+    prompt: Prompt
+    rollouts: Sequence[Rollout]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch:
+    """Flat response tokens of a packed batch: what an objective sees. All tensors are `[T]` on one device.
+
+    `logprobs` alone may carry a gradient. `sequence_ids` and `group_ids` name rollout and prompt group of each token
+    with small consecutive integers; the tokens of one sequence are contiguous.
+    """
+
+    logprobs: torch.Tensor
+    """float, log p: training engine, current weights, at the sampling temperature."""
+    rollout_logprobs: torch.Tensor
+    """float, log q: under the distribution that sampled the token."""
+    advantages: torch.Tensor
+    """float, detached."""
+    coefficients: torch.Tensor
+    """float ≥ 0, c_t of OBJECTIVES: the aggregation, fixed for the whole optimizer batch."""
+    sequence_ids: torch.Tensor
+    """int64, 0-based."""
+    group_ids: torch.Tensor
+    """int64, 0-based."""
+    old_logprobs: torch.Tensor | None = None
+    """float, log o: training engine, weights at the start of the batch."""
+    ref_logprobs: torch.Tensor | None = None
+    """float, frozen reference policy."""
+    entropy: torch.Tensor | None = None
+    """float, nats, of the training distribution; carries a gradient only if the objective asked for it."""
+    kept_mass: torch.Tensor | None = None
+    versions: torch.Tensor | None = None
+    kv_versions: torch.Tensor | None = None
+    rollout_ids: torch.Tensor | None = None
+    """int64, `Rollout.id` of each token, for messages and provenance."""
+    token_index: torch.Tensor | None = None
+    """int64, position inside the response, 0-based."""
+    topk_ids: torch.Tensor | None = None
+    """`[T, K]` int64."""
+    topk_logprobs: torch.Tensor | None = None
+    """`[T, K]` float, log p at `topk_ids`."""
+    rollout_topk_logprobs: torch.Tensor | None = None
+    """`[T, K]` float, log q at `topk_ids`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSlice:
+    """One named tensor (or part of it) of a weight update."""
+
+    name: str
+    """Hugging Face checkpoint name."""
+    tensor: torch.Tensor
+    checksum: int
+    """Position-dependent checksum of the bytes, see `rollkeel.sync`; checksums of parts add up modulo 2**64."""
+    offset: int = 0
+    """First element of the flattened full tensor this slice covers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightUpdate:
+    """New weights for an engine, as a stream of named slices."""
+
+    kind: str
+    """`full`, `delta` or `adapter`."""
+    base_version: int | None
+    """Version a delta or adapter applies to; None for `full`."""
+    version: int
+    slices: Sequence[WeightSlice]
+    checksum: int
+    """Sum of all slice checksums modulo 2**64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """An engine's evidence of the weights it serves."""
+
+    version: int
+    checksum: int
+    """Recomputed by the engine from the weights it received, over the same names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What an engine can do, asked before a run starts rather than found out in the middle of it."""
+
+    name: str
+    dtype: str
+    max_length: int
+    """Longest prompt + response, tokens."""
+    returns_experts: bool = False
+    returns_topk: bool = False
+    resumes: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one training step did: a row of `metrics.jsonl`."""
+
+    step: int
+    version: int
+    metrics: Mapping[str, float]
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Anything that generates tokens. Requests batch and may cross processes."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that would sample the next token."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests. Raises `BadInput` for an empty prompt, an id outside the vocabulary or a prompt beyond the context."""
+        ...
+
+    def poll(self, timeout_s: float) -> list[Segment]:
+        """Segments that ended since the last call; waits at most `timeout_s` for the first. Empty when nothing is in flight."""
+        ...
+
+    def interrupt(self, ids: Sequence[int] | None = None) -> None:
+        """Stop these requests (all of them when None); `poll` then returns what they have with `Status.INTERRUPTED`."""
+        ...
+
+    def update_weights(self, update: WeightUpdate) -> Proof:
+        """Serve `update.version` from the next decode step on, proven by recomputed checksums."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Grader(Protocol):
+    """Turns complete rollouts into rewards. A failure is `Status.GRADER_FAILURE` with reward None, never 0."""
+
+    def grade(self, rollouts: Sequence[Rollout]) -> list[Rollout]: ...
+
+
+class Publisher(Protocol):
+    """Brings the trainer's weights to engines and refuses to go on without proof."""
+
+    def publish(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> Mapping[str, float]: ...
