@@ -102,12 +102,16 @@ class EngineConfig(Node):
     """Worker processes; 0 samples in this process."""
     threads: int = Field(1, ge=1)
     """CPU threads of each worker process."""
-    slots: int = Field(64, ge=1)
+    slots: int = Field(128, ge=1)
     """Sequences decoded together, per process."""
     block_size: int = Field(16, ge=1)
     """Tokens per KV block."""
     max_length: int | None = None
     """Longest prompt + response; None takes the model's context or what the run needs, whichever is smaller."""
+    kv_memory_gb: float = Field(4.0, gt=0)
+    """Most memory for the KV cache, per process; when it runs out the youngest sequence waits and is recomputed."""
+    prefill_tokens: int = Field(8192, ge=1)
+    """Tokens (with padding) prefilled in one forward pass."""
     prefix_sharing: bool = True
     """Compute and store a prompt's KV once for all requests with the same prompt."""
     forward: Literal["auto", "fast", "transformers"] = "auto"
@@ -147,7 +151,7 @@ class ObjectiveConfig(BaseModel):
 
 
 class AdvantageConfig(Node):
-    name: Literal["grpo", "dr_grpo", "rloo", "batch_std"] | None = None
+    name: Literal["grpo", "dr_grpo", "rloo", "batch_std", "reinforce_plus_plus", "maxrl"] | None = None
     """None takes the objective's own."""
     shuffle: bool = False
     """Control experiment: permute advantages over the batch's rollouts, so that nothing can be learnt."""
@@ -226,10 +230,14 @@ def load(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Con
 
     Raises `BadInput` for a missing file, broken YAML, an unknown key (naming the nearest), or a wrong type or range.
     """
-    tree = _read(recipe) if recipe is not None else {}
+    return from_tree(merge(_read(recipe) if recipe is not None else {}, overrides))
+
+
+def merge(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`tree` with `a.b=c` overrides written into it. Raises `BadInput` for an override that is not of that form."""
     for text in overrides:
         _apply(tree, text)
-    return from_tree(tree)
+    return tree
 
 
 def from_tree(tree: Mapping[str, Any]) -> Config:

@@ -25,8 +25,13 @@ class EventLog:
         if self.path is None:
             self.seen.append(row)
             return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise BadInput(
+                f"cannot write {self.path}: {error.strerror or error}; free space or choose another folder"
+            ) from None
 
 
 def write_atomic(path: str | Path, data: bytes | str) -> None:

@@ -73,7 +73,7 @@ class SamplingParams:
     """The distribution tokens are drawn from. Travels with every rollout."""
 
     temperature: float = 1.0
-    """0 means greedy; log-probs are then those of the untempered model distribution."""
+    """0 means greedy: the distribution is cut to its most likely token, so its log-prob is 0 and `kept_mass` its probability."""
     top_p: float = 1.0
     """Smallest set of most likely tokens with at least this mass; 1 keeps all."""
     top_k: int = 0
@@ -153,7 +153,16 @@ class TokenSpan:
                 raise ValueError(f"TokenSpan.append: one part carries {name} and the other does not")
             return None if a is None else np.concatenate([a, b])
 
-        names = ("token_ids", "logprobs", "kept_mass", "versions", "kv_versions", "experts", "topk_ids", "topk_logprobs")
+        names = (
+            "token_ids",
+            "logprobs",
+            "kept_mass",
+            "versions",
+            "kv_versions",
+            "experts",
+            "topk_ids",
+            "topk_logprobs",
+        )
         return TokenSpan(**{n: cat(n) for n in names})
 
 

@@ -85,7 +85,9 @@ def _from_pretrained(config: ModelConfig, dtype: torch.dtype) -> tuple[PreTraine
         )
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise BadInput(f"model.path {path!r}: transformers cannot load it: {' '.join(str(error).split())[:300]}") from None
+        raise BadInput(
+            f"model.path {path!r}: transformers cannot load it: {' '.join(str(error).split())[:300]}"
+        ) from None
     missing = sorted(info.get("missing_keys", ()))
     if missing:
         # Randomly initialised leftovers are the classic silent failure of weight loading.

@@ -32,12 +32,25 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": BOS,
     "eos_token_id": EOS,
 }
-_MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "output_router_logits": False}
+_MOE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "output_router_logits": False,
+}
 
 PRESETS: dict[str, tuple[type, type, dict[str, Any]]] = {
-    "tiny-qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {**_COMMON, **_MOE, "moe_intermediate_size": 32, "intermediate_size": 128}),
+    "tiny-qwen3-moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {**_COMMON, **_MOE, "moe_intermediate_size": 32, "intermediate_size": 128},
+    ),
     "tiny-qwen3": (Qwen3Config, Qwen3ForCausalLM, {**_COMMON, "intermediate_size": 192}),
-    "tiny-qwen3-tied": (Qwen3Config, Qwen3ForCausalLM, {**_COMMON, "intermediate_size": 192, "tie_word_embeddings": True}),
+    "tiny-qwen3-tied": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {**_COMMON, "intermediate_size": 192, "tie_word_embeddings": True},
+    ),
     "small-qwen3-moe": (
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
@@ -55,7 +68,9 @@ PRESETS: dict[str, tuple[type, type, dict[str, Any]]] = {
 }
 
 
-def build_preset(name: str, seed: int = 0, overrides: Mapping[str, Any] | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+def build_preset(
+    name: str, seed: int = 0, overrides: Mapping[str, Any] | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Model and tokenizer of preset `name`, weights a function of (`name`, `overrides`, `seed`) alone.
 
     Raises `BadInput` for an unknown preset or an unknown architecture field.
@@ -70,7 +85,9 @@ def build_preset(name: str, seed: int = 0, overrides: Mapping[str, Any] | None =
         if not hasattr(config, key):
             raise BadInput(f"model.overrides.{key}: {config_type.__name__} has no such field")
         setattr(config, key, value)
-    config = config_type(**{k: v for k, v in config.to_dict().items() if k not in ("model_type", "transformers_version")})
+    config = config_type(
+        **{k: v for k, v in config.to_dict().items() if k not in ("model_type", "transformers_version")}
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_type(config)

@@ -1,0 +1,45 @@
+# Everything a fresh machine needs: Python >= 3.11, git and make. The first target builds .venv from the lock.
+PYTHON ?= python3
+# Extra pip arguments; for example an index of CPU builds of torch, or none.
+PIP_ARGS ?=
+RECIPE ?= default
+ARGS ?=
+
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= passive
+BIN := .venv/bin
+
+.PHONY: train test test-slow lint bench setup clean
+.DEFAULT_GOAL := train
+
+train: setup  ## warm start, RL with KPop on a tiny MoE, report
+	$(BIN)/rollkeel train $(RECIPE) $(ARGS)
+
+test: setup  ## everything but the slow tests
+	$(BIN)/python -m pytest -n 2 -m "not slow and not cuda" $(ARGS)
+
+test-slow: setup  ## the minutes-long tests
+	$(BIN)/python -m pytest -m "slow" $(ARGS)
+
+lint: setup  ## ruff and pyright
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
+
+bench: setup .venv-bench/.done  ## speed and memory against a peer, in one run
+	$(BIN)/python -m benchmarks.peer.compare --peer-python .venv-bench/bin/python $(ARGS)
+
+setup: .venv/.done
+
+.venv/.done: requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rollkeel needs Python >= 3.11; set PYTHON=..."; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+.venv-bench/.done: benchmarks/requirements.txt
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r benchmarks/requirements.txt
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-bench runs .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""rollkeel against TRL on the same tiny mixture-of-experts model, rollouts, lengths and cores."""

@@ -1,0 +1,5 @@
+"""`python -m rollkeel`."""
+
+from rollkeel.cli import main
+
+main()

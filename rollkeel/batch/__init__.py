@@ -1,0 +1,1 @@
+"""Packing, and the only place where denominators are computed."""

@@ -1,0 +1,172 @@
+"""From graded rollouts to an optimizer batch: sequences to run, and a flat tensor per fact about each response token."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollkeel.batch.coefficients import coefficients
+from rollkeel.batch.packing import MicroBatch, pack, plan
+from rollkeel.errors import BadInput
+from rollkeel.types import Rollout, TokenBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingBatch:
+    """One optimizer batch: N sequences with T response tokens in all, sequence after sequence. Tensors are `[T]`.
+
+    It becomes a `TokenBatch` once log-probs are known.
+    """
+
+    sequences: tuple[np.ndarray, ...]
+    """N arrays of int64 ids: prompt, then response."""
+    prompt_lengths: tuple[int, ...]
+    """N, each ≥ 1."""
+    rollout_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    coefficients: torch.Tensor
+    sequence_ids: torch.Tensor
+    """int64, index into `sequences`."""
+    group_ids: torch.Tensor
+    """int64, 0-based in order of first appearance."""
+    kept_mass: torch.Tensor
+    versions: torch.Tensor
+    kv_versions: torch.Tensor
+    rollout_ids: torch.Tensor
+    token_index: torch.Tensor
+
+    def __len__(self) -> int:
+        return self.rollout_logprobs.numel()
+
+    @property
+    def response_lengths(self) -> tuple[int, ...]:
+        """N, each ≥ 1."""
+        return tuple(len(s) - p for s, p in zip(self.sequences, self.prompt_lengths, strict=True))
+
+    def to(self, device: torch.device | str) -> TrainingBatch:
+        """The same batch with its tensors on `device`."""
+        moved = {
+            f.name: getattr(self, f.name).to(device)
+            for f in fields(self)
+            if f.name not in ("sequences", "prompt_lengths")
+        }
+        return replace(self, **moved)
+
+    def micro_batches(self, max_tokens: int) -> Iterator[MicroBatch]:
+        """Whole sequences packed to at most `max_tokens` tokens each (see `packing.plan`), on the batch's device."""
+        starts = np.concatenate([[0], np.cumsum(self.response_lengths)]).tolist()
+        for members in plan([len(s) for s in self.sequences], max_tokens):
+            yield pack(members, self.sequences, self.prompt_lengths, starts, self.advantages.device)
+
+    def tokens(
+        self,
+        logprobs: torch.Tensor,
+        *,
+        entropy: torch.Tensor | None = None,
+        old_logprobs: torch.Tensor | None = None,
+        ref_logprobs: torch.Tensor | None = None,
+        indices: torch.Tensor | None = None,
+    ) -> TokenBatch:
+        """What an objective sees: the whole batch, or the tokens `indices [t]` of a micro-batch.
+
+        `logprobs` and `entropy` are given for the selected tokens (`[T]` or `[t]`), `old_logprobs` and `ref_logprobs` for
+        the whole batch. `sequence_ids` and `group_ids` of a micro-batch stay those of the optimizer batch.
+        """
+
+        def pick(tensor: torch.Tensor | None) -> Any:
+            return tensor if tensor is None or indices is None else tensor.index_select(0, indices)
+
+        return TokenBatch(
+            logprobs=logprobs,
+            entropy=entropy,
+            rollout_logprobs=pick(self.rollout_logprobs),
+            advantages=pick(self.advantages),
+            coefficients=pick(self.coefficients),
+            sequence_ids=pick(self.sequence_ids),
+            group_ids=pick(self.group_ids),
+            old_logprobs=pick(old_logprobs),
+            ref_logprobs=pick(ref_logprobs),
+            kept_mass=pick(self.kept_mass),
+            versions=pick(self.versions),
+            kv_versions=pick(self.kv_versions),
+            rollout_ids=pick(self.rollout_ids),
+            token_index=pick(self.token_index),
+        )
+
+
+def build_batch(
+    rollouts: Sequence[Rollout], advantages_per_rollout: Sequence[float] | np.ndarray, aggregate: str
+) -> TrainingBatch:
+    """Lay graded rollouts out as an optimizer batch on the CPU.
+
+    `advantages_per_rollout`: one finite number per rollout, given to each of its tokens; `aggregate`: see `coefficients`.
+    Raises `BadInput`, naming the rollout, for one that has no reward, is not complete, or has an empty prompt or response.
+    """
+    if not rollouts:
+        raise BadInput("training batch: expected at least one rollout, got none; did every group fail or get filtered?")
+    credit = np.asarray(advantages_per_rollout, dtype=np.float32)
+    if credit.shape != (len(rollouts),) or not np.isfinite(credit).all():
+        raise BadInput(
+            f"training batch: expected one finite advantage for each of {len(rollouts)} rollouts, got shape {credit.shape}"
+        )
+    for rollout in rollouts:
+        _refuse(rollout)
+    sizes = [len(r.span) for r in rollouts]
+    groups = {g: i for i, g in enumerate(dict.fromkeys(r.group for r in rollouts))}
+
+    def cat(parts: Sequence[np.ndarray], dtype: Any) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts).astype(dtype))
+
+    def each(values: Sequence[Any] | np.ndarray, dtype: Any) -> torch.Tensor:
+        return torch.from_numpy(np.repeat(np.asarray(values, dtype=dtype), sizes))
+
+    spans = [r.span for r in rollouts]
+    return TrainingBatch(
+        sequences=tuple(np.concatenate([r.prompt.token_ids, r.span.token_ids]).astype(np.int64) for r in rollouts),
+        prompt_lengths=tuple(len(r.prompt.token_ids) for r in rollouts),
+        rollout_logprobs=cat([s.logprobs for s in spans], np.float32),
+        advantages=each(credit, np.float32),
+        coefficients=coefficients(aggregate, sizes),
+        sequence_ids=each(range(len(rollouts)), np.int64),
+        group_ids=each([groups[r.group] for r in rollouts], np.int64),
+        kept_mass=cat([s.kept_mass for s in spans], np.float32),
+        versions=cat([s.versions for s in spans], np.int64),
+        kv_versions=cat([s.kv_versions for s in spans], np.int64),
+        rollout_ids=each([r.id for r in rollouts], np.int64),
+        token_index=cat([np.arange(n) for n in sizes], np.int64),
+    )
+
+
+def _refuse(rollout: Rollout) -> None:
+    name = f"rollout {rollout.id}"
+    if not rollout.status.complete:
+        raise BadInput(
+            f"{name}: expected a complete rollout, got status {rollout.status.value}; leave it out of the batch"
+        )
+    if rollout.reward is None:
+        raise BadInput(f"{name}: expected a reward, got none; grade it or leave it out of the batch")
+    if len(rollout.span) == 0 or len(rollout.prompt.token_ids) == 0:
+        raise BadInput(
+            f"{name}: expected at least one prompt and one response token, got {len(rollout.prompt.token_ids)} and {len(rollout.span)}"
+        )
+
+
+def split_by_groups(rollouts: Sequence[Rollout], n: int) -> list[list[Rollout]]:
+    """Split into `n` optimizer batches of whole groups, in order of first appearance; sizes differ by at most one group.
+
+    Fewer than `n` groups give as many batches as there are groups. Raises `BadInput` for `n` < 1.
+    """
+    if n < 1:
+        raise BadInput(f"split_by_groups: expected n ≥ 1, got {n}")
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.group, []).append(rollout)
+    keys = list(groups)
+    count = min(n, len(keys))
+    bounds = [len(keys) * i // count for i in range(count + 1)] if count else []
+    return [[r for key in keys[a:b] for r in groups[key]] for a, b in itertools.pairwise(bounds)]

@@ -1,0 +1,208 @@
+"""The command line: one verb per arrow. Help and bad input answer without importing torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rollkeel.config import Config, load
+from rollkeel.errors import BadInput, RollkeelError
+
+# Two spinning threads on a shared core are ten times slower than one; this must be set before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+app = typer.Typer(
+    name="rollkeel",
+    help="RL post-training that stays stable when the sampling engine and the training engine disagree.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+tasks_app = typer.Typer(no_args_is_help=True, help="Verifiable task families.")
+app.add_typer(tasks_app, name="tasks")
+
+Words = Annotated[
+    list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe (file or name) and overrides.")
+]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Where the result is written; must not exist.")]
+
+
+def _config(words: list[str] | None) -> Config:
+    words = list(words or [])
+    recipe = words.pop(0) if words and "=" not in words[0] else None
+    return load(recipe, words)
+
+
+def _show(metrics: dict[str, float]) -> None:
+    print(json.dumps({k: round(v, 6) for k, v in metrics.items()}))
+
+
+@app.command()
+def train(
+    words: Words = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue this run folder; give overrides only.")] = None,
+) -> None:
+    """Warm start, then reinforcement learning, then a model and a report."""
+    if resume is None:
+        config = _config(words)
+    else:
+        if not (resume / "config.yaml").is_file():
+            raise BadInput(f"--resume {resume}: expected a run folder with config.yaml, found none")
+        from rollkeel.pipeline import resumed_config
+
+        config = resumed_config(resume, words or [])
+    from rollkeel.pipeline import train as run
+
+    run(config, resume=resume)
+
+
+@app.command()
+def sft(out: Out, words: Words = None) -> None:
+    """Supervised warm start; writes a Hugging Face folder."""
+    config = _config(words)
+    from rollkeel.stages import sft_stage
+
+    _show(sft_stage(config, out))
+
+
+@app.command()
+def rollout(
+    out: Out,
+    words: Words = None,
+    step: Annotated[int, typer.Option(min=1, help="Training step whose prompts are sampled.")] = 1,
+) -> None:
+    """Sample one step's prompts with model.path; writes ungraded rollouts (parquet)."""
+    config = _config(words)
+    from rollkeel.stages import rollout_stage
+
+    rollouts = rollout_stage(config, out, step)
+    _show({"rollout/count": len(rollouts), "rollout/tokens": sum(len(r.span) for r in rollouts)})
+
+
+@app.command()
+def score(
+    source: Annotated[Path, typer.Argument(help="Rollouts written by `rollkeel rollout`.")],
+    out: Out,
+    failure_budget: Annotated[float, typer.Option(min=0, max=1, help="Share of graders that may fail.")] = 0.05,
+) -> None:
+    """Grade rollouts; writes them with rewards (parquet)."""
+    if not source.is_file():
+        raise BadInput(f"{source}: no such file")
+    from rollkeel.stages import score_stage
+
+    _show(score_stage(source, out, failure_budget))
+
+
+@app.command(name="eval")
+def evaluate(
+    words: Words = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Also write the answers (parquet).")] = None,
+) -> None:
+    """Accuracy of model.path on held-out items: avg@k with its standard error, and greedy."""
+    config = _config(words)
+    from rollkeel.stages import eval_stage
+
+    _show(eval_stage(config, out))
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="A run folder, finished or not.")]) -> None:
+    """Render report.html from a run's files."""
+    if not run.is_dir():
+        raise BadInput(f"run folder {run}: no such folder")
+    from rollkeel.report import render
+
+    print(render(run))
+
+
+@tasks_app.command(name="list")
+def list_tasks() -> None:
+    """Names of the task families."""
+    from rollkeel import tasks
+
+    for name in tasks.names():
+        print(f"{name:12} {tasks.get(name).summary}")
+
+
+Options = Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]...", help="Difficulty knobs.")]
+
+
+def _task(name: str, options: list[str] | None) -> Any:
+    from rollkeel import tasks
+
+    return tasks.get(name, load(None, [f"data.options.{o}" for o in options or []]).data.options)
+
+
+@tasks_app.command()
+def show(
+    name: str,
+    options: Options = None,
+    count: Annotated[int, typer.Option("--count", "-n", min=1)] = 5,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    split: str = "train",
+) -> None:
+    """Knobs and a few items of a task."""
+    task = _task(name, options)
+    print(f"{name}: {task.summary}\nknobs: {json.dumps(task.describe(), default=str)}")
+    for index in range(count):
+        item = task.item(seed, split, index)
+        print(f"{index}: {item.text!r} → {task.gold(item)!r}   near miss {task.near_miss(item)!r}")
+
+
+@tasks_app.command()
+def check(
+    name: str, options: Options = None, count: Annotated[int, typer.Option("--count", "-n", min=1)] = 200
+) -> None:
+    """Prove that gold answers score 1, near misses 0, items repeat and splits are disjoint."""
+    from rollkeel import tasks
+
+    result = tasks.check(_task(name, options), count)
+    for failure in result.failures:
+        print(f"FAIL {failure}")
+    print(f"{name}: {result.items} items, {result.scored} answers scored, {len(result.failures)} failures")
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point: every refusal is one line on standard error and its exit code."""
+    words = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    sys.exit(guarded(lambda: app(args=words, standalone_mode=False)))
+
+
+# typer bundles click from some version on; its public exceptions lead to the base class in either case.
+_UsageError = typer.BadParameter.__mro__[1]
+
+
+def guarded(call: Callable[[], Any]) -> int:
+    """Run `call`; returns the exit code, having printed one line for an error that a user can act on."""
+    try:
+        result = call()
+        return result if isinstance(result, int) else 0
+    except RollkeelError as error:
+        print(f"rollkeel: {error}", file=sys.stderr)
+        return error.exit_code
+    except _UsageError as error:
+        print(f"rollkeel: {' '.join(str(error).split())} (see rollkeel --help)", file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, typer.Abort):
+        print("rollkeel: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 0
+    except MemoryError:
+        hint = "lower train.micro_batch_tokens, engine.slots or engine.kv_memory_gb"
+        print(f"rollkeel: out of memory; {hint}", file=sys.stderr)
+        return 3
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What happened in a run and why: metrics, run folder, live view, trackers."""

@@ -1,0 +1,232 @@
+"""Rollouts on disk: one parquet file per step, every sampled token with its provenance, exact to the bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rollkeel.errors import BadInput, Corrupt
+from rollkeel.events import write_atomic
+from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
+
+PerToken = Mapping[int, np.ndarray]
+"""`Rollout.id` → one value per token of its response."""
+
+_STRINGS = [
+    "prompt_id",
+    "prompt_text",
+    "answer",
+    "grader",
+    "grader_options",
+    "task",
+    "metadata",
+    "status",
+    "engine",
+    "dtype",
+    "text",
+    "detail",
+    "sampling",
+]
+
+
+def write_step(
+    path: str | Path,
+    rollouts: Sequence[Rollout],
+    *,
+    step: int,
+    train_logprobs: PerToken | None = None,
+    keep: PerToken | None = None,
+    advantages: PerToken | None = None,
+    piece: Callable[[int], str] | None = None,
+) -> None:
+    """Write all rollouts of one step, atomically.
+
+    `train_logprobs` are the trainer's old log-probs (float32), `keep` the product of the objective's masks (bool),
+    `advantages` float32; a rollout that was not trained on is absent from them and gets null. `piece` turns a token id
+    into the text a person reads, so that the file can be shown without its tokenizer.
+    Raises `BadInput` if the disk is full, `ValueError` if an array's length is not the response's.
+    """
+    spans = [rollout.span for rollout in rollouts]
+    columns: dict[str, pa.Array] = {
+        "step": pa.array([step] * len(rollouts), pa.int32()),
+        "id": pa.array([r.id for r in rollouts], pa.int64()),
+        "group": pa.array([r.group for r in rollouts], pa.int64()),
+        "member": pa.array([r.member for r in rollouts], pa.int32()),
+        "prompt_index": pa.array([r.prompt.index for r in rollouts], pa.int64()),
+        "reward": pa.array([r.reward for r in rollouts], pa.float64()),
+    }
+    texts = [_strings(rollout) for rollout in rollouts]
+    columns |= {name: pa.array([t[name] for t in texts], pa.string()) for name in _STRINGS}
+    columns["prompt_token_ids"] = _lists([r.prompt.token_ids for r in rollouts], np.int64)
+    columns["token_ids"] = _lists([s.token_ids for s in spans], np.int64)
+    columns["logprobs"] = _lists([s.logprobs for s in spans], np.float32)
+    columns["kept_mass"] = _lists([s.kept_mass for s in spans], np.float32)
+    columns["versions"] = _lists([s.versions for s in spans], np.int64)
+    columns["kv_versions"] = _lists([s.kv_versions for s in spans], np.int64)
+    columns |= _optional(spans)
+    for name, values, dtype in (
+        ("train_logprobs", train_logprobs, np.float32),
+        ("keep", keep, np.bool_),
+        ("advantages", advantages, np.float32),
+    ):
+        if values is not None:
+            columns[name] = _lists(_aligned(rollouts, values, name), dtype)
+    if piece is not None:
+        columns["pieces"] = _pieces(spans, piece)
+    buffer = pa.BufferOutputStream()
+    options: dict[str, Any] = {"compression": "zstd", "use_dictionary": [*_STRINGS, "pieces.list.element"]}
+    pq.write_table(pa.table(columns), buffer, **options)
+    write_atomic(path, buffer.getvalue().to_pybytes())
+
+
+def read_step(path: str | Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """One row per rollout; `columns` reads only those of them that the file has.
+
+    Raises `BadInput` for a missing file and `Corrupt` for a damaged one, by name.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise BadInput(f"rollouts {path}: no such file")
+    try:
+        names = pq.read_schema(path).names
+        table = pq.read_table(path, columns=None if columns is None else [name for name in columns if name in names])
+        table.validate(full=True)
+    except (pa.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise Corrupt(f"rollouts {path}: not a whole parquet file ({reason}); delete it or restore it") from None
+    missing = [name for name in ("id", "token_ids", "logprobs", *_STRINGS) if name not in names]
+    if missing:
+        raise Corrupt(f"rollouts {path}: column {missing[0]} is missing; expected a file written by rollkeel")
+    return table
+
+
+def to_rollouts(table: pa.Table) -> list[Rollout]:
+    """The rollouts that were written, equal in every field and bit."""
+    return [_rollout(row) for row in table.to_batches() for row in _rows(row)]
+
+
+def per_token(table: pa.Table, name: str) -> dict[int, np.ndarray]:
+    """`train_logprobs`, `keep` or `advantages` by rollout id; empty if the file has none."""
+    if name not in table.column_names:
+        return {}
+    ids = table["id"].to_pylist()
+    return {i: value for i, value in zip(ids, _arrays(table[name]), strict=True) if value is not None}
+
+
+def _strings(rollout: Rollout) -> dict[str, str]:
+    prompt = rollout.prompt
+    values = {
+        "prompt_id": prompt.id,
+        "prompt_text": prompt.text,
+        "answer": prompt.answer,
+        "grader": prompt.grader.name,
+        "grader_options": json.dumps(dict(prompt.grader.options)),
+        "task": prompt.task,
+        "metadata": json.dumps(dict(prompt.metadata)),
+        "status": str(rollout.status),
+        "engine": rollout.engine,
+        "dtype": rollout.dtype,
+        "text": rollout.text,
+        "detail": rollout.detail,
+        "sampling": json.dumps(asdict(rollout.sampling)),
+    }
+    # A lone surrogate cannot be stored; texts are for people, training uses the ids.
+    return {name: value.encode("utf-8", "replace").decode() for name, value in values.items()}
+
+
+def _optional(spans: Sequence[TokenSpan]) -> dict[str, pa.Array]:
+    """`experts [n, L, k]` and `topk_* [n, K]`, flattened, with their inner shape beside them."""
+    columns: dict[str, pa.Array] = {}
+    for name, dtype in (("experts", np.int16), ("topk_ids", np.int64), ("topk_logprobs", np.float32)):
+        values = [getattr(span, name) for span in spans]
+        if any(value is not None for value in values):
+            columns[name] = _lists([None if v is None else v.reshape(-1) for v in values], dtype)
+            shapes = [None if v is None else np.array(v.shape[1:]) for v in values]
+            columns[f"{name}_shape"] = _lists(shapes, np.int32)
+    return columns
+
+
+def _aligned(rollouts: Sequence[Rollout], values: PerToken, name: str) -> list[np.ndarray | None]:
+    result: list[np.ndarray | None] = []
+    for rollout in rollouts:
+        value = values.get(rollout.id)
+        if value is not None and len(value) != len(rollout.span):
+            raise ValueError(f"{name} of rollout {rollout.id}: expected {len(rollout.span)} entries, got {len(value)}")
+        result.append(None if value is None else np.asarray(value))
+    return result
+
+
+def _pieces(spans: Sequence[TokenSpan], piece: Callable[[int], str]) -> pa.Array:
+    ids = np.unique(np.concatenate([span.token_ids for span in spans])) if spans else np.zeros(0, np.int64)
+    text = {int(i): piece(int(i)).encode("utf-8", "replace").decode() for i in ids}
+    return pa.array([[text[int(i)] for i in span.token_ids] for span in spans], pa.list_(pa.string()))
+
+
+def _lists(values: Sequence[np.ndarray | None], dtype: type[np.generic]) -> pa.Array:
+    """A list column from arrays, without going through Python numbers; None becomes null."""
+    lengths = [0 if value is None else len(value) for value in values]
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    parts = [np.asarray(value, dtype) for value in values if value is not None]
+    flat = pa.array(np.concatenate(parts) if parts else np.zeros(0, dtype), from_pandas=False)
+    mask = pa.array([value is None for value in values], pa.bool_())
+    return pa.ListArray.from_arrays(pa.array(offsets), flat, mask=mask)
+
+
+def _arrays(column: pa.ChunkedArray | pa.Array) -> list[np.ndarray | None]:
+    """One numpy array per row of a list column, in its own dtype; None for null."""
+    if isinstance(column, pa.ChunkedArray) and not column.num_chunks:
+        return []
+    array = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
+    flat = np.array(array.values.to_numpy(zero_copy_only=False))
+    offsets = array.offsets.to_numpy()
+    valid = array.is_valid().to_numpy(zero_copy_only=False)
+    return [flat[a:b] if ok else None for a, b, ok in zip(offsets[:-1], offsets[1:], valid, strict=True)]
+
+
+def _rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    columns = {
+        name: _arrays(column) if pa.types.is_list(column.type) and name != "pieces" else column.to_pylist()
+        for name, column in zip(batch.schema.names, batch.columns, strict=True)
+    }
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _rollout(row: Mapping[str, Any]) -> Rollout:
+    sampling = json.loads(row["sampling"])
+    sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+    known = {field.name for field in fields(SamplingParams)}
+    prompt = Prompt(
+        id=row["prompt_id"],
+        index=row["prompt_index"],
+        text=row["prompt_text"],
+        token_ids=row["prompt_token_ids"],
+        answer=row["answer"],
+        grader=GraderSpec(name=row["grader"], options=json.loads(row["grader_options"])),
+        task=row["task"],
+        metadata=json.loads(row["metadata"]),
+    )
+    span = {name: row[name] for name in ("token_ids", "logprobs", "kept_mass", "versions", "kv_versions")}
+    for name in ("experts", "topk_ids", "topk_logprobs"):
+        if row.get(name) is not None:
+            span[name] = row[name].reshape(len(row["token_ids"]), *row[f"{name}_shape"])
+    return Rollout(
+        id=row["id"],
+        group=row["group"],
+        member=row["member"],
+        prompt=prompt,
+        span=TokenSpan(**span),
+        status=Status(row["status"]),
+        sampling=SamplingParams(**{key: value for key, value in sampling.items() if key in known}),
+        engine=row["engine"],
+        dtype=row["dtype"],
+        reward=row["reward"],
+        text=row["text"],
+        detail=row["detail"],
+    )

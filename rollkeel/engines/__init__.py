@@ -1,0 +1,1 @@
+"""Things that generate tokens, all behind the `Engine` protocol of `rollkeel.types`."""

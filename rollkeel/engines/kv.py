@@ -1,0 +1,159 @@
+"""Paged KV cache: reference-counted blocks, and attention over them for flat batches of tokens.
+
+Storage of one layer is `[num_blocks * kv_heads, block_size, head_dim]`: a block's keys of one head are contiguous, so that
+gathering a sequence's blocks yields matrices ready for batched products. Addresses never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from rollkeel.errors import EngineFailure
+
+
+class BlockPool:
+    """Hands out blocks and counts who holds them. A block is free again when nobody does."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._holders = [0] * num_blocks
+
+    @property
+    def free(self) -> int:
+        """Number of blocks nobody holds."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """A block held once. Raises `EngineFailure` when none is free."""
+        if not self._free:
+            raise EngineFailure("KV cache: no free block; raise engine.slots * engine.max_length or lower the load")
+        block = self._free.pop()
+        self._holders[block] = 1
+        return block
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """One more holder for each of `blocks`."""
+        for block in blocks:
+            if self._holders[block] < 1:
+                raise EngineFailure(f"KV cache: block {block} is shared but nobody holds it")
+            self._holders[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One holder fewer for each of `blocks`."""
+        for block in reversed(blocks):
+            self._holders[block] -= 1
+            if self._holders[block] == 0:
+                self._free.append(block)
+            elif self._holders[block] < 0:
+                raise EngineFailure(f"KV cache: block {block} released more often than held")
+
+
+@dataclass
+class Step:
+    """Where the tokens of one forward pass are written and what they attend to.
+
+    A batch of S sequences with Q query tokens each (right-padded); decode is Q = 1. Index tensors serve every layer.
+    """
+
+    slots: torch.Tensor
+    """`[N]` int64: block * block_size + offset of each new token."""
+    table: torch.Tensor
+    """`[S, B]` int64 block ids, 0-padded; B * block_size = L keys are looked at."""
+    query_positions: torch.Tensor
+    """`[S, Q]` int64 position of each query, −1 for padding."""
+    scatter: torch.Tensor | None
+    """`[N]` int64 index of each token in the padded `[S * Q]` grid; None when N = S * Q in order."""
+    _rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _bias: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def rows(self, kv_heads: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Flat row indices for writing (`[N * kv_heads]`) and gathering (`[S * kv_heads * B]`), built once per pass."""
+        if kv_heads not in self._rows:
+            head = torch.arange(kv_heads, device=self.slots.device)
+            block, offset = self.slots // block_size, self.slots % block_size
+            write = ((block[:, None] * kv_heads + head) * block_size + offset[:, None]).flatten()
+            gather = (self.table[:, None] * kv_heads + head[:, None]).flatten()
+            self._rows[kv_heads] = (write, gather)
+        return self._rows[kv_heads]
+
+    def bias(self, keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """`[S, Q, L]` additive mask: causal, within `window` keys if given. Padding rows see key 0."""
+        if (window, dtype) not in self._bias:
+            key = torch.arange(keys, device=self.slots.device)
+            position = self.query_positions.clamp_min(0)[..., None]
+            hidden = key > position
+            if window:
+                hidden |= key <= position - window
+            self._bias[(window, dtype)] = torch.zeros(hidden.shape, dtype=dtype, device=key.device).masked_fill_(
+                hidden, torch.finfo(dtype).min
+            )
+        return self._bias[(window, dtype)]
+
+
+class PagedCache:
+    """Keys and values of every layer, and attention over them. Layers are allocated when first written."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy one block in every layer: the last, half-filled block of a shared prompt."""
+        for store in (self._keys, self._values):
+            for cache in store.values():
+                heads = cache.shape[0] // self.num_blocks
+                cache[target * heads : (target + 1) * heads] = cache[source * heads : (source + 1) * heads]
+
+    def attend(
+        self,
+        step: Step,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write `key`, `value` `[N, KV, d]` and return `[N, H * dv]` attention of `query [N, H, d]`.
+
+        `sinks [H]` are extra logits that take probability and give no value (GPT-OSS).
+        """
+        heads, kv_heads = query.shape[1], key.shape[1]
+        write, gather = step.rows(kv_heads, self.block_size)
+        keys = self._store(self._keys, layer, key, write).index_select(0, gather)
+        values = self._store(self._values, layer, value, write).index_select(0, gather)
+        sequences, per_sequence = step.query_positions.shape
+        keys = keys.view(sequences * kv_heads, -1, key.shape[-1])
+        values = values.view(sequences * kv_heads, -1, value.shape[-1])
+        length, group = keys.shape[1], heads // kv_heads
+        if step.scatter is None:
+            q = query.reshape(sequences, per_sequence, kv_heads, group, -1)
+        else:
+            q = query.new_zeros(sequences * per_sequence, heads, query.shape[-1])
+            q = q.index_copy_(0, step.scatter, query).view(sequences, per_sequence, kv_heads, group, -1)
+        q = q.permute(0, 2, 3, 1, 4).reshape(sequences * kv_heads, group * per_sequence, -1)
+        bias = step.bias(length, window, query.dtype)
+        scores = torch.bmm(q, keys.transpose(1, 2)).view(sequences, kv_heads, group, per_sequence, length)
+        scores = torch.add(bias[:, None, None], scores, alpha=scale).float()
+        if sinks is None:
+            probs = scores.softmax(-1)
+        else:
+            extra = sinks.float().view(1, kv_heads, group, 1, 1).expand(sequences, -1, -1, per_sequence, 1)
+            probs = torch.cat((scores, extra), -1).softmax(-1)[..., :-1]
+        out = torch.bmm(probs.to(values.dtype).reshape(sequences * kv_heads, group * per_sequence, length), values)
+        out = out.view(sequences, heads, per_sequence, -1).transpose(1, 2).reshape(sequences * per_sequence, -1)
+        return out if step.scatter is None else out.index_select(0, step.scatter)
+
+    def _store(self, store: dict[int, torch.Tensor], layer: int, new: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        if layer not in store:
+            shape = (self.num_blocks * new.shape[1], self.block_size, new.shape[-1])
+            # Zeros, not empty: masked keys are multiplied by probability 0, and 0 * NaN would spread.
+            store[layer] = torch.zeros(shape, dtype=new.dtype, device=new.device)
+        cache = store[layer]
+        cache.view(-1, new.shape[-1]).index_copy_(0, rows, new.reshape(-1, new.shape[-1]))
+        return cache

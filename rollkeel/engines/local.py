@@ -1,0 +1,386 @@
+"""The embedded engine: paged KV, continuous batching, prefill and decode in PyTorch, in the caller's process.
+
+    submit ─▶ waiting ─▶ prefill all tokens but the last ─▶ slot ─▶ decode … ─▶ Segment
+                 ▲                                            │
+                 └────── weights changed, or no free block ◀──┘   (keeps its tokens, KV is recomputed)
+
+Every token is sampled by the decode path, the first one too: a request's arithmetic does not depend on whether its
+prompt's KV was computed for it or shared. A slot that becomes free is refilled before the next decode step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollkeel.config import EngineConfig
+from rollkeel.engines.kv import BlockPool, PagedCache, Step
+from rollkeel.engines.rng import uniforms
+from rollkeel.engines.sampling import SamplingRows, sample
+from rollkeel.engines.slots import Slots
+from rollkeel.engines.weights import apply_update
+from rollkeel.errors import BadInput, EngineFailure
+from rollkeel.models.forward import FastForward, supports
+from rollkeel.models.forward_transformers import TransformersForward
+from rollkeel.types import Capabilities, Proof, Request, Segment, Status, TokenSpan, WeightUpdate
+
+
+@dataclass
+class _Running:
+    """A request with what was sampled for it so far, in the queue or in a slot."""
+
+    request: Request
+    span: TokenSpan
+    """Tokens sampled in this engine under earlier stays in a slot."""
+    blocks: list[int] = field(default_factory=list)
+
+    def tokens(self) -> np.ndarray:
+        return np.concatenate([self.request.prompt_ids, self.request.prefix.token_ids, self.span.token_ids])
+
+
+@dataclass
+class _SharedPrompt:
+    """KV of all prompt tokens but the last, kept while requests of that prompt are in the engine."""
+
+    blocks: list[int]
+    tokens: int
+
+
+class LocalEngine:
+    """Implements `rollkeel.types.Engine` in this process. Not thread-safe."""
+
+    def __init__(
+        self,
+        hf_config: Any,
+        config: EngineConfig,
+        *,
+        device: torch.device | str = "cpu",
+        max_length: int | None = None,
+        name: str = "local",
+    ) -> None:
+        """Build from an architecture (`hf_config`); weights come with the first `update_weights`.
+
+        `max_length` bounds prompt + response, tokens; the default is the model's context.
+        """
+        self._device = torch.device(device)
+        text = hf_config.get_text_config()
+        context = int(getattr(text, "max_position_embeddings", 2**20))
+        self._max_length = min(context, config.max_length or max_length or context)
+        fast = supports(text) if config.forward == "auto" else config.forward == "fast"
+        if fast and not supports(text):
+            raise BadInput(
+                f"engine.forward: expected a family the fast forward computes, got {text.model_type}; use auto"
+            )
+        self._forward = (FastForward if fast else TransformersForward)(text, config.dtype, self._device)
+        self._config = config
+        block = config.block_size
+        max_blocks = -(-self._max_length // block)
+        self._pool = BlockPool(self._affordable_blocks(text, config.slots * (max_blocks + 1) + 1))
+        self._cache = PagedCache(self._pool.free, block)
+        self._padding_block = self._pool.take()
+        self._slots = Slots(config.slots, self._max_length, max_blocks, self._device)
+        self._waiting: deque[_Running] = deque()
+        self._active: dict[int, _Running] = {}
+        self._prompts: dict[bytes, _SharedPrompt] = {}
+        self._users: dict[bytes, int] = {}
+        self._done: list[Segment] = []
+        self._batch: tuple[torch.Tensor, SamplingRows, int, bool] | None = None
+        self._version = -1
+        self.steps = 0
+        """Decode steps so far: the clock of budgets."""
+        moe_layers = getattr(self._forward, "num_moe_layers", 0)
+        self._capabilities = Capabilities(
+            name=name,
+            dtype=config.dtype,
+            max_length=self._max_length,
+            returns_experts=moe_layers > 0,
+            returns_topk=True,
+        )
+
+    def _affordable_blocks(self, text: Any, wanted: int) -> int:
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        size = torch.finfo(self._forward.dtype).bits // 8
+        per_block = 2 * text.num_hidden_layers * heads * width * self._config.block_size * size
+        affordable = int(self._config.kv_memory_gb * 2**30 / per_block)
+        needed = -(-self._max_length // self._config.block_size) + 3
+        if affordable < needed:
+            raise BadInput(
+                f"engine.kv_memory_gb={self._config.kv_memory_gb}: one sequence of {self._max_length} tokens needs "
+                f"{needed * per_block / 2**30:.2f} GB; raise it or lower engine.max_length"
+            )
+        return min(wanted, affordable)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @property
+    def busy(self) -> bool:
+        """True while requests wait, run, or have ended without being polled."""
+        return bool(self._waiting or self._active or self._done)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._check(request)
+        for request in requests:
+            if self._room(request, 0) <= 0:
+                self._done.append(Segment(request_id=request.id, span=TokenSpan.empty(), status=Status.LENGTH))
+                continue
+            self._waiting.append(_Running(request, TokenSpan.empty()))
+            key = request.prompt_ids.tobytes()
+            self._users[key] = self._users.get(key, 0) + 1
+
+    def _check(self, request: Request) -> None:
+        ids = request.prompt_ids
+        if len(ids) == 0:
+            raise BadInput(f"request {request.id}: expected a prompt of at least one token, got none")
+        if len(ids) >= self._max_length:
+            raise BadInput(
+                f"request {request.id}: the prompt has {len(ids)} tokens and leaves no room in a context of {self._max_length}"
+            )
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self._forward.vocab_size:
+            bad = low if low < 0 else high
+            raise BadInput(
+                f"request {request.id}: token id {bad} is outside the vocabulary of {self._forward.vocab_size}"
+            )
+        if request.sampling.return_experts and not self._capabilities.returns_experts:
+            raise BadInput(f"request {request.id}: this engine cannot return experts ({type(self._forward).__name__})")
+
+    def _room(self, request: Request, made: int) -> int:
+        used = len(request.prefix) + made
+        return min(request.sampling.max_new_tokens - used, self._max_length - len(request.prompt_ids) - used)
+
+    @torch.inference_mode()
+    def poll(self, timeout_s: float) -> list[Segment]:
+        """Decode until a request ends or `timeout_s` passed."""
+        deadline = time.monotonic() + timeout_s
+        while not self._done and (self._waiting or self._active):
+            if self._version < 0:
+                raise EngineFailure("engine local: no proven weights to serve; publish weights before polling")
+            self._admit()
+            self._decode()
+            if time.monotonic() >= deadline:
+                break
+        done, self._done = self._done, []
+        return done
+
+    def interrupt(self, ids: Sequence[int] | None = None) -> None:
+        wanted = None if ids is None else set(ids)
+        for slot in [s for s, r in self._active.items() if wanted is None or r.request.id in wanted]:
+            self._finish(slot, Status.INTERRUPTED)
+        kept: deque[_Running] = deque()
+        for running in self._waiting:
+            if wanted is None or running.request.id in wanted:
+                self._emit(running, Status.INTERRUPTED)
+            else:
+                kept.append(running)
+        self._waiting = kept
+
+    @torch.inference_mode()
+    def update_weights(self, update: WeightUpdate) -> Proof:
+        """Apply a full update in place. Sequences in flight keep their tokens; their KV is recomputed."""
+        for slot in sorted(self._active, reverse=True):
+            self._requeue(slot)
+        for key in list(self._prompts):
+            self._pool.release(self._prompts.pop(key).blocks)
+        self._version = -1
+        checksum = apply_update(update, self._forward.destinations, self._config.dtype)
+        self._forward.refresh()
+        self._version = update.version
+        return Proof(version=update.version, checksum=checksum)
+
+    def close(self) -> None:
+        self.interrupt()
+        self._done.clear()
+
+    # -- admission -----------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Fill free slots in order of arrival: prompts nobody computed yet, then what comes behind the prompts."""
+        free = [s for s in range(self._config.slots) if s not in self._active]
+        prompts: list[tuple[list[int], np.ndarray, int]] = []
+        tails: list[tuple[list[int], np.ndarray, int]] = []
+        entered: list[tuple[int, _Running]] = []
+        copies: list[tuple[int, int]] = []
+        while free and self._waiting:
+            running = self._waiting[0]
+            tokens = running.tokens()
+            if not self._reserve(len(tokens), bool(self._active or entered)):
+                break
+            self._waiting.popleft()
+            start = self._enter(running, prompts, copies)
+            if start < len(tokens) - 1:
+                tails.append((running.blocks, tokens[start:-1], start))
+            entered.append((free.pop(0), running))
+        self._prefill(prompts)
+        for source, target in copies:
+            self._cache.copy_block(source, target)
+        self._prefill(tails)
+        for slot, running in entered:
+            tokens = running.tokens()
+            drawn = len(running.request.prefix) + len(running.span)
+            room = self._room(running.request, len(running.span))
+            self._slots.place(slot, running.request, len(tokens), int(tokens[-1]), drawn, room)
+            self._slots.table[slot] = self._padding_block
+            self._slots.table[slot, : len(running.blocks)] = torch.tensor(running.blocks, device=self._device)
+            self._active[slot] = running
+            self._batch = None
+
+    def _reserve(self, tokens: int, others: bool) -> bool:
+        """True if a sequence of `tokens` can start now; idle shared prompts make room first."""
+        needed = 2 * (-(-tokens // self._config.block_size) + 1)
+        if self._pool.free >= needed:
+            return True
+        self._evict_idle()
+        return self._pool.free >= needed or not others
+
+    def _evict_idle(self) -> None:
+        used = {r.request.prompt_ids.tobytes() for r in self._active.values()}
+        for key in [k for k in self._prompts if k not in used]:
+            self._pool.release(self._prompts.pop(key).blocks)
+
+    def _enter(
+        self, running: _Running, prompts: list[tuple[list[int], np.ndarray, int]], copies: list[tuple[int, int]]
+    ) -> int:
+        """Give `running` its blocks; returns how many of its tokens will have KV without computing them for it alone."""
+        ids, size = running.request.prompt_ids, self._config.block_size
+        key, shared = ids.tobytes(), 0
+        if self._config.prefix_sharing and len(ids) > 1 and (key in self._prompts or self._users[key] > 1):
+            if key not in self._prompts:
+                blocks = [self._pool.take() for _ in range(-(-(len(ids) - 1) // size))]
+                self._prompts[key] = _SharedPrompt(blocks, len(ids) - 1)
+                prompts.append((blocks, ids[:-1], 0))
+            entry = self._prompts[key]
+            whole, shared = entry.tokens // size, entry.tokens
+            self._pool.share(entry.blocks[:whole])
+            running.blocks = list(entry.blocks[:whole])
+            if entry.tokens % size:
+                running.blocks.append(self._pool.take())
+                copies.append((entry.blocks[whole], running.blocks[-1]))
+        total = len(ids) + len(running.request.prefix) + len(running.span)
+        while len(running.blocks) * size < total:
+            running.blocks.append(self._pool.take())
+        return shared
+
+    def _prefill(self, jobs: list[tuple[list[int], np.ndarray, int]]) -> None:
+        """Compute and store KV of each job's tokens, which start at its offset; several jobs share a forward pass."""
+        jobs = sorted((j for j in jobs if len(j[1])), key=lambda j: len(j[1]))
+        while jobs:
+            count = 1
+            while count < len(jobs) and (count + 1) * len(jobs[count][1]) <= self._config.prefill_tokens:
+                count += 1
+            group, jobs = jobs[:count], jobs[count:]
+            lengths = [len(tokens) for _, tokens, _ in group]
+            longest = max(lengths)
+            size = self._config.block_size
+            width = max(-(-(start + len(tokens)) // size) for _, tokens, start in group)
+            table = np.full((count, width), self._padding_block, np.int64)
+            grid = np.full((count, longest), -1, np.int64)
+            for row, (blocks, tokens, start) in enumerate(group):
+                table[row, : min(width, len(blocks))] = blocks[:width]
+                grid[row, : len(tokens)] = np.arange(start, start + len(tokens))
+            scatter = np.flatnonzero(grid.ravel() >= 0)
+            positions = grid.ravel()[scatter]
+            slots = table[scatter // longest, positions // size] * size + positions % size
+            step = Step(
+                slots=torch.from_numpy(slots).to(self._device),
+                table=torch.from_numpy(table).to(self._device),
+                query_positions=torch.from_numpy(grid).to(self._device),
+                scatter=None if len(scatter) == grid.size else torch.from_numpy(scatter).to(self._device),
+            )
+            ids = torch.from_numpy(np.concatenate([tokens for _, tokens, _ in group])).to(self._device)
+            self._run(ids, torch.from_numpy(positions).to(self._device), step, None)
+
+    def _run(
+        self, ids: torch.Tensor, positions: torch.Tensor, step: Step, experts: list[torch.Tensor] | None
+    ) -> torch.Tensor:
+        cache, scale = self._cache, getattr(self._forward, "scale", 1.0)
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+            return cache.attend(step, layer, q, k, v, **{"scale": scale, **options})
+
+        return self._forward.hidden(ids, positions, attend, experts)
+
+    # -- decoding ------------------------------------------------------------------------------------------------------
+
+    def _decode(self) -> None:
+        """One token for every active slot."""
+        if not self._active:
+            return
+        self._grow_tables()
+        if self._batch is None:
+            order = sorted(self._active)
+            requests = [self._active[s].request for s in order]
+            active = torch.tensor(order, device=self._device)
+            topk = max(r.sampling.return_topk for r in requests)
+            experts = any(r.sampling.return_experts for r in requests)
+            self._batch = (active, self._slots.rows(active, requests), topk, experts)
+        active, rows, topk, want_experts = self._batch
+        slots, size = self._slots, self._config.block_size
+        ids, positions = slots.token[active], slots.position[active]
+        width = int(positions.max()) // size + 1
+        table = slots.table[active, :width]
+        written = table.gather(1, (positions // size)[:, None])[:, 0] * size + positions % size
+        step = Step(slots=written, table=table, query_positions=positions[:, None], scatter=None)
+        experts: list[torch.Tensor] | None = [] if want_experts else None
+        logits = self._forward.logits(self._run(ids, positions, step, experts))
+        drawn = sample(logits, rows, uniforms(slots.key[active], slots.drawn[active]))
+        ended = slots.record(active, drawn, topk, experts)
+        self.steps += 1
+        if not bool(ended.any()):
+            return
+        stopped, full = ended.tolist()
+        for slot, stop, length in zip(active.tolist(), stopped, full, strict=True):
+            if stop or length:
+                self._finish(slot, Status.FINISHED if stop else Status.LENGTH)
+
+    def _grow_tables(self) -> None:
+        """A block for every sequence whose next token starts one; without free blocks the youngest sequence waits."""
+        size = self._config.block_size
+        positions = self._slots.position.tolist()
+        for slot in list(self._active):
+            running = self._active.get(slot)
+            if running is None or positions[slot] < len(running.blocks) * size:
+                continue
+            if self._pool.free == 0:
+                self._evict_idle()
+            while self._pool.free == 0 and slot in self._active:
+                self._requeue(next(reversed(self._active)))
+            if slot in self._active:
+                running.blocks.append(self._pool.take())
+                self._slots.table[slot, len(running.blocks) - 1] = running.blocks[-1]
+
+    def _leave(self, slot: int) -> _Running:
+        running = self._active.pop(slot)
+        running.span = running.span.append(self._slots.span(slot, running.request, self._version))
+        self._pool.release(running.blocks)
+        running.blocks = []
+        self._batch = None
+        return running
+
+    def _requeue(self, slot: int) -> None:
+        self._waiting.appendleft(self._leave(slot))
+
+    def _finish(self, slot: int, status: Status) -> None:
+        self._emit(self._leave(slot), status)
+
+    def _emit(self, running: _Running, status: Status) -> None:
+        key = running.request.prompt_ids.tobytes()
+        self._users[key] -= 1
+        if self._users[key] == 0:
+            del self._users[key]
+            if key in self._prompts:
+                self._pool.release(self._prompts.pop(key).blocks)
+        self._done.append(Segment(request_id=running.request.id, span=running.span, status=status))

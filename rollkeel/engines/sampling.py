@@ -1,0 +1,73 @@
+"""From logits to tokens, with the log-probs of the distribution that was actually sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """Sampling parameters of a batch as `[B]` tensors, and whether any row needs the slow paths."""
+
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    top_k: torch.Tensor
+    min_p: torch.Tensor
+    truncated: bool
+    tempered: bool
+    """False when every temperature is 1."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """`[B]` token ids, their float32 log-probs, the kept mass; `[B, V]` log-probs of the sampled distribution."""
+
+    ids: torch.Tensor
+    logprobs: torch.Tensor
+    kept_mass: torch.Tensor
+    distribution: torch.Tensor
+
+
+def sample(logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor) -> Sampled:
+    """Draw one token per row of `logits [B, V]` (float32) by inverting the CDF at `uniform [B]` (float64 in [0, 1)).
+
+    Order of operations: temperature, then top-k, top-p and min-p on the tempered distribution, then renormalisation.
+    Temperature 0 keeps only the most likely token of the untempered distribution.
+    """
+    if rows.tempered:
+        logits = logits / torch.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    logprobs = logits.log_softmax(-1)
+    kept = torch.ones(len(logits), device=logits.device)
+    if rows.truncated:
+        logprobs, kept = _truncate(logprobs, rows)
+    cdf = logprobs.exp().cumsum(-1)
+    total = cdf[:, -1]
+    # Strictly below the total, or rounding could select a token of probability 0 behind the last kept one.
+    threshold = torch.minimum((uniform * total).float(), torch.nextafter(total, torch.zeros_like(total)))
+    ids = torch.searchsorted(cdf, threshold[:, None], right=True)[:, 0]
+    chosen = logprobs.gather(1, ids[:, None])[:, 0].clamp_max(0.0)
+    return Sampled(ids, chosen, kept, logprobs)
+
+
+def _truncate(logprobs: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Renormalised log-probs (−inf outside the kept set) and the mass of the kept set before renormalising."""
+    ordered, order = logprobs.sort(-1, descending=True, stable=True)
+    probs = ordered.exp()
+    rank = torch.arange(logprobs.shape[-1], device=logprobs.device)
+    limit = torch.where(rows.top_k > 0, rows.top_k, logprobs.shape[-1])
+    limit = torch.where(rows.temperature > 0, limit, 1)
+    keep = rank < limit[:, None]
+    # The token that crosses top_p is kept: keep while the mass before it is below top_p (of what top-k left).
+    mass = (probs * keep).sum(-1, keepdim=True)
+    before = (probs * keep).cumsum(-1) - probs
+    keep &= (before < rows.top_p[:, None] * mass) | (rows.top_p >= 1)[:, None]
+    keep &= probs >= rows.min_p[:, None] * probs[:, :1]
+    keep[:, 0] = True
+    keep = torch.empty_like(keep).scatter_(1, order, keep)
+    kept = torch.where(keep, logprobs.exp(), 0.0).sum(-1)
+    untouched = keep.all(-1)
+    kept = torch.where(untouched, 1.0, kept)
+    cut = (logprobs - kept.log()[:, None]).masked_fill(~keep, -torch.inf)
+    return cut, kept.clamp_max(1.0)

@@ -1,0 +1,120 @@
+"""Per-slot state of running sequences as tensors, so that a decode step costs no Python loop over sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rollkeel.engines.rng import request_keys
+from rollkeel.engines.sampling import Sampled, SamplingRows
+from rollkeel.types import Request, TokenSpan
+
+
+class Slots:
+    """State of `count` places, each empty or holding one running sequence. `[S]` tensors on the engine's device."""
+
+    def __init__(self, count: int, max_length: int, max_blocks: int, device: torch.device) -> None:
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        def floats(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.float32, device=device)
+
+        self.device, self.max_length = device, max_length
+        self.table = ints(count, max_blocks)
+        self.token, self.position = ints(count), ints(count)
+        """Last token, whose KV is not computed yet, and its absolute position."""
+        self.made, self.limit = ints(count), ints(count)
+        """Tokens sampled since admission, and how many may be."""
+        self.drawn = ints(count)
+        """Response index of the next token: the counter of the random draws."""
+        self.key = ints(count)
+        self.temperature, self.top_p = floats(count), floats(count)
+        self.top_k, self.min_p = ints(count), floats(count)
+        self.stop = torch.full((count, 1), -1, dtype=torch.int64, device=device)
+        self.ids, self.logprobs, self.kept = (
+            ints(count, max_length),
+            floats(count, max_length),
+            floats(count, max_length),
+        )
+        self.experts: torch.Tensor | None = None
+        self.topk: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def place(self, slot: int, request: Request, tokens: int, last: int, drawn: int, limit: int) -> None:
+        """Put a request into `slot`: `tokens` of it exist, `last` is the final one, `limit` more may be sampled."""
+        p = request.sampling
+        self.token[slot], self.position[slot] = last, tokens - 1
+        self.made[slot], self.drawn[slot], self.limit[slot] = 0, drawn, limit
+        seed, rollout = torch.tensor([p.seed]), torch.tensor([request.id])
+        self.key[slot] = request_keys(seed, rollout)[0].to(self.device)
+        self.temperature[slot], self.top_p[slot] = p.temperature, p.top_p
+        self.top_k[slot], self.min_p[slot] = p.top_k, p.min_p
+        if len(p.stop_token_ids) > self.stop.shape[1]:
+            grown = torch.full((len(self.stop), len(p.stop_token_ids)), -1, dtype=torch.int64, device=self.device)
+            grown[:, : self.stop.shape[1]] = self.stop
+            self.stop = grown
+        self.stop[slot] = -1
+        for i, token in enumerate(p.stop_token_ids):
+            self.stop[slot, i] = token
+
+    def rows(self, active: torch.Tensor, requests: Sequence[Request]) -> SamplingRows:
+        """Sampling parameters of the active slots."""
+        return SamplingRows(
+            temperature=self.temperature[active],
+            top_p=self.top_p[active],
+            top_k=self.top_k[active],
+            min_p=self.min_p[active],
+            truncated=any(r.sampling.truncated for r in requests),
+            tempered=any(r.sampling.temperature != 1 for r in requests),
+        )
+
+    def record(
+        self, active: torch.Tensor, drawn: Sampled, topk: int, experts: list[torch.Tensor] | None
+    ) -> torch.Tensor:
+        """Store one sampled token per active slot and advance; returns `[B]` bool: stopped, `[B]` bool: out of room."""
+        at = self.made[active]
+        self.ids[active, at] = drawn.ids
+        self.logprobs[active, at] = drawn.logprobs
+        self.kept[active, at] = drawn.kept_mass
+        if topk:
+            values, ids = drawn.distribution.topk(topk, -1)
+            if self.topk is None or self.topk[0].shape[-1] != topk:
+                shape = (*self.ids.shape, topk)
+                self.topk = (torch.zeros(shape, dtype=torch.int64), torch.zeros(shape))
+            self.topk[0][active.cpu(), at.cpu()] = ids.cpu()
+            self.topk[1][active.cpu(), at.cpu()] = values.cpu()
+        if experts:
+            chosen = torch.stack(experts, 1).to(torch.int16)
+            if self.experts is None:
+                shape = (*self.ids.shape, *chosen.shape[1:])
+                self.experts = torch.zeros(shape, dtype=torch.int16, device=self.device)
+            self.experts[active, at] = chosen
+        self.token[active] = drawn.ids
+        self.position[active] += 1
+        self.made[active] = at + 1
+        self.drawn[active] += 1
+        stopped = (drawn.ids[:, None] == self.stop[active]).any(-1)
+        return torch.stack((stopped, at + 1 >= self.limit[active]))
+
+    def span(self, slot: int, request: Request, version: int) -> TokenSpan:
+        """The tokens sampled in `slot` since admission, all under weights `version`."""
+        n = int(self.made[slot])
+
+        def copy(t: torch.Tensor) -> np.ndarray:
+            return t[slot, :n].cpu().numpy().copy()
+
+        stamp = np.full(n, version, np.int64)
+        wanted = request.sampling
+        topk = (copy(self.topk[0]), copy(self.topk[1])) if wanted.return_topk and self.topk is not None and n else None
+        return TokenSpan(
+            token_ids=copy(self.ids),
+            logprobs=copy(self.logprobs),
+            kept_mass=copy(self.kept),
+            versions=stamp,
+            kv_versions=stamp.copy(),
+            experts=copy(self.experts) if wanted.return_experts and self.experts is not None and n else None,
+            topk_ids=topk[0][:, : wanted.return_topk] if topk else None,
+            topk_logprobs=topk[1][:, : wanted.return_topk] if topk else None,
+        )

@@ -1,0 +1,283 @@
+"""The embedded engine in worker processes, behind the same protocol.
+
+    caller ── submit, interrupt, close ──▶ pipe ──▶ worker: LocalEngine, one decode step at a time
+       │                                             │
+       └── weights: one shared-memory buffer ──▶ copy, prove ──▶ segments and proofs back through the pipe
+
+A call to `submit` is cut into contiguous shares, one per worker, by position alone; each worker starts on its whole share at
+once. So what runs beside what, and with it every bit of the result, does not depend on process timing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing import connection, get_context, shared_memory
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollkeel.config import EngineConfig
+from rollkeel.errors import BadInput, EngineFailure, RollkeelError
+from rollkeel.models.checksum import MASK
+from rollkeel.types import Capabilities, Proof, Request, Segment, Status, TokenSpan, WeightSlice, WeightUpdate
+
+START_S = 180.0
+_ALIGN = 64
+
+
+@dataclass
+class _Worker:
+    index: int
+    process: Any
+    pipe: connection.Connection
+    flying: dict[int, Request] = field(default_factory=dict)
+    dead: str = ""
+    """Why it is gone; empty while it lives."""
+
+
+class WorkerEngine:
+    """`processes` copies of `LocalEngine`. Requests of a dead worker come back as `Status.ENGINE_FAILURE`."""
+
+    def __init__(
+        self, hf_config: Any, config: EngineConfig, *, device: torch.device | str = "cpu", max_length: int | None = None
+    ) -> None:
+        """Start the workers; they load in parallel and are waited for at the first use. See `LocalEngine`."""
+        self._config = config
+        self._version = -1
+        self._ready: Capabilities | None = None
+        self._memory: shared_memory.SharedMemory | None = None
+        self._done: list[Segment] = []
+        context = get_context("spawn")
+        # torch reads these when it is imported, which in a worker is before any of our code runs.
+        env = {"OMP_NUM_THREADS": str(config.threads), "OMP_WAIT_POLICY": "passive"}
+        before = {k: os.environ.get(k) for k in env}
+        os.environ.update(env)
+        self._workers: list[_Worker] = []
+        try:
+            for index in range(config.processes):
+                ours, theirs = context.Pipe()
+                args = (theirs, hf_config, config, str(device), max_length)
+                process = context.Process(target=_serve, args=args, daemon=True, name=f"rollkeel-engine-{index}")
+                process.start()
+                theirs.close()
+                self._workers.append(_Worker(index, process, ours))
+        finally:
+            for key, value in before.items():
+                os.environ.pop(key) if value is None else os.environ.__setitem__(key, value)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def capabilities(self) -> Capabilities:
+        if self._ready is None:
+            for worker in self._workers:
+                self._ready = self._answer(worker, START_S, "to start")
+        assert self._ready is not None
+        return self._ready
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        living = self._living()
+        shares = np.array_split(np.arange(len(requests)), len(living))
+        for worker, share in zip(living, shares, strict=True):
+            mine = [requests[i] for i in share]
+            if not mine:
+                continue
+            worker.flying.update({r.id: r for r in mine})
+            self._send(worker, ("submit", mine))
+        for worker, share in zip(living, shares, strict=True):
+            if len(share) and not worker.dead:
+                self._answer(worker, self._config.deadline_s, "to take requests")
+
+    def poll(self, timeout_s: float) -> list[Segment]:
+        deadline = time.monotonic() + timeout_s
+        while not self._done:
+            busy = [w for w in self._workers if w.flying and not w.dead]
+            if not busy:
+                break
+            ready = connection.wait([w.pipe for w in busy], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for worker in busy:
+                if worker.pipe in ready:
+                    self._receive(worker)
+        done, self._done = self._done, []
+        return done
+
+    def interrupt(self, ids: Sequence[int] | None = None) -> None:
+        for worker in self._workers:
+            if worker.flying and not worker.dead:
+                self._send(worker, ("interrupt", ids))
+        for worker in self._workers:
+            if worker.flying and not worker.dead:
+                self._answer(worker, self._config.deadline_s, "to interrupt")
+
+    def update_weights(self, update: WeightUpdate) -> Proof:
+        """Copy the update into shared memory once; every worker applies it and proves it."""
+        _ = self.capabilities
+        layout, size = [], 0
+        for piece in update.slices:
+            layout.append(
+                (piece.name, piece.tensor.dtype, tuple(piece.tensor.shape), size, piece.checksum, piece.offset)
+            )
+            size += -(-piece.tensor.numel() * piece.tensor.element_size() // _ALIGN) * _ALIGN
+        if self._memory is None or self._memory.size < size:
+            self._free_memory()
+            self._memory = shared_memory.SharedMemory(create=True, size=max(size, 1))
+        buffer = _tensor(self._memory)
+        for piece, entry in zip(update.slices, layout, strict=True):
+            view = buffer[entry[3] :][: piece.tensor.numel() * piece.tensor.element_size()]
+            view.view(piece.tensor.dtype).view(piece.tensor.shape).copy_(piece.tensor)
+        self._version = -1
+        head = (update.kind, update.base_version, update.version, update.checksum)
+        for worker in self._living():
+            self._send(worker, ("update", self._memory.name, layout, head))
+        proofs = [self._answer(w, self._config.deadline_s, "to apply weights") for w in self._living()]
+        if len({(p.version, p.checksum) for p in proofs}) != 1:
+            raise EngineFailure(f"engine local: workers disagree about the weights they serve: {proofs}")
+        self._version = update.version
+        return Proof(version=proofs[0].version, checksum=proofs[0].checksum & MASK)
+
+    def close(self) -> None:
+        for worker in self._workers:
+            if not worker.dead:
+                try:
+                    worker.pipe.send(("close",))
+                except OSError:
+                    worker.dead = "closed"
+        for worker in self._workers:
+            worker.process.join(5)
+            if worker.process.is_alive():
+                worker.process.kill()
+            worker.pipe.close()
+            worker.dead = worker.dead or "closed"
+        self._free_memory()
+
+    # -- one worker ----------------------------------------------------------------------------------------------------
+
+    def _living(self) -> list[_Worker]:
+        living = [w for w in self._workers if not w.dead]
+        if not living:
+            raise EngineFailure(f"engine local: no worker process is left ({'; '.join(w.dead for w in self._workers)})")
+        return living
+
+    def _send(self, worker: _Worker, message: tuple[Any, ...]) -> None:
+        try:
+            worker.pipe.send(message)
+        except OSError:
+            self._bury(worker)
+
+    def _answer(self, worker: _Worker, deadline_s: float, what: str) -> Any:
+        """The worker's answer to the last message; segments that arrive before it are kept."""
+        end = time.monotonic() + deadline_s
+        while not worker.dead:
+            if not worker.pipe.poll(max(0.0, end - time.monotonic())):
+                worker.process.kill()
+                raise EngineFailure(f"engine worker {worker.index}: waited {deadline_s:g} s for it {what}")
+            answer = self._receive(worker)
+            if answer is not None:
+                return answer[0]
+        if what == "to take requests":
+            return None  # its requests were returned as failures
+        raise EngineFailure(f"engine worker {worker.index}: {worker.dead} while waiting for it {what}")
+
+    def _receive(self, worker: _Worker) -> tuple[Any] | None:
+        """Take one message: segments are filed, an answer is returned, an error raised here."""
+        try:
+            kind, value = worker.pipe.recv()
+        except (EOFError, OSError):
+            self._bury(worker)
+            return None
+        if kind == "segments":
+            for segment in value:
+                worker.flying.pop(segment.request_id, None)
+            self._done += value
+            return None
+        if kind == "error":
+            worker.flying.clear()
+            raise value
+        return (value,)
+
+    def _bury(self, worker: _Worker) -> None:
+        worker.process.join(1)
+        worker.dead = f"worker {worker.index} died with exit code {worker.process.exitcode}"
+        for request in worker.flying.values():
+            self._done.append(
+                Segment(request_id=request.id, span=TokenSpan.empty(), status=Status.ENGINE_FAILURE, detail=worker.dead)
+            )
+        worker.flying.clear()
+
+    def _free_memory(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory.unlink()
+            self._memory = None
+
+
+def _tensor(memory: shared_memory.SharedMemory) -> torch.Tensor:
+    return torch.from_numpy(np.ndarray((memory.size,), np.uint8, buffer=memory.buf))
+
+
+def _serve(
+    pipe: connection.Connection, hf_config: Any, config: EngineConfig, device: str, max_length: int | None
+) -> None:
+    """A worker's life: answer messages, and decode one step whenever there is none."""
+    import signal
+
+    from rollkeel.engines.local import LocalEngine
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle; it tells us
+    torch.set_num_threads(config.threads)
+    try:
+        engine = LocalEngine(hf_config, config, device=device, max_length=max_length)
+        pipe.send(("answer", engine.capabilities))
+        busy = False
+        while True:
+            if not busy or pipe.poll(0):
+                message = pipe.recv()
+                if message[0] == "close":
+                    return
+                answer = _act(engine, message)
+                pipe.send(("answer", answer))
+            segments = engine.poll(0)
+            busy = engine.busy
+            if segments:
+                pipe.send(("segments", segments))
+    except EOFError:
+        return  # the caller is gone
+    except RollkeelError as error:
+        pipe.send(("error", error))
+
+
+def _act(engine: Any, message: tuple[Any, ...]) -> Any:
+    if message[0] == "submit":
+        engine.submit(message[1])
+    elif message[0] == "interrupt":
+        engine.interrupt(message[1])
+    elif message[0] == "update":
+        _, name, layout, (kind, base, version, checksum) = message
+        memory = shared_memory.SharedMemory(name=name)
+        try:
+            return engine.update_weights(_read_update(memory, layout, kind, base, version, checksum))
+        finally:
+            memory.close()
+    else:
+        raise BadInput(f"engine worker: unknown message {message[0]!r}")
+    return True
+
+
+def _read_update(
+    memory: shared_memory.SharedMemory, layout: Sequence[Any], kind: str, base: int | None, version: int, checksum: int
+) -> WeightUpdate:
+    slices = []
+    for name, dtype, shape, start, part, offset in layout:
+        size = int(np.prod(shape)) * dtype.itemsize
+        # A copy: views would keep the shared memory from being closed.
+        tensor = torch.frombuffer(bytearray(memory.buf[start : start + size]), dtype=dtype).view(shape)
+        slices.append(WeightSlice(name=name, tensor=tensor, checksum=part, offset=offset))
+    return WeightUpdate(kind=kind, base_version=base, version=version, slices=slices, checksum=checksum)

@@ -1,0 +1,117 @@
+"""Mixture-of-experts layer for training on CPU: tokens sorted by expert once, one matrix product per expert, backward by hand.
+
+The stock implementations either search the tokens of every expert with `where`, or sort and then let autograd fill
+zero gradients for slices and copies. Here the forward keeps what the backward needs and nothing is filled twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate, grouped_mm_experts_forward
+
+SORTED_EXPERTS = "rollkeel_sorted"
+"""Name of the implementation in transformers' experts interface."""
+
+
+class _SortedExperts(torch.autograd.Function):
+    """SwiGLU experts. `x [N, D]`, `weights [N, K]`, `order [N·K]` sorts (token, slot) pairs by expert."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        order: torch.Tensor,
+        bounds: list[tuple[int, int, int]],
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+    ) -> torch.Tensor:
+        top_k, width = weights.shape[1], down.shape[2]
+        rows = x.index_select(0, order // top_k)
+        hidden = rows.new_empty(rows.shape[0], 2 * width)
+        for expert, a, b in bounds:
+            torch.mm(rows[a:b], gate_up[expert].t(), out=hidden[a:b])
+        active = F.silu(hidden[:, :width]).mul_(hidden[:, width:])
+        out = torch.empty_like(rows)
+        for expert, a, b in bounds:
+            torch.mm(active[a:b], down[expert].t(), out=out[a:b])
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(order.numel(), device=order.device)
+        ctx.save_for_backward(rows, weights, order, inverse, hidden, active, out, gate_up, down)
+        ctx.bounds = bounds
+        pairs = out.index_select(0, inverse).view(-1, top_k, x.shape[1])
+        return pairs.mul_(weights.unsqueeze(2)).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weights, order, inverse, hidden, active, out, gate_up, down = ctx.saved_tensors
+        top_k, width = weights.shape[1], down.shape[2]
+        d_out = grads[0].index_select(0, order // top_k)
+        d_weights = (d_out * out).sum(-1).index_select(0, inverse).view_as(weights)
+        d_out.mul_(weights.reshape(-1).index_select(0, order).unsqueeze(1))
+        d_active = torch.empty_like(active)
+        d_down, d_gate_up = torch.zeros_like(down), torch.zeros_like(gate_up)
+        for expert, a, b in ctx.bounds:
+            torch.mm(d_out[a:b], down[expert], out=d_active[a:b])
+            torch.mm(d_out[a:b].t(), active[a:b], out=d_down[expert])
+        gate, up = hidden[:, :width], hidden[:, width:]
+        d_hidden = torch.empty_like(hidden)
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        torch.mul(d_active, silu, out=d_hidden[:, width:])
+        # silu'(g) = σ(g) + silu(g)·(1 − σ(g))
+        slope = torch.addcmul(sigmoid, silu, 1 - sigmoid)
+        torch.mul(d_active.mul_(up), slope, out=d_hidden[:, :width])
+        d_rows = torch.empty_like(rows)
+        for expert, a, b in ctx.bounds:
+            torch.mm(d_hidden[a:b], gate_up[expert], out=d_rows[a:b])
+            torch.mm(d_hidden[a:b].t(), rows[a:b], out=d_gate_up[expert])
+        d_x = d_rows.index_select(0, inverse).view(-1, top_k, rows.shape[1]).sum(1)
+        return d_x, d_weights, None, None, d_gate_up, d_down
+
+
+def sorted_experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Experts forward in transformers' signature: `[N, D]`, `[N, K]` int64, `[N, K]` → `[N, D]`.
+
+    Layers that are not plain SwiGLU on the CPU (biases, transposed weights, own gates, expert parallelism, mixed dtypes)
+    go to transformers' `grouped_mm`.
+    """
+    if not _plain(self, hidden_states):
+        return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    flat = top_k_index.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    bounds, start = [], 0
+    for expert, count in enumerate(torch.bincount(flat, minlength=self.num_experts).tolist()):
+        if count:
+            bounds.append((expert, start, start + count))
+            start += count
+    weights = top_k_weights.to(hidden_states.dtype)
+    return _SortedExperts.apply(hidden_states, weights, order, bounds, self.gate_up_proj, self.down_proj)  # type: ignore[return-value]
+
+
+def _plain(module: Any, x: torch.Tensor) -> bool:
+    gate = type(module)._apply_gate
+    return (
+        x.device.type == "cpu"
+        and module.has_gate
+        and module.is_concatenated
+        and not (module.has_bias or module.is_transposed or module.has_post_expert_norm or module._is_expert_parallel)
+        and gate is _default_apply_gate
+        and isinstance(module.act_fn, torch.nn.SiLU | _HF_SILU)
+        and module.gate_up_proj.dtype == x.dtype
+    )
+
+
+def _silu_type() -> type:
+    from transformers.activations import ACT2FN
+
+    return type(ACT2FN["silu"])
+
+
+_HF_SILU = _silu_type()
+ALL_EXPERTS_FUNCTIONS.register(SORTED_EXPERTS, sorted_experts_forward)

@@ -1,0 +1,229 @@
+"""Inference forward of the Llama family on flat tokens: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE.
+
+Tokens of many sequences lie in one `[N, D]` tensor; where each attends is the business of the `attend` callback, so the
+same code prefills and decodes. Projections are fused and weights are updated in place (addresses never change).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from rollkeel.models.numerics import activation_rounder, compute_dtype
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+
+
+def supports(config: Any) -> bool:
+    """True if `FastForward` computes this Hugging Face config exactly."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return (
+        config.model_type in FAMILIES
+        and not getattr(config, "sliding_window", None)
+        and getattr(config, "hidden_act", "silu") == "silu"
+        and not getattr(config, "mlp_bias", False)
+        and rope.get("rope_type", "default") in ("default", "linear", "llama3", "yarn")
+        and float(rope.get("partial_rotary_factor", 1.0)) == 1.0
+        and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+    )
+
+
+class _Layer:
+    """Fused weights of one decoder layer and the checkpoint names they are filled from."""
+
+    def __init__(self, config: Any, index: int, new: Callable[..., torch.Tensor], head_dim: int) -> None:
+        d, heads, kv = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        q_rows, kv_rows = heads * head_dim, kv * head_dim
+        prefix, attn = f"model.layers.{index}", f"model.layers.{index}.self_attn"
+        self.norm1, self.norm2 = new(d), new(d)
+        self.qkv = new(q_rows + 2 * kv_rows, d)
+        self.out = new(d, q_rows)
+        parts = {
+            "q_proj": (0, q_rows),
+            "k_proj": (q_rows, q_rows + kv_rows),
+            "v_proj": (q_rows + kv_rows, q_rows + 2 * kv_rows),
+        }
+        self.names = {
+            f"{prefix}.input_layernorm.weight": self.norm1,
+            f"{prefix}.post_attention_layernorm.weight": self.norm2,
+            f"{attn}.o_proj.weight": self.out,
+        }
+        for name, (a, b) in parts.items():
+            self.names[f"{attn}.{name}.weight"] = self.qkv[a:b]
+        self.qkv_bias = None
+        if config.model_type == "qwen2" or getattr(config, "attention_bias", False):
+            self.qkv_bias = new(q_rows + 2 * kv_rows)
+            for name, (a, b) in parts.items():
+                self.names[f"{attn}.{name}.bias"] = self.qkv_bias[a:b]
+        self.out_bias = None
+        if config.model_type != "qwen2" and getattr(config, "attention_bias", False):
+            self.out_bias = self.names[f"{attn}.o_proj.bias"] = new(d)
+        self.q_norm = self.k_norm = self.qk_norm = None
+        if config.model_type in ("qwen3", "qwen3_moe"):
+            self.q_norm, self.k_norm = new(head_dim), new(head_dim)
+            self.qk_norm = new(heads + kv, head_dim)
+            self.names[f"{attn}.q_norm.weight"] = self.q_norm
+            self.names[f"{attn}.k_norm.weight"] = self.k_norm
+        self.heads, self.kv = heads, kv
+        self._mlp(config, index, new, f"{prefix}.mlp")
+
+    def _mlp(self, config: Any, index: int, new: Callable[..., torch.Tensor], prefix: str) -> None:
+        d = config.hidden_size
+        moe = (
+            config.model_type == "qwen3_moe"
+            and index not in (config.mlp_only_layers or [])
+            and config.num_experts > 0
+            and (index + 1) % config.decoder_sparse_step == 0
+        )
+        self.router = None
+        experts = config.num_experts if moe else 1
+        width = config.moe_intermediate_size if moe else config.intermediate_size
+        self.up = new(experts, 2 * width, d)
+        self.down = new(experts, d, width)
+        if moe:
+            self.router = self.names[f"{prefix}.gate.weight"] = new(experts, d)
+        for e in range(experts):
+            stem = f"{prefix}.experts.{e}" if moe else prefix
+            self.names[f"{stem}.gate_proj.weight"] = self.up[e, :width]
+            self.names[f"{stem}.up_proj.weight"] = self.up[e, width:]
+            self.names[f"{stem}.down_proj.weight"] = self.down[e]
+        # Slicing a tensor costs a microsecond; at decode sizes that is as much as the arithmetic.
+        self.up_t = [w.t() for w in self.up]
+        self.down_t = [w.t() for w in self.down]
+        self.out_t = self.out.t()
+
+    def refresh(self) -> None:
+        if self.qk_norm is not None and self.q_norm is not None and self.k_norm is not None:
+            self.qk_norm[: self.heads] = self.q_norm
+            self.qk_norm[self.heads :] = self.k_norm
+
+
+class FastForward:
+    """Runs the model described by a Hugging Face config; weights are undefined until every name was written."""
+
+    def __init__(self, config: Any, mode: str, device: torch.device) -> None:
+        self.dtype = compute_dtype(mode)
+        self.device = device
+        self._round = activation_rounder(mode)
+        self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
+        self.num_layers = int(config.num_hidden_layers)
+        self.vocab_size = int(config.vocab_size)
+        self.eps = float(config.rms_norm_eps)
+        self.scale = self.head_dim**-0.5
+        self.top_k = int(getattr(config, "num_experts_per_tok", 0) or 0)
+        self.norm_topk = bool(getattr(config, "norm_topk_prob", False))
+
+        def new(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=self.dtype, device=device)
+
+        self.embedding, self.norm = new(self.vocab_size, config.hidden_size), new(config.hidden_size)
+        self.layers = [_Layer(config, i, new, self.head_dim) for i in range(self.num_layers)]
+        self.destinations = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+        for layer in self.layers:
+            self.destinations |= layer.names
+        self.head = self.embedding
+        if not config.tie_word_embeddings:
+            self.head = self.destinations["lm_head.weight"] = new(self.vocab_size, config.hidden_size)
+        self.num_moe_layers = sum(layer.router is not None for layer in self.layers)
+        self._rope(config)
+
+    def _rope(self, config: Any) -> None:
+        rope = config.rope_parameters
+        kind = rope.get("rope_type", "default")
+        if kind == "default":
+            steps = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+            inverse, factor = 1.0 / rope["rope_theta"] ** steps, 1.0
+        else:
+            inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        self._inverse_frequency = inverse.to(self.device)
+        self._rope_factor = float(factor)
+
+    def refresh(self) -> None:
+        """Rebuild what is derived from the weights; call after writing to `destinations`."""
+        for layer in self.layers:
+            layer.refresh()
+
+    def hidden(
+        self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, experts: list[torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Final-norm hidden states `[N, D]` of tokens `ids [N]` at `positions [N]`.
+
+        `experts`, when given, receives one `[N, top_k]` tensor of expert ids per MoE layer.
+        """
+        x = self.embedding.index_select(0, ids)
+        angle = positions[:, None].float() * self._inverse_frequency
+        cos, sin = angle.cos() * self._rope_factor, angle.sin() * self._rope_factor
+        cos = torch.cat((cos, cos), -1).to(self.dtype)[:, None]
+        # rotate_half as a roll: the sign lives in the sine.
+        sin = torch.cat((-sin, sin), -1).to(self.dtype)[:, None]
+        for index, layer in enumerate(self.layers):
+            x = self._attention(x, layer, index, cos, sin, attend)
+            h = F.rms_norm(x, (x.shape[-1],), layer.norm2, self.eps)
+            x = x + (self._mlp(h, layer) if layer.router is None else self._experts(h, layer, experts))
+        return F.rms_norm(x, (x.shape[-1],), self.norm, self.eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[N, V]` float32 logits of `hidden [N, D]`."""
+        return F.linear(hidden, self.head).float()
+
+    def _attention(
+        self, x: torch.Tensor, layer: _Layer, index: int, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        h = F.rms_norm(x, (x.shape[-1],), layer.norm1, self.eps)
+        if self._round:
+            h = self._round(h)
+        qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(len(x), -1, self.head_dim)
+        qk = qkv[:, : self.heads + self.kv_heads]
+        if layer.qk_norm is not None:
+            qk = F.rms_norm(qk, (self.head_dim,), None, self.eps) * layer.qk_norm
+        qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
+        out = attend(index, qk[:, : self.heads], qk[:, self.heads :], qkv[:, self.heads + self.kv_heads :])
+        if self._round:
+            out = self._round(out)
+        if layer.out_bias is not None:
+            out = F.linear(out, layer.out, layer.out_bias)
+            return x + out
+        return torch.addmm(x, out, layer.out_t)
+
+    def _mlp(self, h: torch.Tensor, layer: _Layer) -> torch.Tensor:
+        if self._round:
+            h = self._round(h)
+        gate, up = (h @ layer.up_t[0]).chunk(2, -1)
+        a = F.silu(gate) * up
+        return (self._round(a) if self._round else a) @ layer.down_t[0]
+
+    def _experts(self, h: torch.Tensor, layer: _Layer, experts: list[torch.Tensor] | None) -> torch.Tensor:
+        assert layer.router is not None
+        weights, chosen = torch.topk(F.linear(h, layer.router).float().softmax(-1), self.top_k, dim=-1)
+        if self.norm_topk:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if experts is not None:
+            experts.append(chosen)
+        if self._round:
+            h = self._round(h)
+        flat = chosen.flatten()
+        by_expert, order = flat.sort(stable=True)
+        counts = torch.bincount(by_expert, minlength=len(layer.up_t)).tolist()
+        x = h.index_select(0, order // self.top_k if self.top_k > 1 else order)
+        wide, y = x.new_empty(len(x), layer.up.shape[1]), torch.empty_like(x)
+        start = 0
+        spans = []
+        for expert, count in enumerate(counts):
+            if count:
+                spans.append((expert, start, start + count))
+                torch.mm(x[start : start + count], layer.up_t[expert], out=wide[start : start + count])
+                start += count
+        gate, up = wide.chunk(2, -1)
+        a = F.silu(gate).mul_(up)
+        if self._round:
+            a = self._round(a)
+        for expert, first, last in spans:
+            torch.mm(a[first:last], layer.down_t[expert], out=y[first:last])
+        y = torch.empty_like(y).index_copy_(0, order, y).view(len(h), self.top_k, -1)
+        return torch.bmm(weights.to(y.dtype)[:, None], y)[:, 0]

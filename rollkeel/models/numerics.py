@@ -1,0 +1,64 @@
+"""Numeric modes of a sampling engine: what is rounded, to what, and with which scales.
+
+`fp32` and `bf16` are real arithmetic in that dtype. The quantised modes round values to the grid the hardware format has
+and compute with the rounded values in the engine's base dtype: the error is real, the speed is not. Router, norms,
+embeddings and output head stay in high precision, as deployments keep them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import torch
+
+MODES = ("fp32", "bf16", "fp8", "fp8_weights", "int8", "int4")
+INT4_GROUP = 32
+
+_ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)\.|e_score_correction_bias|(^|\.)(gate|router)$")
+
+
+def compute_dtype(mode: str) -> torch.dtype:
+    """Dtype of activations and of the arithmetic in `mode`."""
+    return torch.bfloat16 if mode == "bf16" else torch.float32
+
+
+def is_router(name: str) -> bool:
+    """True for router weights and biases by checkpoint or module name (`mlp.gate`, `router`), not for `gate_proj`."""
+    return _ROUTER.search(name) is not None
+
+
+def is_quantised(name: str, tensor: torch.Tensor) -> bool:
+    """True for the projection weights that the quantised modes round: attention, MLP and experts inside the layers."""
+    return "layers." in name and tensor.dim() >= 2 and "norm" not in name and "bias" not in name and not is_router(name)
+
+
+def weight_rounder(mode: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Rounding of a `[..., out, in]` weight in `mode`, or None when weights are stored exactly."""
+    return {"fp8": round_fp8, "fp8_weights": round_fp8, "int8": round_int8, "int4": round_int4}.get(mode)
+
+
+def activation_rounder(mode: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Rounding of a `[..., features]` projection input in `mode`, or None."""
+    return round_fp8 if mode == "fp8" else None
+
+
+def round_fp8(x: torch.Tensor) -> torch.Tensor:
+    """Nearest e4m3 values with one scale per row (output channel of a weight, token of an activation)."""
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    scale = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-12) / limit
+    return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
+
+
+def round_int8(x: torch.Tensor) -> torch.Tensor:
+    """Symmetric 8-bit integers with one scale per row."""
+    scale = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-12) / 127
+    return ((x.float() / scale).round() * scale).to(x.dtype)
+
+
+def round_int4(x: torch.Tensor) -> torch.Tensor:
+    """Symmetric 4-bit integers with one scale per group of 32 inputs (per row where 32 does not divide them)."""
+    size = INT4_GROUP if x.shape[-1] % INT4_GROUP == 0 else x.shape[-1]
+    groups = x.float().unflatten(-1, (-1, size))
+    scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 7
+    return ((groups / scale).round() * scale).flatten(-2).to(x.dtype)

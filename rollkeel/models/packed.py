@@ -1,0 +1,275 @@
+"""Training forward of any causal language model over a packed flat batch, without an `[N, N]` mask.
+
+Many sequences lie end to end in one row of N tokens. Attention is replaced, through transformers' attention interface, by
+one that works per sequence: sequences of similar length are bucketed into `[S, L]` and run causally; on CUDA in half
+precision, `varlen_attn` takes the flat row. Architectures whose attention cannot be replaced (sliding windows, sinks,
+recurrent layers, …) run as the padded `[S, Lmax]` batch instead; what comes out is the same.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+
+from rollkeel.errors import BadInput
+from rollkeel.models.experts import SORTED_EXPERTS
+
+VARLEN_ATTENTION = "rollkeel_varlen"
+"""Name of the implementation in transformers' attention interface. No mask function is registered under it on purpose:
+transformers then builds none."""
+_BUCKET_RATIO, _BUCKET_SLACK = 1.25, 8
+_PROBE_LENGTHS = (9, 4, 9, 6)
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """`rows` sequences padded to `length`; `gather [rows·length]` are flat token positions, `real` the places that are no padding."""
+
+    rows: int
+    length: int
+    gather: torch.Tensor | None
+    real: torch.Tensor | None
+    start: int = 0
+
+    def take(self, flat: torch.Tensor) -> torch.Tensor:
+        """`[N, H, d]` → `[rows, H, length, d]`."""
+        if self.gather is None:
+            part = flat[self.start : self.start + self.rows * self.length]
+        else:
+            part = flat.flatten(1).index_select(0, self.gather).view(-1, *flat.shape[1:])
+        return part.view(self.rows, self.length, *flat.shape[1:]).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the sequences of a packed row lie. Built once per micro-batch."""
+
+    lengths: tuple[int, ...]
+    buckets: tuple[_Bucket, ...]
+    order: torch.Tensor | None
+    """Flat position of each token in bucket order → restores the row; None if the buckets are in row order already."""
+    cu_seqlens: torch.Tensor
+    """`[S + 1]` int32 on the model's device."""
+
+    @staticmethod
+    def build(lengths: Sequence[int], device: torch.device) -> Layout:
+        """Bucket sequences of `lengths ≥ 1` that lie end to end."""
+        starts = [0]
+        for length in lengths:
+            starts.append(starts[-1] + length)
+        by_length = sorted(range(len(lengths)), key=lambda i: lengths[i])
+        buckets, flat_order = [], []
+        for members in _bucketed(by_length, lengths):
+            buckets.append(_bucket([starts[i] for i in members], [lengths[i] for i in members]))
+            for i in members:
+                flat_order.append(torch.arange(starts[i], starts[i + 1]))
+        order, row = torch.cat(flat_order), torch.arange(starts[-1])
+        if torch.equal(order, row):
+            inverse = None
+        else:
+            inverse = torch.empty_like(order)
+            inverse[order] = row
+            inverse = inverse.to(device)
+        moved = tuple(_Bucket(b.rows, b.length, _to(b.gather, device), _to(b.real, device), b.start) for b in buckets)
+        cu = torch.tensor(starts, dtype=torch.int32, device=device)
+        return Layout(tuple(lengths), moved, inverse, cu)
+
+
+def _to(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(device)
+
+
+def _bucketed(by_length: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
+    members: list[int] = []
+    for i in by_length:
+        if members and lengths[i] > max(lengths[members[0]] * _BUCKET_RATIO, lengths[members[0]] + _BUCKET_SLACK):
+            yield members
+            members = []
+        members.append(i)
+    if members:
+        yield members
+
+
+def _bucket(starts: list[int], lengths: list[int]) -> _Bucket:
+    rows, longest = len(starts), max(lengths)
+    equal = min(lengths) == longest
+    if equal and all(b - a == longest for a, b in itertools.pairwise(starts)):
+        return _Bucket(rows, longest, None, None, starts[0])
+    places = torch.arange(longest).expand(rows, -1)
+    inside = places < torch.tensor(lengths).unsqueeze(1)
+    # Padding repeats a real token: causal attention never lets a real query see it, and finite values stay finite.
+    gather = (torch.tensor(starts).unsqueeze(1) + torch.where(inside, places, 0)).reshape(-1)
+    return _Bucket(rows, longest, gather, None if equal else inside.reshape(-1).nonzero().squeeze(1))
+
+
+_LAYOUT: contextvars.ContextVar[Layout] = contextvars.ContextVar("rollkeel_packed_layout")
+
+
+def varlen_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention inside each sequence of the current layout: `[1, H, N, d]` (GQA allowed) → `[1, N, H, d_v]`."""
+    layout = _LAYOUT.get()
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    gqa = q.shape[1] != k.shape[1]
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] and dropout == 0:
+        return _cuda_varlen(q, k, v, layout, scaling, gqa).unsqueeze(0), None
+    parts = []
+    for bucket in layout.buckets:
+        out = F.scaled_dot_product_attention(
+            bucket.take(q),
+            bucket.take(k),
+            bucket.take(v),
+            dropout_p=dropout,
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=gqa,
+        )
+        out = out.transpose(1, 2).reshape(bucket.rows * bucket.length, -1)
+        parts.append(out if bucket.real is None else out.index_select(0, bucket.real))
+    flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if layout.order is not None:
+        flat = flat.index_select(0, layout.order)
+    return flat.view(1, flat.shape[0], q.shape[1], -1), None
+
+
+def _cuda_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scaling: float | None, gqa: bool
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    longest, cu = max(layout.lengths), layout.cu_seqlens
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=gqa)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+ALL_ATTENTION_FUNCTIONS.register(VARLEN_ATTENTION, varlen_attention)
+
+
+class PackedModel:
+    """Hidden states of a causal language model over packed sequences; the model itself is left as it was found.
+
+    Whether its attention can be replaced is decided once: by its config, then by comparing a few packed tokens with the
+    padded batch, so that an architecture nobody thought of cannot silently mix sequences. `varlen` tells the outcome.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.backbone: Any = getattr(model, model.base_model_prefix, None) or model.get_decoder()
+        if self.backbone is model:
+            raise BadInput(
+                f"model {type(model).__name__}: expected a causal language model with a base model, found none"
+            )
+        config = model.config.get_text_config()
+        self._pad = int(getattr(config, "pad_token_id", None) or 0)
+        self._embedding: Any = model.get_input_embeddings()
+        self.varlen = _replaceable(model, config) and self._probe()
+
+    def __call__(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, cu_seqlens: torch.Tensor | Sequence[int]
+    ) -> torch.Tensor:
+        """Final hidden states (after the last norm) `[N, D]` of `input_ids [N]`, `position_ids [N]` restarting at 0.
+
+        `cu_seqlens [S + 1]`: first token of each sequence, then N. Equal, to rounding, to each sequence run alone.
+        """
+        cu = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else list(cu_seqlens)
+        lengths = [b - a for a, b in itertools.pairwise(cu)]
+        if not lengths or min(lengths) < 1 or cu[0] != 0 or cu[-1] != input_ids.numel():
+            raise BadInput(
+                f"packed batch: cu_seqlens expected rising from 0 to {input_ids.numel()}, got {cu[:4]}…{cu[-1:]}"
+            )
+        if self.varlen:
+            return self._packed(input_ids, position_ids, lengths)
+        return self._padded(input_ids, position_ids, lengths)
+
+    def _packed(self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        token = _LAYOUT.set(Layout.build(lengths, input_ids.device))
+        try:
+            with _implementations(self.model, VARLEN_ATTENTION, input_ids.device):
+                out = self.backbone(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False)
+        finally:
+            _LAYOUT.reset(token)
+        return out.last_hidden_state[0]
+
+    def _padded(self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        sizes = torch.tensor(lengths, device=input_ids.device)
+        inside = torch.arange(max(lengths), device=input_ids.device) < sizes.unsqueeze(1)
+        ids = torch.full(inside.shape, self._pad, dtype=input_ids.dtype, device=input_ids.device)
+        positions = torch.zeros_like(ids)
+        ids[inside], positions[inside] = input_ids, position_ids
+        with _implementations(self.model, None, input_ids.device):
+            out = self.backbone(input_ids=ids, attention_mask=inside.long(), position_ids=positions, use_cache=False)
+        return out.last_hidden_state[inside]
+
+    @torch.no_grad()
+    def _probe(self) -> bool:
+        """True if packed and padded hidden states agree on a few tokens."""
+        weight: torch.Tensor = self._embedding.weight
+        device, vocab = weight.device, weight.shape[0]
+        total = sum(_PROBE_LENGTHS)
+        ids = (torch.arange(total, device=device) * 7919 + 11) % vocab
+        positions = torch.cat([torch.arange(n, device=device) for n in _PROBE_LENGTHS])
+        training = self.model.training
+        self.model.eval()
+        try:
+            padded = self._padded(ids, positions, _PROBE_LENGTHS).float()
+            packed = self._try_packed(ids, positions)
+        finally:
+            self.model.train(training)
+        if packed is None:
+            return False
+        tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.1
+        return bool((packed - padded).norm() <= tolerance * padded.norm())
+
+    def _try_packed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+        """None if the model cannot even run with the attention replaced; the padded form then serves it."""
+        try:
+            return self._packed(ids, positions, _PROBE_LENGTHS).float()
+        except (RuntimeError, TypeError, ValueError, LookupError):
+            return None
+
+
+def _replaceable(model: PreTrainedModel, config: Any) -> bool:
+    """What the config already says: windows longer than the probe, soft caps and sinks would pass unnoticed there."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return (
+        bool(getattr(type(model), "_supports_attention_backend", False))
+        and kinds <= {"full_attention"}
+        and not window
+        and not getattr(config, "attn_logit_softcapping", None)
+        and not getattr(config, "attention_chunk_size", None)
+        and config.model_type != "gpt_oss"
+    )
+
+
+@contextmanager
+def _implementations(model: PreTrainedModel, attention: str | None, device: torch.device) -> Iterator[None]:
+    """Run with these attention and experts implementations; the config is as before afterwards, whatever happens."""
+    config = model.config
+    before = (config._attn_implementation, config._experts_implementation)
+    try:
+        if attention is not None:
+            config._attn_implementation = attention
+        if device.type == "cpu":
+            config._experts_implementation = SORTED_EXPERTS
+        yield
+    finally:
+        config._attn_implementation, config._experts_implementation = before

@@ -1,0 +1,90 @@
+"""Refusing a token batch that has a hole in it, by name of sequence and position, before anything learns from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from rollkeel.errors import BadInput, NonFinite
+from rollkeel.types import TokenBatch
+
+REQUIRED = ("logprobs", "rollout_logprobs", "advantages", "coefficients", "sequence_ids", "group_ids")
+OPTIONAL = (
+    "old_logprobs",
+    "ref_logprobs",
+    "entropy",
+    "kept_mass",
+    "versions",
+    "kv_versions",
+    "rollout_ids",
+    "token_index",
+)
+TOPK = ("topk_ids", "topk_logprobs", "rollout_topk_logprobs")
+LOGPROBS = frozenset({"logprobs", "rollout_logprobs", "old_logprobs", "ref_logprobs"})
+ROUNDING = 1e-4
+"""A log-prob up to this far above 0 is a float32 rounding of log-softmax; beyond, it is not a log-prob."""
+
+
+def check_tokens(tokens: TokenBatch, needs: Iterable[str], who: str) -> None:
+    """Raise unless `tokens` is whole: fields present, `[T]` on one device, finite, log-probs ≤ 0, coefficients ≥ 0.
+
+    One pass per float tensor and one device synchronisation. Raises `BadInput` for a missing field, a wrong length or
+    dtype, a positive log-prob, a negative coefficient; `NonFinite` for NaN or infinity.
+    """
+    needs = tuple(needs)
+    _check_layout(tokens, needs, who)
+    if tokens.logprobs.numel() == 0:
+        return
+    names = [n for n in (*REQUIRED, *OPTIONAL) if n in (*REQUIRED[:4], *needs)]
+    # NaN propagates through both ends, so two numbers per tensor decide; which token it is, only a failure asks.
+    ends = [torch.stack(torch.aminmax(getattr(tokens, n).detach())).double() for n in names]
+    for name, (low, high) in zip(names, torch.stack(ends).tolist(), strict=True):
+        if not (math.isfinite(low) and math.isfinite(high)):
+            _refuse(tokens, name, ~torch.isfinite(getattr(tokens, name)), "finite", NonFinite, who)
+        if name in LOGPROBS and high > ROUNDING:
+            _refuse(tokens, name, getattr(tokens, name) > ROUNDING, "log-probs ≤ 0 in", BadInput, who)
+        if name == "coefficients" and low < 0:
+            _refuse(tokens, name, tokens.coefficients < 0, "non-negative", BadInput, who)
+
+
+def _check_layout(tokens: TokenBatch, needs: tuple[str, ...], who: str) -> None:
+    for name in needs:
+        if getattr(tokens, name) is None:
+            raise BadInput(f"objective {who}: expected a batch with {name}, got None; compute it before the loss")
+    length, device = tokens.logprobs.shape[:1], tokens.logprobs.device
+    for name in (*REQUIRED, *OPTIONAL, *TOPK):
+        value = getattr(tokens, name)
+        if value is None:
+            continue
+        shape = tuple(value.shape[:1]) if name in TOPK else tuple(value.shape)
+        if len(length) != 1 or shape != tuple(length):
+            raise BadInput(
+                f"objective {who}: expected {name} to have one entry per token like logprobs {list(tokens.logprobs.shape)},"
+                f" got shape {list(value.shape)}; flatten the batch to response tokens"
+            )
+        if value.device != device:
+            raise BadInput(
+                f"objective {who}: expected {name} on {device} like logprobs, got {value.device}; move the batch"
+            )
+    for name in (*REQUIRED[:4], *(n for n in needs if n in OPTIONAL[:3])):
+        value = getattr(tokens, name)
+        if not value.is_floating_point():
+            raise BadInput(f"objective {who}: expected {name} as floats, got {value.dtype}; convert it")
+
+
+def _refuse(
+    tokens: TokenBatch, name: str, bad: torch.Tensor, what: str, error: type[BadInput] | type[NonFinite], who: str
+) -> None:
+    where = int(bad.nonzero()[0, 0])
+    sequence = int(tokens.sequence_ids[where])
+    if tokens.token_index is not None:
+        position = int(tokens.token_index[where])
+    else:
+        position = where - int((tokens.sequence_ids == sequence).nonzero()[0, 0])
+    rollout = f" (rollout {int(tokens.rollout_ids[where])})" if tokens.rollout_ids is not None else ""
+    raise error(
+        f"objective {who}: expected {what} {name}, got {float(getattr(tokens, name)[where])} in sequence {sequence}{rollout}"
+        f" at position {position} and {int(bad.sum()) - 1} more; look at that rollout in the engine or the trainer"
+    )

@@ -1,0 +1,105 @@
+"""What every factor of an objective reads: the three policies at each token, and the ratios an anchor makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rollkeel.types import TokenBatch
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to ± this before `exp`, so that one token can never overflow a batch."""
+
+
+def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp of the log-ratio clamped to ±`LOG_RATIO_LIMIT`; the gradient is that of exp at the clamped value.
+
+    A plain clamp would also set the gradient to 0 there: a silent mask on the most extreme tokens.
+    """
+    return _bounded(log_ratio).exp()
+
+
+def bounded_expm1(log_ratio: torch.Tensor) -> torch.Tensor:
+    """`bounded_exp` − 1 without cancellation for ratios near 1."""
+    return _bounded(log_ratio).expm1()
+
+
+def _bounded(log_ratio: torch.Tensor) -> torch.Tensor:
+    clamped = log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return clamped + (log_ratio - log_ratio.detach()) if log_ratio.requires_grad else clamped
+
+
+def beyond_limit(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Number (0-d tensor) of log-ratios that `bounded_exp` clamps."""
+    return (log_ratio.detach().abs() > LOG_RATIO_LIMIT).sum()
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """Which policies an objective compares. Values are field names of `TokenBatch`.
+
+    `base` stands under p in the surrogate's ratio; masks look at the pair (`target`, `reference`).
+    """
+
+    name: str
+    base: str
+    target: str
+    reference: str
+
+    @property
+    def fields(self) -> frozenset[str]:
+        return frozenset({self.base, self.target, self.reference})
+
+    @property
+    def corrects_gap(self) -> bool:
+        """True if the surrogate's own ratio already is p/q, so that a ρ weight would correct the gap twice."""
+        return self.base == "rollout_logprobs"
+
+
+OLD = Anchor("old", "old_logprobs", "logprobs", "old_logprobs")
+"""Everything uses r = p/o (PPO, GRPO)."""
+DECOUPLED = Anchor("decoupled", "old_logprobs", "old_logprobs", "rollout_logprobs")
+"""Masks and weights look at ρ = o/q, the surrogate uses r = p/o (IcePop, KPop, TIS)."""
+ROLLOUT = Anchor("rollout", "rollout_logprobs", "logprobs", "rollout_logprobs")
+"""Everything uses u = p/q; no recomputed o is needed."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Flat `[T]` tensors of a batch under an anchor. Only `logprobs` and `log_ratio` may carry a gradient."""
+
+    logprobs: torch.Tensor
+    """log p."""
+    advantages: torch.Tensor
+    log_ratio: torch.Tensor
+    """log p − log base, unclamped."""
+    target: torch.Tensor
+    """log-probs whose distance to `reference` masks judge, detached, in their own dtype."""
+    reference: torch.Tensor
+    tokens: TokenBatch
+    """The batch itself, for factors that need other fields or the segment ids."""
+
+    @property
+    def log_correction(self) -> torch.Tensor:
+        """log target − log reference, detached, unclamped."""
+        return wide(self.target) - wide(self.reference)
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """At least float32: ratios of half-precision log-probs would be rounded twice."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def make_terms(tokens: TokenBatch, anchor: Anchor) -> Terms:
+    """The view of a (checked) batch under `anchor`."""
+    logprobs = wide(tokens.logprobs)
+    base = wide(getattr(tokens, anchor.base)).detach()
+    return Terms(
+        logprobs=logprobs,
+        advantages=tokens.advantages.detach(),
+        log_ratio=logprobs - base,
+        target=getattr(tokens, anchor.target).detach(),
+        reference=getattr(tokens, anchor.reference).detach(),
+        tokens=tokens,
+    )

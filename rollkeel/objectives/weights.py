@@ -1,0 +1,34 @@
+"""Correction weights: detached importance weights that repair the expectation, each a pure function of `Terms`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rollkeel.objectives.terms import Terms, bounded_exp, wide
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A named correction weight."""
+
+    name: str
+    weight: Callable[[Terms], torch.Tensor]
+    """Terms → `[T]` float ≥ 0, detached."""
+    needs: frozenset[str] = frozenset()
+    corrects_gap: bool = False
+    """True if it corrects the gap between training and rollout policy."""
+    cap: float | None = None
+
+
+def mismatch(cap: float | None = None) -> Weight:
+    """w = ρ = o/q, or min(ρ, cap) (truncated importance sampling, Yao et al. 2025)."""
+
+    def weight(terms: Terms) -> torch.Tensor:
+        assert terms.tokens.old_logprobs is not None  # in `needs`, so checked with the batch
+        rho = bounded_exp(wide(terms.tokens.old_logprobs.detach()) - wide(terms.tokens.rollout_logprobs.detach()))
+        return rho if cap is None else rho.clamp(max=cap)
+
+    return Weight("mismatch", weight, frozenset({"old_logprobs", "rollout_logprobs"}), True, cap)

@@ -1,0 +1,214 @@
+"""Renders `report.html`: one file, no scripts, no outside references, from the run folder alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from rollkeel.diagnostics.live import duration
+from rollkeel.events import write_atomic
+from rollkeel.report.charts import charts, matching, series
+from rollkeel.report.files import RunFiles, read_run
+from rollkeel.report.samples import Sample, collect
+
+MAX_BYTES = 1_900_000
+_MAX_EVENTS = 200
+_MAX_METRICS = 400
+_MAX_CONFIG = 100_000
+_DEFAULT_SAMPLES = 4
+_TOKEN_BUDGETS = (3000, 800, 150, 0)
+_LOUD = ("refused", "fail", "alarm", "error", "dropped", "stopped", "corrupt", "non_finite", "nonfinite")
+_SUMMARY = [
+    "model.path",
+    "engine.kind",
+    "engine.dtype",
+    "model.dtype",
+    "data.task",
+    "data.path",
+    "sampling.temperature",
+    "sampling.top_p",
+    "sampling.max_new_tokens",
+    "rollout.prompts",
+    "rollout.samples",
+    "train.lr",
+    "train.updates_per_step",
+    "run.seed",
+    "run.device",
+]
+
+
+def render(run_dir: str | Path) -> Path:
+    """Write `report.html` into the run folder and return its path.
+
+    Works on a running, killed, damaged or empty run: what is missing is left out, what is damaged is named on the
+    page. The page stays under 2 MB. Raises `BadInput` if `run_dir` is no run folder or cannot be written.
+    """
+    run = read_run(run_dir)
+    drawn = charts(run.rows)
+    template = _environment().get_template("template.html.j2")
+    html = ""
+    for budget in _TOKEN_BUDGETS:
+        problems = list(run.problems)
+        samples = collect(run.path, min(_sample_count(run), 16), budget, problems)
+        html = template.render(
+            run=run,
+            problems=problems[:50],
+            name=_name(run),
+            objective=objective(run),
+            summary=summary(run),
+            progress=_progress(run),
+            duration=duration(run.duration_s),
+            cards=cards(run.rows),
+            charts=[(chart, Markup(chart.markup)) for chart in drawn],
+            samples=samples,
+            sample_facts=_sample_facts,
+            metrics=metric_table(run.rows),
+            events=event_table(run.events),
+            events_hidden=max(len(run.events) - _MAX_EVENTS, 0),
+            config_text=run.config_text[:_MAX_CONFIG],
+            rendered=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        )
+        if len(html.encode("utf-8", "replace")) <= MAX_BYTES:
+            break
+    path = run.path / "report.html"
+    write_atomic(path, html.encode("utf-8", "replace"))
+    return path
+
+
+def objective(run: RunFiles) -> tuple[str, list[tuple[str, str]]]:
+    """Name and parameters: as the run resolved them (event `objective`), else as configured plus the masks' metrics."""
+    for event in reversed(run.events):
+        if event.get("event") == "objective":
+            rest = [(key, _short(value)) for key, value in event.items() if key not in ("event", "time", "name")]
+            return str(event.get("name", "?")), rest
+    section = run.config.get("objective")
+    section = section if isinstance(section, dict) else {}
+    shown = {key: _short(value) for key, value in section.items() if key != "name"}
+    for key in matching(run.rows[-1:], ("mask/*/*",)):
+        _, mask, parameter = key.split("/")
+        if not parameter.startswith(("dropped", "floored", "kept")):
+            shown.setdefault(
+                parameter if mask == section.get("name") else f"{mask} {parameter}", _short(run.rows[-1][key])
+            )
+    return str(section.get("name", "?")), list(shown.items())
+
+
+def summary(run: RunFiles) -> list[tuple[str, str]]:
+    """The config values people ask for first, with their dotted names; those that are null are left out."""
+    found = []
+    for dotted in _SUMMARY:
+        value: Any = run.config
+        for part in dotted.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            found.append((dotted, _short(value)))
+    return found
+
+
+def cards(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """`(label, value, note)` of the headline numbers the rows have."""
+    found: list[tuple[str, str, str]] = []
+    for key in matching(rows, ("eval/*/avg@k",))[:3]:
+        held = [row for row in rows if isinstance(row.get(key), int | float)]
+        error = held[-1].get(f"{key}_se")
+        spread = f" ± {error:.3f}" if isinstance(error, int | float) else ""
+        start = f"from {held[0][key]:.3f} at step {held[0]['step']}" if len(held) > 1 else f"step {held[-1]['step']}"
+        found.append((f"{key.split('/')[1]} avg@k", f"{held[-1][key]:.3f}{spread}", start))
+    for key, label, form in (
+        ("reward/mean", "Training reward", "{:.3f}"),
+        ("mismatch/ratio_std", "Ratio std", "{:.3g}"),
+        ("mismatch/kl_k3", "KL k3", "{:.2g}"),
+        ("policy/entropy", "Entropy", "{:.3f}"),
+    ):
+        if matching(rows, (key,)):
+            _, values = series(rows, key)
+            found.append((label, form.format(values[-1]), f"from {form.format(values[0])}"))
+    for key in matching(rows, ("mask/*/dropped",))[:2]:
+        _, values = series(rows, key)
+        found.append((f"{key.split('/')[1]} drops", f"{values[-1]:.2%}", f"mean {values.mean():.2%} of tokens"))
+    memory = matching(rows, ("memory/*_mb",))
+    if memory:
+        peak = max(row[key] for key in memory for row in rows if isinstance(row.get(key), int | float))
+        found.append(("Peak memory", f"{peak:,.0f} MB", "largest logged"))
+    return found
+
+
+def metric_table(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str, str]]:
+    """`(name, first, last, min, max)` of every numeric metric."""
+    table = []
+    names = sorted({key for row in rows for key in row if key != "step"})
+    for key in names[:_MAX_METRICS]:
+        values = [row[key] for row in rows if isinstance(row.get(key), int | float)]
+        if values:
+            table.append((key[:120], *(_short(value) for value in (values[0], values[-1], min(values), max(values)))))
+    return table
+
+
+def event_table(events: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, bool]]:
+    """`(time since start, kind, fields, loud)` of the last events; loud ones are kept however old they are."""
+    start = next((e["time"] for e in events if isinstance(e.get("time"), int | float)), 0.0)
+    table = []
+    for at, event in enumerate(events):
+        kind = str(event.get("event", "?"))
+        loud = any(word in kind for word in _LOUD) or event.get("status") in ("failed", "stopped")
+        if at < len(events) - _MAX_EVENTS and not (loud and len(table) < _MAX_EVENTS):
+            continue
+        moment = event.get("time")
+        since = f"+{duration(max(moment - start, 0))}" if isinstance(moment, int | float) else ""
+        fields = {key: value for key, value in event.items() if key not in ("time", "event")}
+        text = "  ".join(
+            f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in fields.items()
+        )
+        table.append((since, kind[:80], text[:600], loud))
+    return table
+
+
+def _environment() -> Environment:
+    # Prompts, answers and events are untrusted text: everything is escaped unless it is this program's own markup.
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _name(run: RunFiles) -> str:
+    section = run.config.get("run")
+    name = section.get("name") if isinstance(section, dict) else None
+    folder = run.path.resolve().name
+    return folder if name in (None, "run", folder) else f"{name} · {folder}"
+
+
+def _progress(run: RunFiles) -> str:
+    done = max((row["step"] for row in run.rows), default=0)
+    section = run.config.get("run")
+    planned = section.get("steps") if isinstance(section, dict) else None
+    return f"{done} of {planned} steps" if isinstance(planned, int) else f"{done} steps"
+
+
+def _sample_count(run: RunFiles) -> int:
+    section = run.config.get("report")
+    count = section.get("samples") if isinstance(section, dict) else None
+    return count if isinstance(count, int) else _DEFAULT_SAMPLES
+
+
+def _sample_facts(sample: Sample) -> str:
+    row = sample.row
+    reward = "not graded" if row["reward"] is None else f"reward {row['reward']:g}"
+    return f"step {row['step']} · group {row['group']}, member {row['member']} · {reward} · {row['status']} · {len(row['token_ids'])} tokens · {row['engine']} {row['dtype']}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(_short(item) for item in value) or "none"
+    return "none" if value is None else str(value)[:200]

@@ -1,0 +1,180 @@
+"""Rollouts token by token: which ones are worth showing, and what both engines thought of each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollkeel.diagnostics.rollout_store import read_step
+from rollkeel.diagnostics.runfolder import rollout_files
+from rollkeel.errors import RollkeelError
+
+_COLUMNS = [
+    "step",
+    "id",
+    "group",
+    "member",
+    "prompt_text",
+    "answer",
+    "status",
+    "reward",
+    "text",
+    "detail",
+    "engine",
+    "dtype",
+    "token_ids",
+    "logprobs",
+    "versions",
+    "train_logprobs",
+    "keep",
+    "pieces",
+]
+_FULL = 0.25
+"""|p − q| that gets the full colour."""
+_MAX_TEXT = 1500
+_MAX_PIECE = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Token:
+    """One token as the page shows it."""
+
+    text: str
+    title: str
+    style: str
+    dropped: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One rollout as the page shows it. All texts are untrusted."""
+
+    why: str
+    row: Mapping[str, Any]
+    prompt: str
+    tokens: list[Token]
+    hidden: int
+    """Tokens beyond the ones shown."""
+    trained: bool
+
+
+def collect(run: Path, count: int, max_tokens: int, problems: list[str]) -> list[Sample]:
+    """Up to `count` rollouts of the last step that can be read, at most `max_tokens` tokens in all.
+
+    A damaged file is named in `problems` and the one before it is used.
+    """
+    if count <= 0 or max_tokens <= 0:
+        return []
+    for _, path in reversed(rollout_files(run)):
+        try:
+            rows = read_step(path, _COLUMNS).to_pylist()
+        except RollkeelError as error:
+            problems.append(str(error))
+            continue
+        if rows:
+            chosen = choose(rows, count)
+            piece = _pieces(run, problems) if any(row.get("pieces") is None for _, row in chosen) else str
+            each = max(max_tokens // len(chosen), 1)
+            return [_sample(why, row, each, piece) for why, row in chosen]
+    return []
+
+
+def choose(rows: Sequence[Mapping[str, Any]], count: int) -> list[tuple[str, Mapping[str, Any]]]:
+    """`(reasons, row)`: largest gap, most dropped tokens, best, worst; then in order. No row twice."""
+    trained = [row for row in rows if row.get("train_logprobs")]
+    graded = [row for row in rows if row["reward"] is not None]
+    dropped = [row for row in trained if row.get("keep") and not all(row["keep"])]
+    wanted: list[tuple[str, Mapping[str, Any]]] = []
+    if trained:
+        wanted.append(("largest gap between the engines", max(trained, key=lambda row: float(gap(row).max()))))
+    if dropped:
+        wanted.append(("most tokens dropped", max(dropped, key=lambda row: row["keep"].count(False))))
+    if graded:
+        wanted.append(("highest reward", max(graded, key=lambda row: row["reward"])))
+        wanted.append(("lowest reward", min(graded, key=lambda row: row["reward"])))
+    chosen: dict[int, tuple[str, Mapping[str, Any]]] = {}
+    for why, row in wanted:
+        before = chosen.get(row["id"])
+        chosen[row["id"]] = (f"{before[0]}, {why}" if before else why, row)
+    for row in rows:
+        chosen.setdefault(row["id"], ("next in order", row))
+    return [(why[:1].upper() + why[1:], row) for why, row in chosen.values()][:count]
+
+
+def gap(row: Mapping[str, Any]) -> np.ndarray:
+    """`[n]` |p − q| of the response tokens, in probability."""
+    return np.abs(np.exp(np.array(row["train_logprobs"])) - np.exp(np.array(row["logprobs"])))
+
+
+def _sample(why: str, row: Mapping[str, Any], limit: int, piece: Callable[[int], str]) -> Sample:
+    ids = row["token_ids"]
+    pieces = row.get("pieces") or [piece(i) for i in ids[:limit]]
+    return Sample(
+        why=why,
+        row={**row, "detail": row["detail"][:_MAX_TEXT], "answer": row["answer"][:_MAX_TEXT]},
+        prompt=_cut(row["prompt_text"]),
+        tokens=[_token(row, i, pieces[i]) for i in range(min(limit, len(ids)))],
+        hidden=max(len(ids) - limit, 0),
+        trained=bool(row.get("train_logprobs")),
+    )
+
+
+def _token(row: Mapping[str, Any], i: int, piece: str) -> Token:
+    log_q = row["logprobs"][i]
+    shown = visible(piece)
+    facts = f"id {row['token_ids'][i]}, position {i}, version {row['versions'][i]}"
+    lines = [shown.replace("\n", "") + f"  ({facts})"]
+    lines.append(f"sampler q = {np.exp(log_q):.6g}  (log {log_q:.6g})")
+    style, dropped = "", False
+    if row.get("train_logprobs"):
+        log_p = row["train_logprobs"][i]
+        difference = float(np.exp(log_p) - np.exp(log_q))
+        lines.append(f"trainer p = {np.exp(log_p):.6g}  (log {log_p:.6g})")
+        lines.append(f"|p − q| = {abs(difference):.3g}   p/q = {np.exp(np.clip(log_p - log_q, -20, 20)):.6g}")
+        style = shade(difference)
+    if row.get("keep"):
+        dropped = not row["keep"][i]
+        if dropped:
+            lines.append("dropped by a mask")
+    return Token(text=shown, title="\n".join(lines), style=style, dropped=dropped)
+
+
+def shade(difference: float) -> str:
+    """Background for p − q: one hue where the trainer finds the token likelier, another where less; √ of the size."""
+    strength = min(abs(difference) / _FULL, 1.0) ** 0.5
+    if strength < 0.02:
+        return ""
+    hue = "--more" if difference > 0 else "--less"
+    return f"background:rgb(var({hue})/{strength * 0.75:.2f})"
+
+
+def visible(piece: str) -> str:
+    """A token's text with line breaks and control characters made visible, cut to 40 characters."""
+    names = {"\n": "↵\n", "\t": "⇥\t", " ": " "}
+    text = "".join(names.get(c, c if c.isprintable() else f"\\x{ord(c):02x}") for c in piece[:_MAX_PIECE])
+    return (text + "…" if len(piece) > _MAX_PIECE else text) or "∅"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} … ({len(text) - _MAX_TEXT} more characters)"
+
+
+def _pieces(run: Path, problems: list[str]) -> Callable[[int], str]:
+    """Decodes single tokens with the tokenizer saved in the run; falls back to the ids."""
+    candidates = [run / "model" / "tokenizer.json", *sorted(run.glob("checkpoints/step_*/model/tokenizer.json"))[::-1]]
+    for file in candidates:
+        if not file.is_file():
+            continue
+        from tokenizers import Tokenizer
+
+        try:
+            tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # The library raises bare Exception for a damaged file.
+            problems.append(f"tokenizer {file} cannot be read: {' '.join(str(error).split())[:200]}")
+            continue
+        return lambda i: tokenizer.decode([i], skip_special_tokens=False)
+    return lambda i: f"⟨{i}⟩"

@@ -1,0 +1,88 @@
+"""Issue a step's requests, wait for all of them, and put segments back together with their prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollkeel.errors import EngineFailure, Interrupted
+from rollkeel.types import Engine, Prompt, Request, Rollout, SamplingParams, Segment, Status
+
+POLL_S = 1.0
+
+
+def issue(
+    prompts: Sequence[Prompt], samples: int, sampling: SamplingParams, first_group: int, engine: Engine
+) -> list[Rollout]:
+    """Empty rollouts, `samples` per prompt, with ids that follow from the group number alone."""
+    about = engine.capabilities
+    out = []
+    for g, prompt in enumerate(prompts, first_group):
+        for member in range(samples):
+            out.append(
+                Rollout(
+                    id=g * samples + member,
+                    group=g,
+                    member=member,
+                    prompt=prompt,
+                    span=Request(id=0, prompt_ids=prompt.token_ids, sampling=sampling).prefix,
+                    status=Status.PARKED,
+                    sampling=sampling,
+                    engine=about.name,
+                    dtype=about.dtype,
+                )
+            )
+    return out
+
+
+def collect(
+    engine: Engine,
+    issued: Sequence[Rollout],
+    tokenizer: Any,
+    *,
+    deadline_s: float,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> list[Rollout]:
+    """Sample every issued rollout to its end; returned in the order given, whatever order the engine finished them in.
+
+    `deadline_s` is the longest silence: `EngineFailure` names how many rollouts were still missing. `should_stop` is asked
+    between polls; then the engine is emptied and `Interrupted` raised.
+    """
+    waiting = {r.id: r for r in issued}
+    engine.submit([Request(id=r.id, prompt_ids=r.prompt.token_ids, sampling=r.sampling, prefix=r.span) for r in issued])
+    done: dict[int, Rollout] = {}
+    heard = time.monotonic()
+    while waiting:
+        segments = engine.poll(POLL_S)
+        for segment in segments:
+            done[segment.request_id] = _complete(waiting.pop(segment.request_id), segment, tokenizer)
+        now = time.monotonic()
+        heard = now if segments else heard
+        if waiting and should_stop():
+            engine.interrupt()
+            engine.poll(0)
+            raise Interrupted("stopped while sampling; the step is repeated on resume")
+        if now - heard > deadline_s:
+            raise EngineFailure(
+                f"engine {engine.capabilities.name}: nothing for {now - heard:.0f} s while waiting for {len(waiting)} of "
+                f"{len(issued)} rollouts (engine.deadline_s={deadline_s:g})"
+            )
+    return [done[r.id] for r in issued]
+
+
+def _complete(rollout: Rollout, segment: Segment, tokenizer: Any) -> Rollout:
+    span = rollout.span.append(segment.span)
+    fields = {f: getattr(rollout, f) for f in rollout.__dataclass_fields__}
+    text = decode(span.token_ids, rollout.sampling.stop_token_ids, tokenizer)
+    return Rollout(**{**fields, "span": span, "status": segment.status, "detail": segment.detail, "text": text})
+
+
+def decode(token_ids: np.ndarray, stop_token_ids: Sequence[int], tokenizer: Any) -> str:
+    """Response text without its final stop token. Other special tokens stay visible: a grader must not overlook them."""
+    ids = token_ids.tolist()
+    if ids and ids[-1] in stop_token_ids:
+        ids = ids[:-1]
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,0 +1,258 @@
+"""A run: everything the loop works with, put together from a config, and how it is saved and restored."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+
+from rollkeel import objectives, rewards
+from rollkeel.config import Config
+from rollkeel.diagnostics.live import LiveView
+from rollkeel.diagnostics.runfolder import RunFolder
+from rollkeel.diagnostics.trackers import Tracker, open_trackers
+from rollkeel.engines.open import open_engine
+from rollkeel.errors import BadInput
+from rollkeel.models.loading import Policy, resolve_device, save_policy
+from rollkeel.objectives import Objective
+from rollkeel.rewards import FailureBudget, Graders
+from rollkeel.sync.publish import DirectPublisher
+from rollkeel.tasks.source import PromptSource
+from rollkeel.train import checkpoint
+from rollkeel.train.trainer import LocalTrainer
+from rollkeel.types import Engine, Prompt, SamplingParams
+
+EVAL_SEED = 0x5EED
+"""Mixed into the run seed for evaluation draws, so that they never repeat those of training."""
+
+
+class StopFlag:
+    """Turns the first Ctrl-C or SIGTERM into a request to stop at the next safe point; a second one stops at once."""
+
+    def __init__(self, view: LiveView | None = None) -> None:
+        self._view = view
+        self._set = False
+        self._previous: dict[int, Any] = {}
+
+    def __call__(self) -> bool:
+        return self._set
+
+    def __enter__(self) -> StopFlag:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._set:
+            raise KeyboardInterrupt
+        self._set = True
+        if self._view is not None:
+            self._view.note("stopping: a checkpoint is written at the next safe point (again to stop at once)")
+
+
+@dataclass
+class Clock:
+    """Seconds per stage of one step, and an event at the start of each so that a killed run shows where it was."""
+
+    run: Run
+    step: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self.run.folder.events.emit("stage", step=self.step, stage=name)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def metrics(self, tokens: Mapping[str, int]) -> dict[str, float]:
+        """`time/<stage>_s`, `throughput/<stage>_tokens_s` for stages with a token count, and `memory/rss_mb`."""
+        out = {f"time/{name}_s": s for name, s in self.seconds.items()}
+        out["time/step_s"] = sum(self.seconds.values())
+        for name, count in tokens.items():
+            if self.seconds.get(name):
+                out[f"throughput/{name}_tokens_s"] = count / self.seconds[name]
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        out["memory/rss_mb"] = peak / (2**20 if sys.platform == "darwin" else 2**10)
+        return out
+
+
+@dataclass
+class Run:
+    """The pieces a loop needs. Made by `assemble`."""
+
+    config: Config
+    folder: RunFolder
+    policy: Policy
+    source: PromptSource
+    eval_prompts: Sequence[Prompt]
+    engine: Engine
+    publisher: DirectPublisher
+    trainer: LocalTrainer
+    objective: Objective
+    grader: Graders
+    budget: FailureBudget
+    view: LiveView
+    trackers: Sequence[Tracker]
+    stop: StopFlag
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Sampling parameters of training rollouts."""
+        return sampling_params(self.config, self.policy.stop_token_ids)
+
+    @property
+    def eval_sampling(self) -> SamplingParams:
+        """The same distribution, other random numbers."""
+        return sampling_params(self.config, self.policy.stop_token_ids, EVAL_SEED)
+
+    def clock(self, step: int) -> Clock:
+        """A stopwatch for one step."""
+        return Clock(self, step)
+
+    def publish(self) -> None:
+        """Bring the trainer's weights to the engine, proven."""
+        self.publisher.publish(self.trainer.named_weights(), self.trainer.version)
+
+    def save(self, step: int) -> None:
+        """Checkpoint the state after `step`; its metrics row is on disk already."""
+
+        def write(path: Path) -> None:
+            save_policy(self.policy, path / "model")
+            state = {"step": step, "trainer": self.trainer.state_dict(), "objective": self.objective.state_dict()}
+            checkpoint.save_state(path / "state", state)
+
+        info = {"objective": self.objective.describe(), "version": self.trainer.version}
+        checkpoint.save(self.folder.checkpoints, step, write=write, info=info, keep=self.config.checkpoint.keep)
+
+    def restore(self, saved: checkpoint.Checkpoint) -> None:
+        """Continue from a checkpoint. Raises `BadInput` when the model or the objective is another one."""
+        state = checkpoint.load_state(saved.state)
+        self.trainer.load_state_dict(state["trainer"])
+        self.objective.load_state_dict(state["objective"])
+
+    def record(self, row: Mapping[str, Any]) -> None:
+        """Append a metrics row and show it."""
+        self.folder.append_metrics(row)
+        for tracker in self.trackers:
+            tracker.log(int(row["step"]), row)
+        self.view.step(int(row["step"]), row)
+
+
+def sampling_params(config: Config, stop_token_ids: Sequence[int], salt: int = 0) -> SamplingParams:
+    """The config's sampling section as the engine takes it."""
+    s = config.sampling
+    return SamplingParams(
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        min_p=s.min_p,
+        max_new_tokens=s.max_new_tokens,
+        stop_token_ids=tuple(stop_token_ids),
+        seed=config.run.seed * 2**20 + salt,
+    )
+
+
+def prompt_source(config: Config, policy: Policy, split: str) -> PromptSource:
+    """Prompts of `split` (`sft`, `train`, `eval`) for this policy's tokenizer and context."""
+    limit = min(policy.context, config.engine.max_length or policy.context)
+    return PromptSource(
+        config.data,
+        policy.tokenizer,
+        seed=config.run.seed,
+        split=split,
+        vocab_size=policy.vocab_size,
+        max_prompt=limit - 1,
+        context=limit,
+        eos_token_id=policy.stop_token_ids[0] if policy.stop_token_ids else None,
+    )
+
+
+def eval_prompts(config: Config, policy: Policy) -> list[Prompt]:
+    """The held-out items every evaluation of a run uses; empty when a file keeps none back."""
+    if config.data.path is not None and config.data.eval_fraction == 0:
+        return []
+    source = prompt_source(config, policy, "eval")
+    count = config.eval.items if source.size is None else min(config.eval.items, source.size)
+    return source.prompts(range(count))
+
+
+def build_objective(config: Config) -> Objective:
+    """The config's objective with the trainer's KL and entropy terms."""
+    return objectives.build(
+        config.objective.name,
+        config.objective.options,
+        kl_coefficient=config.train.kl_coefficient,
+        kl_estimator=config.train.kl_estimator,
+        entropy_coefficient=config.train.entropy_coefficient,
+    )
+
+
+def validate(config: Config) -> None:
+    """Refuse what can be refused before anything is built, trained or written."""
+    build_objective(config)
+    resolve_device(config.run.device)
+    if config.data.path is not None:
+        rewards.get(config.data.grader)
+    if config.sampling.temperature == 0:
+        raise BadInput(
+            "sampling.temperature: expected > 0 for training, got 0; greedy rollouts of a prompt are all equal"
+        )
+    if config.rollout.samples < 2:
+        raise BadInput(f"rollout.samples: expected at least 2 for a group baseline, got {config.rollout.samples}")
+
+
+def assemble(
+    config: Config, folder: RunFolder, policy: Policy, view: LiveView, stop: StopFlag, resume_step: int | None
+) -> Run:
+    """Build every piece of a run on `config.run.device`. Weights reach the engine with the first `publish`."""
+    device = resolve_device(config.run.device)
+    torch.set_num_threads(config.run.threads)
+    objective = build_objective(config)
+    source = prompt_source(config, policy, "train")
+    engine = open_engine(policy.model.config, config.engine, device)
+    trainer = LocalTrainer(
+        policy,
+        config.train,
+        temperature=config.sampling.temperature,
+        total_updates=config.run.steps * config.train.updates_per_step,
+        device=device,
+    )
+    trackers = open_trackers(
+        config.report.trackers,
+        folder.path,
+        config.model_dump(mode="json"),
+        resume_step=resume_step,
+        on_failure=view.error,
+    )
+    return Run(
+        config=config,
+        folder=folder,
+        policy=policy,
+        source=source,
+        eval_prompts=eval_prompts(config, policy),
+        engine=engine,
+        publisher=DirectPublisher([engine]),
+        trainer=trainer,
+        objective=objective,
+        grader=Graders(),
+        budget=FailureBudget(config.rollout.failure_budget),
+        view=view,
+        trackers=trackers,
+        stop=stop,
+    )

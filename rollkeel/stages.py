@@ -1,0 +1,126 @@
+"""One stage at a time, from files to files, so that each can be run and debugged alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from rollkeel import rewards
+from rollkeel.config import Config
+from rollkeel.diagnostics.live import LiveView
+from rollkeel.diagnostics.rollout_store import read_step, to_rollouts, write_step
+from rollkeel.engines.open import open_engine
+from rollkeel.errors import BadInput, Interrupted
+from rollkeel.models.loading import Policy, load_policy, quiet_transformers, resolve_device, save_policy
+from rollkeel.models.names import checkpoint_views
+from rollkeel.pipeline import sft
+from rollkeel.rewards import FailureBudget, Graders
+from rollkeel.rollout.collect import collect, issue
+from rollkeel.rollout.evaluate import evaluate
+from rollkeel.run import EVAL_SEED, StopFlag, eval_prompts, prompt_source, sampling_params
+from rollkeel.sync.publish import DirectPublisher
+from rollkeel.train import checkpoint
+from rollkeel.types import Engine, Rollout
+
+
+def sft_stage(config: Config, out: Path) -> dict[str, float]:
+    """Warm-start `model.path` on demonstrations and write a Hugging Face folder to `out`."""
+    _refuse_existing(out)
+    policy = _policy(config)
+    with LiveView() as view, StopFlag(view) as stop:
+        view.phase("sft", config.sft.steps)
+        metrics = sft(policy, config, view, stop)
+        if stop():
+            raise Interrupted("stopped; nothing was written")
+    checkpoint.replace_folder(out, lambda path: save_policy(policy, path))
+    return metrics
+
+
+def rollout_stage(config: Config, out: Path, step: int) -> list[Rollout]:
+    """Sample the prompts of training step `step` with `model.path` and write ungraded rollouts to `out` (parquet)."""
+    _refuse_existing(out)
+    policy = _policy(config)
+    size = config.rollout
+    first = (step - 1) * size.prompts
+    prompts = prompt_source(config, policy, "train").prompts(range(first, first + size.prompts))
+    with StopFlag() as stop:
+        engine = _serving(config, policy)
+        try:
+            issued = issue(prompts, size.samples, sampling_params(config, policy.stop_token_ids), first, engine)
+            sampled = collect(engine, issued, policy.tokenizer, deadline_s=config.engine.deadline_s, should_stop=stop)
+        finally:
+            engine.close()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_step(out, sampled, step=step, piece=lambda i: policy.tokenizer.decode([i]))
+    return sampled
+
+
+def score_stage(source: Path, out: Path, failure_budget: float) -> dict[str, float]:
+    """Grade the rollouts of a parquet file and write them, with rewards, to `out`."""
+    _refuse_existing(out)
+    table = read_step(source)
+    rollouts = to_rollouts(table)
+    if not rollouts:
+        raise BadInput(f"{source}: expected rollouts, found none")
+    done = {r.id: r for r in Graders().grade([r for r in rollouts if r.status.complete])}
+    graded = [done.get(r.id, r) for r in rollouts]
+    metrics = FailureBudget(failure_budget).check(graded)
+    step = int(table.column("step")[0].as_py())
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_step(out, graded, step=step)
+    known = [r.reward for r in graded if r.reward is not None]
+    return {**metrics, "reward/mean": sum(known) / len(known) if known else 0.0, "rollout/count": float(len(graded))}
+
+
+def eval_stage(config: Config, out: Path | None) -> dict[str, float]:
+    """Evaluate `model.path` on the held-out items; the answers go to `out` (parquet) if given."""
+    if out is not None:
+        _refuse_existing(out)
+    policy = _policy(config)
+    if config.data.path is not None:
+        rewards.get(config.data.grader)
+    prompts = eval_prompts(config, policy)
+    if not prompts:
+        raise BadInput("eval: data.eval_fraction=0 holds nothing back to evaluate on; raise it")
+    with StopFlag() as stop:
+        engine = _serving(config, policy)
+        try:
+            metrics, answers = evaluate(
+                engine,
+                Graders(),
+                policy.tokenizer,
+                prompts,
+                sampling_params(config, policy.stop_token_ids, EVAL_SEED),
+                samples=config.eval.samples,
+                greedy=config.eval.greedy,
+                deadline_s=config.engine.deadline_s,
+                should_stop=stop,
+            )
+        finally:
+            engine.close()
+    if out is not None:
+        sampled = [r for r in answers if r.sampling.temperature > 0]
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_step(out, sampled or answers, step=0, piece=lambda i: policy.tokenizer.decode([i]))
+    return metrics
+
+
+def _policy(config: Config) -> Policy:
+    quiet_transformers()
+    torch.set_num_threads(config.run.threads)
+    return load_policy(config.model, resolve_device(config.run.device))
+
+
+def _serving(config: Config, policy: Policy) -> Engine:
+    engine = open_engine(policy.model.config, config.engine, resolve_device(config.run.device))
+    DirectPublisher([engine]).publish(checkpoint_views(policy.model).items(), 0)
+    return engine
+
+
+def _refuse_existing(out: Path) -> None:
+    if out.exists():
+        raise BadInput(f"{out}: already exists; choose another --out or remove it")
+
+
+__all__ = ["eval_stage", "rollout_stage", "score_stage", "sft_stage"]

@@ -1,0 +1,98 @@
+"""Verifiable task families and loaders of prompt/answer data.
+
+`get(name, options)` builds a task, `names()` lists them, `check(task, n)` proves one: gold answers score 1, near misses and
+gold answers with junk around them score 0, items are reproducible, splits share nothing. Importing this needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollkeel.errors import BadInput
+from rollkeel.tasks.addition import Addition
+from rollkeel.tasks.base import SPLITS, Task, TaskItem, nearest
+from rollkeel.tasks.countdown import Countdown
+from rollkeel.tasks.runsum import Runsum
+
+__all__ = ["SPLITS", "TASKS", "CheckReport", "Task", "TaskItem", "check", "get", "names"]
+
+TASKS: dict[str, type[Task[Any]]] = {t.name: t for t in (Runsum, Addition, Countdown)}
+
+JUNK = ("0", " 0", "x", " x", "=", ".", "\n1", "\x00", "٣", "²")
+
+
+def names() -> list[str]:
+    """Names of all task families, in the order they are documented."""
+    return list(TASKS)
+
+
+def get(name: str, options: Mapping[str, Any] | None = None) -> Task[Any]:
+    """Task `name` with difficulty knobs. Raises `BadInput` for an unknown name or option, naming the nearest."""
+    if name not in TASKS:
+        raise BadInput(f"task {name!r}: unknown{nearest(name, names())}")
+    return TASKS[name](options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckReport:
+    """What `check` found."""
+
+    task: str
+    options: str
+    items: int
+    """Items looked at, over all splits."""
+    scored: int
+    """Responses scored."""
+    distinct: Mapping[str, int]
+    """Different problems per split; far below `items / 3` means that the knobs leave few problems."""
+    failures: tuple[str, ...]
+    """One line each; empty when everything held."""
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+
+def check(task: Task[Any], n: int = 100, seed: int = 0) -> CheckReport:
+    """Prove `task` on `n` items of each split. Raises `BadInput` when a split has no items at these knobs or n < 1."""
+    if n < 1:
+        raise BadInput(f"tasks check: expected at least 1 item, got {n}")
+    failures: list[str] = []
+    scored = 0
+    problems: dict[str, set[str]] = {}
+    twin = type(task)(task.options.model_dump())
+    for split in SPLITS:
+        problems[split] = set()
+        for index in range(n):
+            item = task.item(seed, split, index)
+            problems[split].add(task.identity(item))
+            where = f"{split} item {index} {item.text!r}"
+            if twin.item(seed, split, index) != item:
+                failures.append(f"{where}: drawn twice, came out different")
+            faults, count = _check_scores(task, item)
+            scored += count
+            failures += [f"{where}: {fault}" for fault in faults]
+    for i, a in enumerate(SPLITS):
+        for b in SPLITS[i + 1 :]:
+            failures += [f"splits {a} and {b} share {p!r}" for p in sorted(problems[a] & problems[b])]
+    return CheckReport(
+        task=task.name,
+        options=task.describe(),
+        items=n * len(SPLITS),
+        scored=scored,
+        distinct={s: len(p) for s, p in problems.items()},
+        failures=tuple(failures),
+    )
+
+
+def _check_scores(task: Task[Any], item: TaskItem) -> tuple[list[str], int]:
+    """Faults of one item, and the number of responses scored."""
+    gold = task.gold(item)
+    wrong = [*task.near_misses(item), *(gold + junk for junk in JUNK), "x" + gold, gold + " " + gold, ""]
+    faults = [] if task.score(item, gold)[0] == 1.0 else [f"gold {gold!r} does not score 1"]
+    faults += [f"{text!r} scores {r}, expected 0" for text in wrong if (r := task.score(item, text)[0]) != 0.0]
+    if task.score(TaskItem.from_json(item.to_json()), gold)[0] != 1.0:
+        faults.append("gold does not score 1 after a JSON round trip")
+    return faults, len(wrong) + 2

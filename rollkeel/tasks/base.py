@@ -1,0 +1,201 @@
+"""What a verifiable task is: items by index, gold answers, near misses and exact scoring.
+
+Item `index` is a pure function of (task, options, seed, split, index). Splits are disjoint by content: every problem belongs
+to exactly one split by the hash of what it asks, whatever the seed, so an evaluation item can never be trained on.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rollkeel.errors import BadInput
+
+SPLITS = ("sft", "train", "eval")
+SPLIT_EDGES = {"eval": (0.0, 0.125), "sft": (0.125, 0.5), "train": (0.5, 1.0)}
+"""Which part of the hash range `[0, 1)` each split owns."""
+MAX_ATTEMPTS = 1000
+MAX_RESPONSE_CHARS = 4096
+"""Longer responses score 0 unread: no task has an answer this long, and a scorer must not be made to work for minutes."""
+ASCII_SPACE = " \t\r\n"
+
+
+class TaskOptions(BaseModel):
+    """Base of every task's difficulty knobs: frozen, no unknown keys, no silent conversions."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+O = TypeVar("O", bound=TaskOptions)  # noqa: E741 - reads as Task[O]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskItem:
+    """One problem. JSON values only, so that it can travel inside a `GraderSpec`."""
+
+    text: str
+    """Prompt text before any chat template."""
+    answer: str
+    """Gold answer in canonical form."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What scoring needs beside the answer."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"text": self.text, "answer": self.answer, "metadata": dict(self.metadata)}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> TaskItem:
+        """Inverse of `to_json`. Raises `BadInput` when `text` or `answer` is missing."""
+        if not {"text", "answer"} <= set(value):
+            raise BadInput(f"task item: expected keys text and answer, got {sorted(value)}")
+        return TaskItem(text=value["text"], answer=value["answer"], metadata=dict(value.get("metadata", {})))
+
+
+class Task(ABC, Generic[O]):
+    """A family of problems with a verifier. Subclasses are final and define the abstract methods."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    """One line for `rollkeel tasks list`."""
+    options_type: ClassVar[type[TaskOptions]]
+    options: O
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        """Raises `BadInput` for an unknown knob (naming the nearest), a wrong type or a value out of range."""
+        self.options = validate_options(self.name, self.options_type, options or {})  # type: ignore[assignment]
+
+    @abstractmethod
+    def draw(self, rng: random.Random) -> TaskItem:
+        """One problem from the whole family, all of its randomness from `rng`."""
+
+    @abstractmethod
+    def verify(self, item: TaskItem, response: str) -> tuple[float, str]:
+        """Reward in [0, 1] and what was read from `response`, which is at most `MAX_RESPONSE_CHARS` long."""
+
+    @abstractmethod
+    def near_misses(self, item: TaskItem) -> Sequence[str]:
+        """Responses close to the gold one that must each score 0.0; at least one."""
+
+    @abstractmethod
+    def noisy(self, item: TaskItem, rng: random.Random, label_noise: float) -> str:
+        """A gold response in which each step went wrong with probability `label_noise`."""
+
+    def identity(self, item: TaskItem) -> str:
+        """What makes two items the same problem for the split; equal for rewordings such as swapped operands."""
+        return item.text
+
+    def gold(self, item: TaskItem) -> str:
+        """A response that scores 1.0."""
+        return item.answer
+
+    def near_miss(self, item: TaskItem) -> str:
+        """A response close to the gold one that must score 0.0."""
+        return self.near_misses(item)[0]
+
+    @cached_property
+    def _key(self) -> str:
+        return json.dumps([self.name, self.options.model_dump(mode="json")], sort_keys=True)
+
+    def item(self, seed: int, split: str, index: int) -> TaskItem:
+        """Item `index` of `split`: redrawn until its content hash falls into the split.
+
+        Raises `BadInput` for an unknown split, a negative index, or knobs that leave too few different problems.
+        """
+        check_split(split)
+        if index < 0:
+            raise BadInput(f"task {self.name}: expected an index ≥ 0, got {index}")
+        low, high = SPLIT_EDGES[split]
+        rng = keyed_rng(self._key, seed, split, index)
+        for _ in range(MAX_ATTEMPTS):
+            item = self.draw(rng)
+            if low <= hash_fraction(self.name, self.identity(item)) < high:
+                return item
+        raise BadInput(
+            f"task {self.name}: no problem of split {split!r} in {MAX_ATTEMPTS} draws with {self.describe()}; "
+            "there are too few different problems, so raise the difficulty"
+        )
+
+    def demonstration(self, item: TaskItem, rng: random.Random, label_noise: float = 0.0) -> str:
+        """Response text for SFT: the gold answer, with `label_noise` in [0, 1] the share of steps made wrong."""
+        return self.noisy(item, rng, label_noise) if label_noise > 0 else self.gold(item)
+
+    def score(self, item: TaskItem, response: str) -> tuple[float, str]:
+        """Exact verification of a whole response: reward in [0, 1] and one line of detail. Never raises on any text."""
+        if len(response) > MAX_RESPONSE_CHARS:
+            return 0.0, f"longer than {MAX_RESPONSE_CHARS} characters"
+        return self.verify(item, response)
+
+    def split_of(self, item: TaskItem) -> str:
+        """The one split an item may appear in."""
+        u = hash_fraction(self.name, self.identity(item))
+        return next(s for s in SPLITS if SPLIT_EDGES[s][0] <= u < SPLIT_EDGES[s][1])
+
+    def describe(self) -> str:
+        """Options as `a=1 b=2`."""
+        return " ".join(f"{k}={v}" for k, v in self.options.model_dump(mode="json").items())
+
+    @classmethod
+    def knobs(cls) -> dict[str, dict[str, Any]]:
+        """JSON schema of every knob: type, default, range, description."""
+        return cls.options_type.model_json_schema().get("properties", {})
+
+
+def validate_options(task: str, kind: type[TaskOptions], options: Mapping[str, Any]) -> TaskOptions:
+    """Options as a typed record. Raises `BadInput` (one line) on the first fault."""
+    for key in options:
+        if key not in kind.model_fields:
+            raise BadInput(f"task {task}: unknown option {key!r}{nearest(str(key), list(kind.model_fields))}")
+    try:
+        return kind.model_validate(dict(options))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = " ".join(["option", *(str(p) for p in first["loc"])]) if first["loc"] else "options"
+        message = first["msg"].removeprefix("Value error, ")
+        raise BadInput(f"task {task}: {where}: {message}, got {first['input']!r}") from None
+
+
+def check_split(split: str) -> None:
+    """Raises `BadInput` for a split that does not exist."""
+    if split not in SPLITS:
+        raise BadInput(f"split {split!r}: unknown{nearest(split, SPLITS)}")
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """`; did you mean x?`, or `; known: …` when nothing is close."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known) or 'none'}"
+
+
+def digest(*parts: object) -> bytes:
+    """SHA-256 of a JSON list: unlike `hash()` the same in every process, unlike joined text without collisions."""
+    return hashlib.sha256(json.dumps(parts).encode()).digest()
+
+
+def keyed_rng(*key: object) -> random.Random:
+    """A generator that is a function of `key` (JSON values) alone."""
+    return random.Random(int.from_bytes(digest(*key)[:16], "big"))
+
+
+def hash_fraction(*parts: object) -> float:
+    """Hash of `parts` as a number in [0, 1)."""
+    return (int.from_bytes(digest(*parts)[:8], "big") >> 11) / 2.0**53
+
+
+def content_hash(task: str, text: str, answer: str) -> str:
+    """`Prompt.id`: 32 hex digits."""
+    return digest(task, text, answer).hex()[:32]
+
+
+def excerpt(text: str, limit: int = 80) -> str:
+    """A response on one printable line, cut at `limit` characters."""
+    line = text if text.isprintable() else text.encode("unicode_escape", "backslashreplace").decode("ascii")
+    return line if len(line) <= limit else line[: limit - 1] + "…"

@@ -1,0 +1,280 @@
+"""Checkpoints that are whole or absent, and that are checked before anything is loaded from them.
+
+A save goes to `.tmp-…`, is fsynced, gets a `manifest.json` with size and SHA-256 of every file, and is renamed to
+`step_000012`. A process killed at any moment leaves either the old set of checkpoints or the new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rollkeel.errors import BadInput, Corrupt
+from rollkeel.events import EventLog
+from rollkeel.train.state import check_shapes, load_state, save_state
+
+__all__ = [
+    "Checkpoint",
+    "check_shapes",
+    "clean",
+    "drop_after",
+    "latest",
+    "listing",
+    "load_state",
+    "replace_folder",
+    "save",
+    "save_state",
+    "step_name",
+    "verify",
+]
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_NAME = re.compile(r"step_(\d{6,})")
+_ASIDE = re.compile(r"\.old-(step_\d{6,})")
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint whose every byte agreed with its manifest when it was opened."""
+
+    path: Path
+    step: int
+    info: Mapping[str, Any]
+    """What the saver had to say, JSON values only."""
+    versions: Mapping[str, str]
+    """Package versions at the time of saving."""
+
+    @property
+    def model(self) -> Path:
+        """Folder in Hugging Face format."""
+        return self.path / "model"
+
+    @property
+    def state(self) -> Path:
+        """Folder written by `save_state`."""
+        return self.path / "state"
+
+
+def step_name(step: int) -> str:
+    """`step_000012`."""
+    return f"step_{step:06d}"
+
+
+def save(
+    folder: str | Path, step: int, *, write: Callable[[Path], None], info: Mapping[str, Any], keep: int = 2
+) -> Checkpoint:
+    """Write `folder/step_…` through `write(empty folder)`, atomically, then drop all but the last `keep` up to `step`.
+
+    `folder` is the run's `checkpoints/`. An existing checkpoint of the same step is replaced. `info` must be JSON values.
+    Raises `BadInput` (one line) when the disk is full or the folder cannot be written; the old checkpoints stay and
+    nothing half-written is left.
+    """
+    if keep < 1:
+        raise BadInput(f"checkpoint.keep: expected at least 1, got {keep}")
+    target = Path(folder) / step_name(step)
+    manifest: dict[str, Any] = {}
+
+    def fill(path: Path) -> None:
+        write(path)
+        manifest.update(format=FORMAT, step=step, info=dict(info), versions=_versions(), files=_describe(path))
+        manifest["digest"] = _digest(manifest)
+        (path / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+    replace_folder(target, fill)
+    for _, old in [entry for entry in listing(folder) if entry[0] <= step][:-keep]:
+        _discard(old)
+    return Checkpoint(path=target, step=step, info=dict(info), versions=manifest["versions"])
+
+
+def replace_folder(target: str | Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill an empty folder, make it durable, and put it at `target` in one step.
+
+    A reader sees the old folder or the new one; after a crash between the two renames `clean` puts the old one back.
+    Raises `BadInput` when it cannot be written; nothing half-written is left behind.
+    """
+    target = Path(target)
+    temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
+    aside = target.with_name(f".old-{target.name}")
+    try:
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        write(temporary)
+        _fsync_tree(temporary)
+        if target.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(target, aside)
+        os.rename(temporary, target)
+        _fsync(target.parent)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if aside.exists() and not target.exists():
+            os.rename(aside, target)
+        if _is_disk_error(error):
+            reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+            raise BadInput(f"cannot write {target}: {reason}; free space or choose another folder") from None
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def listing(folder: str | Path) -> list[tuple[int, Path]]:
+    """`(step, path)` of every folder with a checkpoint's name, by step; unchecked. Empty if `folder` is missing."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def clean(folder: str | Path) -> list[str]:
+    """Remove what killed saves left in `folder` and return its names. Only the process that owns the run may call it."""
+    folder = Path(folder)
+    removed = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        aside = _ASIDE.fullmatch(path.name)
+        if aside and not (folder / aside[1]).exists():
+            os.rename(path, folder / aside[1])
+        elif aside or path.name.startswith((".tmp-", ".drop-")):
+            shutil.rmtree(path)
+            removed.append(path.name)
+    return removed
+
+
+def drop_after(folder: str | Path, step: int) -> list[str]:
+    """Remove checkpoints later than `step` and return their names.
+
+    Call it when a run goes on from `step`: otherwise a later checkpoint, of a history that no longer exists,
+    would be taken by the next resume.
+    """
+    later = [path for at, path in listing(folder) if at > step]
+    for path in later:
+        _discard(path)
+    return [path.name for path in later]
+
+
+def latest(
+    folder: str | Path, *, on_refused: Callable[[str], None] | None = None, events: EventLog | None = None
+) -> Checkpoint | None:
+    """The newest checkpoint that is whole; None if there is none.
+
+    Each damaged one on the way is refused by name: `on_refused(message)` and an event `checkpoint_refused`.
+    Raises `Corrupt` if there are checkpoints and all of them are damaged.
+    """
+    refused: list[str] = []
+    for step, path in reversed(listing(folder)):
+        try:
+            return verify(path)
+        except Corrupt as error:
+            refused.append(path.name)
+            if events is not None:
+                events.emit("checkpoint_refused", step=step, path=path.name, reason=str(error))
+            if on_refused is not None:
+                on_refused(str(error))
+    if refused:
+        raise Corrupt(f"{folder}: every checkpoint is damaged ({', '.join(refused)}); delete them to start over")
+    return None
+
+
+def verify(path: str | Path) -> Checkpoint:
+    """Check every file of a checkpoint against its manifest.
+
+    Raises `BadInput` if there is no such folder, `Corrupt` naming the first file that is missing, short or changed.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise BadInput(f"checkpoint {path}: no such folder")
+    manifest = _read_manifest(path)
+    for name, entry in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise Corrupt(f"checkpoint {path}: {name} is missing; use another checkpoint")
+        size = file.stat().st_size
+        if size != entry["size"]:
+            raise Corrupt(f"checkpoint {path}: {name} has {size} bytes instead of {entry['size']}; use another")
+        if _sha256(file) != entry["sha256"]:
+            raise Corrupt(f"checkpoint {path}: {name} does not match its checksum; use another checkpoint")
+    return Checkpoint(path=path, step=manifest["step"], info=manifest["info"], versions=manifest["versions"])
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Corrupt(f"checkpoint {path}: {MANIFEST} is missing; use another checkpoint") from None
+    except (ValueError, OSError) as error:
+        raise Corrupt(f"checkpoint {path}: {MANIFEST} cannot be read ({type(error).__name__}); use another") from None
+    if not isinstance(manifest, dict) or manifest.get("digest") != _digest(manifest):
+        raise Corrupt(f"checkpoint {path}: {MANIFEST} does not match its checksum; use another checkpoint")
+    if manifest.get("format") != FORMAT:
+        raise BadInput(f"checkpoint {path}: expected format {FORMAT}, got {manifest.get('format')}; upgrade rollkeel")
+    return manifest
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in manifest.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _describe(folder: Path) -> dict[str, dict[str, Any]]:
+    return {
+        file.relative_to(folder).as_posix(): {"size": file.stat().st_size, "sha256": _sha256(file)}
+        for file in _files(folder)
+    }
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for package in ("rollkeel", "torch", "transformers", "safetensors"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def _discard(path: Path) -> None:
+    """Delete a checkpoint; renamed first, so that a kill in between does not leave half of one under its name."""
+    dropped = path.with_name(f".drop-{path.name}-{os.getpid()}")
+    os.rename(path, dropped)
+    shutil.rmtree(dropped, ignore_errors=True)
+
+
+def _fsync_tree(folder: Path) -> None:
+    for path in sorted(folder.rglob("*")):
+        _fsync(path)
+    _fsync(folder)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_disk_error(error: BaseException) -> bool:
+    # safetensors reports a full disk as its own error class, not as an OSError.
+    return isinstance(error, OSError) or type(error).__name__ == "SafetensorError"

@@ -1,0 +1,281 @@
+"""Log-probabilities and entropies of target tokens that never hold `[T, V]` logits.
+
+With V = 150,000 the logits of 16,384 tokens take 10 GB. Here logits exist for one chunk of tokens at a time and the backward
+computes them again; when all of them fit a small budget, they are kept instead, because then the extra product is what costs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.modeling_utils import PreTrainedModel
+
+from rollkeel.errors import BadInput
+from rollkeel.models.packed import PackedModel
+
+KEEP_BYTES = 48 * 2**20
+"""Probabilities up to this size are kept for the backward whatever the chunk."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """How a model turns hidden states into logits: `softcap · tanh(scale · (h Wᵀ + b) / softcap)`."""
+
+    weight: torch.Tensor
+    """`[V, D]`."""
+    bias: torch.Tensor | None = None
+    """`[V]`."""
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+def head_of(model: PreTrainedModel) -> Head:
+    """The output head of a transformers causal language model.
+
+    Raises `BadInput` if its logits are not those of a linear head with the scale and soft cap its config names.
+    """
+    head: Any = model.get_output_embeddings()
+    if head is None or not isinstance(getattr(head, "weight", None), torch.Tensor):
+        raise BadInput(
+            f"model {type(model).__name__}: expected a linear language-model head, found {type(head).__name__}"
+        )
+    config = model.config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    cap = getattr(config, "final_logit_softcapping", None)
+    found = Head(head.weight, getattr(head, "bias", None), scale, float(cap) if cap else None)
+    _check_head(model, found)
+    return found
+
+
+@torch.no_grad()
+def _check_head(model: PreTrainedModel, head: Head) -> None:
+    """Scales hide under many config names; a wrong one would train on log-probs nobody sampled from."""
+    ids = (torch.arange(4, device=head.weight.device) * 13 + 3).remainder(head.weight.shape[0])[None]
+    backbone: Any = getattr(model, model.base_model_prefix)
+    hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state
+    expected = model(input_ids=ids, use_cache=False).logits[0].float()
+    got = _logits(hidden[0], head.weight, head.bias, 1.0, head.scale, head.softcap)
+    tolerance = 1e-3 if head.weight.dtype == torch.float32 else 0.05
+    if (got - expected).norm() > tolerance * expected.norm():
+        raise BadInput(
+            f"model {type(model).__name__}: its logits are not head(hidden states); this head is not supported yet"
+        )
+
+
+def token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    entropy: bool = True,
+    bias: torch.Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """log_softmax(logits / temperature) at `targets`, and the entropy of that distribution in nats.
+
+    Args: `hidden [T, D]`; `weight [V, D]`; `targets [T]` int64 in [0, V); `temperature` > 0, 0 counts as 1 (a greedy
+    policy has no gradient, its untempered distribution has); `chunk` ≥ 1 tokens whose logits exist together; `bias [V]`;
+    `scale`, `softcap`: see `Head`.
+    Returns: `[T]` float32 log-probs ≤ 0 and `[T]` float32 entropies (None unless asked), both differentiable in `hidden`,
+    `weight` and `bias`. Peak memory above weights and gradients is about 2 · chunk · V · 4 bytes + 48 MB.
+    Raises `BadInput` for a negative temperature, a chunk below 1 or a shape that does not fit.
+    """
+    if temperature < 0 or chunk < 1:
+        raise BadInput(f"token_logprobs: expected temperature ≥ 0 and chunk ≥ 1, got {temperature} and {chunk}")
+    if (
+        hidden.dim() != 2
+        or weight.dim() != 2
+        or hidden.shape[1] != weight.shape[1]
+        or targets.shape != hidden.shape[:1]
+    ):
+        raise BadInput(
+            f"token_logprobs: expected hidden [T, D], weight [V, D], targets [T], got {list(hidden.shape)}, {list(weight.shape)}, {list(targets.shape)}"
+        )
+    options = _Options(1.0 / (temperature or 1.0), scale, softcap, chunk, entropy)
+    logprobs, entropies = _TokenLogprobs.apply(hidden, weight, bias, targets, options)  # type: ignore[misc]
+    return logprobs, entropies if entropy else None
+
+
+@dataclass(frozen=True)
+class _Options:
+    inverse_temperature: float
+    scale: float
+    softcap: float | None
+    chunk: int
+    entropy: bool
+
+
+def _logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    inverse_temperature: float,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """`[n, V]` float32, at the sampling temperature."""
+    z = F.linear(hidden, weight, bias).float()
+    if softcap is None:
+        return z.mul_(scale * inverse_temperature) if scale * inverse_temperature != 1.0 else z
+    return z.mul_(scale / softcap).tanh_().mul_(softcap * inverse_temperature)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        options: _Options,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        total, vocab = hidden.shape[0], weight.shape[0]
+        logprobs = hidden.new_empty(total, dtype=torch.float32)
+        entropies = hidden.new_empty(total if options.entropy else 0, dtype=torch.float32)
+        keep = any(ctx.needs_input_grad) and options.softcap is None
+        keep = keep and (total <= options.chunk or total * vocab * 4 <= KEEP_BYTES)
+        kept = []
+        for a in range(0, total, options.chunk):
+            part = slice(a, min(a + options.chunk, total))
+            z = _logits(hidden[part], weight, bias, options.inverse_temperature, options.scale, options.softcap)
+            # softmax's largest entry is 1/Σexp(z − max): the normaliser comes without a second pass over [n, V].
+            p = torch.softmax(z, -1)
+            log_normaliser = z.amax(-1) - p.amax(-1).log()
+            logprobs[part] = (z.gather(1, targets[part, None]).squeeze(1) - log_normaliser).clamp_(max=0.0)
+            if options.entropy:
+                entropies[part] = (log_normaliser - z.mul_(p).sum(-1)).clamp_(min=0.0)
+            if keep:
+                kept.append(p)
+            del z, p
+        ctx.save_for_backward(hidden, weight, bias, targets, *kept)
+        ctx.options = options
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(
+        ctx: Any, *grads: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:
+        hidden, weight, bias, targets, *kept = ctx.saved_tensors
+        options: _Options = ctx.options
+        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.empty_like(hidden) if want_hidden else None
+        # Sums over chunks in float32: in bfloat16 every further chunk would lose small contributions.
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias and bias is not None else None
+        for number, a in enumerate(range(0, hidden.shape[0], options.chunk)):
+            part = slice(a, min(a + options.chunk, hidden.shape[0]))
+            g = [None if grad is None or not grad.numel() else grad[part] for grad in grads]
+            dz = _logit_gradient(
+                hidden[part], weight, bias, targets[part], g[0], g[1], options, kept[number] if kept else None
+            )
+            dz = dz.to(hidden.dtype)
+            if d_hidden is not None:
+                torch.mm(dz, weight, out=d_hidden[part])
+            if d_weight is not None:
+                _add_product(d_weight, dz, hidden[part])
+            if d_bias is not None:
+                d_bias += dz.sum(0)
+            del dz
+        return (
+            d_hidden,
+            None if d_weight is None else d_weight.to(weight.dtype),
+            None if d_bias is None or bias is None else d_bias.to(bias.dtype),
+            None,
+            None,
+        )
+
+
+def _logit_gradient(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    d_logprobs: torch.Tensor | None,
+    d_entropy: torch.Tensor | None,
+    options: _Options,
+    probabilities: torch.Tensor | None,
+) -> torch.Tensor:
+    """Gradient with respect to the raw product h Wᵀ + b, `[n, V]` float32.
+
+    d log p_y / dz = 1[y] − p and dH/dz = −p · (log p + H); both for z at the sampling temperature.
+    """
+    factor = options.scale * options.inverse_temperature
+    if probabilities is not None and d_entropy is None:
+        assert d_logprobs is not None  # one of the two brought us here
+        g = (d_logprobs * factor).unsqueeze(1)
+        return (probabilities * -g).scatter_add_(1, targets[:, None], g)
+    z = _logits(hidden, weight, bias, options.inverse_temperature, options.scale, options.softcap)
+    dtanh = None if options.softcap is None else _dtanh(z, options)
+    log_p = torch.log_softmax(z, -1)
+    del z
+    p = log_p.exp()
+    if d_entropy is not None:
+        # p·log p is 0 where p underflows to 0, and log p stays finite, so no special case is needed.
+        h = -torch.linalg.vecdot(p, log_p)
+        dz = log_p.add_(h.unsqueeze(1)).mul_(-d_entropy.unsqueeze(1))
+        if d_logprobs is not None:
+            dz.sub_(d_logprobs.unsqueeze(1))
+        dz.mul_(p)
+    else:
+        assert d_logprobs is not None  # one of the two brought us here
+        dz = p.mul_(-d_logprobs.unsqueeze(1))
+    if d_logprobs is not None:
+        dz.scatter_add_(1, targets[:, None], d_logprobs.unsqueeze(1))
+    dz.mul_(factor)
+    return dz if dtanh is None else dz.mul_(dtanh)
+
+
+def _dtanh(z: torch.Tensor, options: _Options) -> torch.Tensor:
+    """1 − (capped / cap)² of the soft cap, from tempered capped logits."""
+    cap = (options.softcap or math.inf) * options.inverse_temperature
+    return z.div(cap).square_().neg_().add_(1.0)
+
+
+def _add_product(total: torch.Tensor, dz: torch.Tensor, hidden: torch.Tensor) -> None:
+    if dz.dtype == total.dtype:
+        total.addmm_(dz.t(), hidden)
+    else:
+        total += dz.t() @ hidden
+
+
+class PolicyForward:
+    """Packed forward and token log-probs of one model, kept together because both must agree on the head."""
+
+    def __init__(self, model: PreTrainedModel, *, chunk: int) -> None:
+        self.packed = PackedModel(model)
+        self.head = head_of(model)
+        self.chunk = chunk
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        predict_index: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probs and entropies `[t]` of `targets [t]` predicted at flat positions `predict_index [t]` of the packed row."""
+        hidden = self.packed(input_ids, position_ids, cu_seqlens).index_select(0, predict_index)
+        return token_logprobs(
+            hidden,
+            self.head.weight,
+            targets,
+            temperature=temperature,
+            chunk=self.chunk,
+            entropy=entropy,
+            bias=self.head.bias,
+            scale=self.head.scale,
+            softcap=self.head.softcap,
+        )

@@ -1,0 +1,97 @@
+"""Supervised warm start: packed sequences, loss on responses only, cosine schedule with warm-up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from rollkeel.batch.coefficients import coefficients
+from rollkeel.batch.packing import pack, plan
+from rollkeel.config import SftConfig
+from rollkeel.errors import BadInput, NonFinite
+from rollkeel.models.loading import Policy
+from rollkeel.train.logprobs import PolicyForward
+from rollkeel.train.optimizer import Schedule, Stepper
+
+Example = tuple[Sequence[int], Sequence[int]]
+"""Prompt ids and response ids, at least one of each; the response ends with the stop token."""
+
+
+def run_sft(
+    policy: Policy,
+    examples: Callable[[int], Example],
+    config: SftConfig,
+    *,
+    seed: int = 0,
+    progress: Callable[[int, dict[str, float]], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    chunk: int = 1024,
+) -> dict[str, float]:
+    """Train `policy.model` in place on its own device for `config.steps` steps; the loss is the mean over response tokens.
+
+    Step s sees `examples(s · batch_size + i)` for i in [0, batch_size): the order is the index, so the same source gives
+    the same weights. `seed` keys torch's generator for architectures that draw random numbers. `progress(step, metrics)`
+    is called after every step; `should_stop()` is asked before each and ends the run early. `chunk`: see `token_logprobs`.
+    Returns the metrics of the last step (`sft/loss`, `sft/entropy`, `sft/target_probability`,
+    `optimizer/*`) and `sft/steps`, `sft/tokens` done. Raises `NonFinite` (weights of the last good step kept) and
+    `BadInput` for an empty prompt or response.
+    """
+    model = policy.model.eval()
+    device = next(model.parameters()).device
+    schedule = Schedule(
+        lr=config.lr,
+        warmup_steps=config.warmup_steps,
+        kind="cosine",
+        total=config.steps,
+        min_lr_ratio=config.min_lr_ratio,
+    )
+    stepper = Stepper(model.named_parameters(), schedule, weight_decay=config.weight_decay, clip_norm=config.clip_norm)
+    forward = PolicyForward(model, chunk=chunk)
+    metrics: dict[str, float] = {}
+    tokens = 0
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        for step in range(config.steps):
+            if should_stop is not None and should_stop():
+                break
+            batch = [examples(step * config.batch_size + i) for i in range(config.batch_size)]
+            metrics = _step(forward, stepper, batch, config.micro_batch_tokens, device)
+            tokens += sum(len(response) for _, response in batch)
+            if progress is not None:
+                progress(step, metrics)
+    return {**metrics, "sft/steps": float(stepper.updates), "sft/tokens": float(tokens)}
+
+
+def _step(
+    forward: PolicyForward, stepper: Stepper, batch: Sequence[Example], max_tokens: int, device: torch.device
+) -> dict[str, float]:
+    for i, (prompt, response) in enumerate(batch):
+        if len(prompt) == 0 or len(response) == 0:
+            raise BadInput(
+                f"sft example {i} of update {stepper.updates}: expected a prompt and a response, got {len(prompt)} and {len(response)} tokens"
+            )
+    sequences = [np.concatenate([np.asarray(p), np.asarray(r)]).astype(np.int64) for p, r in batch]
+    prompts, responses = [len(p) for p, _ in batch], [len(r) for _, r in batch]
+    starts = np.concatenate([[0], np.cumsum(responses)]).tolist()
+    weights = coefficients("token_mean", responses).to(device)
+    totals = torch.zeros(3, dtype=torch.float64)
+    stepper.zero_grad()
+    for members in plan([len(s) for s in sequences], max_tokens):
+        micro = pack(members, sequences, prompts, starts, device)
+        logprobs, entropy = forward(
+            micro.input_ids, micro.position_ids, micro.cu_seqlens, micro.predict_index, micro.targets
+        )
+        assert entropy is not None
+        c = weights.index_select(0, micro.indices)
+        loss = -(c * logprobs).sum()
+        if not math.isfinite(loss.item()):
+            raise NonFinite(f"sft update {stepper.updates}: loss is {loss.item()}; weights left untouched")
+        loss.backward()
+        with torch.no_grad():
+            totals += torch.stack([loss, (c * entropy).sum(), (c * logprobs.exp()).sum()]).double().cpu()
+    found = stepper.step()
+    names = ("sft/loss", "sft/entropy", "sft/target_probability")
+    return {**dict(zip(names, totals.tolist(), strict=True)), **found}

@@ -1,0 +1,225 @@
+"""The trainer in this process: packed forward, backward, step. It does not know which objective it serves."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from rollkeel.batch.build import TrainingBatch
+from rollkeel.config import TrainConfig
+from rollkeel.errors import BadInput, NonFinite
+from rollkeel.models.loading import Policy
+from rollkeel.models.names import checkpoint_views
+from rollkeel.train.logprobs import PolicyForward
+from rollkeel.train.optimizer import Schedule, Stepper
+from rollkeel.types import TokenBatch
+
+_ROUTER = re.compile(r"(^|\.)(router|gate)\.(weight|bias|e_score_correction_bias)$|e_score_correction_bias$")
+PREPASS = "prepare"
+"""In `objective.needs`: `prepare` must see log-probs of the current weights, not a stand-in."""
+
+
+class TrainableObjective(Protocol):
+    """What the trainer asks of an objective."""
+
+    @property
+    def needs(self) -> frozenset[str]: ...
+    def prepare(self, batch: TokenBatch) -> None: ...
+    def loss(self, tokens: TokenBatch) -> torch.Tensor: ...
+    def __call__(self, tokens: TokenBatch) -> Any: ...
+
+
+class LocalTrainer:
+    """Trains `policy.model` in place with whole optimizer batches.
+
+    Args: `temperature`: of the sampler, so that log-probs are those of the distribution it drew from (0 counts as 1);
+    `total_updates`: updates of the whole run, for the cosine schedule; `device`: where `policy.model` lies or is moved to.
+    Same inputs give bit-identical weights on a CPU. The model runs in eval mode: dropout would make log-probs of the same
+    weights differ between passes.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: TrainConfig,
+        *,
+        temperature: float,
+        total_updates: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.policy, self.config, self.temperature = policy, config, temperature
+        self.device = torch.device(device)
+        self.model = policy.model.to(self.device).eval()  # type: ignore[arg-type]
+        for name, p in self.model.named_parameters():
+            p.requires_grad_(not (config.freeze_router and is_router(name)))
+        schedule = Schedule(lr=config.lr, warmup_steps=config.warmup_steps, kind=config.schedule, total=total_updates)
+        self._stepper = Stepper(
+            self.model.named_parameters(),
+            schedule,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            clip_norm=config.clip_norm,
+        )
+        self._forward = PolicyForward(self.model, chunk=config.logprob_chunk)
+        self._reference: PolicyForward | None = None
+        if config.kl_coefficient > 0:
+            frozen = copy.deepcopy(self.model).requires_grad_(False)
+            self._reference = PolicyForward(frozen, chunk=config.logprob_chunk)
+
+    @property
+    def version(self) -> int:
+        """Version of the weights: the number of updates made so far."""
+        return self._stepper.updates
+
+    @torch.no_grad()
+    def logprobs(self, batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies of every response token under the current weights, `[T]` float32 each, without gradient."""
+        return self._score(self._forward, batch)
+
+    @torch.no_grad()
+    def ref_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
+        """`[T]` log-probs under the frozen start model. Raises `BadInput` if `kl_coefficient` is 0, which keeps none."""
+        if self._reference is None:
+            raise BadInput("ref_logprobs: expected train.kl_coefficient > 0, which keeps the reference model, got 0")
+        return self._score(self._reference, batch)[0]
+
+    def update(
+        self,
+        batch: TrainingBatch,
+        objective: TrainableObjective,
+        *,
+        old_logprobs: torch.Tensor | None = None,
+        ref_logprobs: torch.Tensor | None = None,
+    ) -> dict[str, float]:
+        """One optimizer step on `batch`; returns the objective's metrics and `optimizer/*`, `policy/*`.
+
+        `old_logprobs`, `ref_logprobs`: `[T]`, when the objective needs them. `objective.prepare` sees the whole batch
+        first, with log-probs of the current weights if `"prepare"` is in `needs` and else with `old_logprobs` (or
+        `rollout_logprobs`) standing in for them. Raises `NonFinite` for a log-prob, loss or gradient that is NaN or
+        infinite: weights and optimizer state are then untouched.
+        """
+        batch = batch.to(self.device)
+        shared = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+        self._prepare(batch, objective, shared)
+        logprobs = torch.empty(len(batch), device=self.device)
+        entropy = torch.empty_like(logprobs)
+        self._stepper.zero_grad()
+        try:
+            for micro in batch.micro_batches(self.config.micro_batch_tokens):
+                p, h = self._forward(
+                    micro.input_ids,
+                    micro.position_ids,
+                    micro.cu_seqlens,
+                    micro.predict_index,
+                    micro.targets,
+                    temperature=self.temperature,
+                )
+                assert h is not None
+                logprobs[micro.indices], entropy[micro.indices] = p.detach(), h.detach()
+                self._check(batch, micro.indices, p)
+                # An entropy nobody differentiates must not make the backward compute the logits again.
+                h = h if "entropy" in objective.needs else h.detach()
+                loss = objective.loss(batch.tokens(p, entropy=h, indices=micro.indices, **shared))
+                if not math.isfinite(loss.item()):
+                    raise NonFinite(f"update {self.version}: loss is {loss.item()}; weights left untouched")
+                loss.backward()
+            metrics = self._stepper.step()
+        finally:
+            self._stepper.zero_grad()
+        with torch.no_grad():
+            metrics.update(objective(batch.tokens(logprobs, entropy=entropy, **shared)).metrics)
+        metrics["policy/entropy"] = float(entropy.mean())
+        metrics["policy/prob_mean"] = float(logprobs.exp().mean())
+        return metrics
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face checkpoint name, view of the live weight): experts one by one, tied tensors once."""
+        yield from checkpoint_views(self.model).items()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a bit-identical resume needs: weights by parameter name, moments, update count, reference weights."""
+        out = {"weights": _tensors(self.model), "optimizer": self._stepper.state_dict()}
+        if self._reference is not None:
+            out["reference"] = _tensors(self._reference.packed.model)
+        return out
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`. Raises `BadInput` naming the first tensor whose name or shape does not fit."""
+        _load(self.model, state["weights"])
+        self._stepper.load_state_dict(state["optimizer"])
+        if self._reference is not None:
+            if "reference" not in state:
+                raise BadInput("checkpoint has no reference weights; it was written with train.kl_coefficient=0")
+            _load(self._reference.packed.model, state["reference"])
+
+    def _score(self, forward: PolicyForward, batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = batch.to(self.device)
+        logprobs = torch.empty(len(batch), device=self.device)
+        entropy = torch.empty_like(logprobs)
+        for micro in batch.micro_batches(self.config.micro_batch_tokens):
+            p, h = forward(
+                micro.input_ids,
+                micro.position_ids,
+                micro.cu_seqlens,
+                micro.predict_index,
+                micro.targets,
+                temperature=self.temperature,
+            )
+            assert h is not None
+            self._check(batch, micro.indices, p)
+            logprobs[micro.indices], entropy[micro.indices] = p, h
+        return logprobs, entropy
+
+    def _prepare(
+        self, batch: TrainingBatch, objective: TrainableObjective, shared: Mapping[str, torch.Tensor | None]
+    ) -> None:
+        entropy = None
+        if PREPASS in objective.needs:
+            logprobs, entropy = self.logprobs(batch)
+        else:
+            old = shared["old_logprobs"]
+            logprobs = batch.rollout_logprobs if old is None else old
+        with torch.no_grad():
+            objective.prepare(batch.tokens(logprobs, entropy=entropy, **shared))
+
+    def _check(self, batch: TrainingBatch, indices: torch.Tensor, logprobs: torch.Tensor) -> None:
+        bad = (~torch.isfinite(logprobs.detach())).nonzero()
+        if bad.numel():
+            i = int(bad[0])
+            at = int(indices[i])
+            raise NonFinite(
+                f"update {self.version}: log-prob of rollout {int(batch.rollout_ids[at])}, response token"
+                f" {int(batch.token_index[at])} is {logprobs[i].item()}; weights left untouched"
+            )
+
+
+def is_router(name: str) -> bool:
+    """True for parameters that decide which experts a token goes to (`…mlp.gate.weight`, `…router.weight`, biases)."""
+    return _ROUTER.search(name) is not None
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    named: dict[str, torch.Tensor] = dict(model.named_parameters())
+    persistent = model.state_dict(keep_vars=True)
+    named.update({n: b for n, b in model.named_buffers() if n in persistent})
+    return {n: t.detach() for n, t in named.items()}
+
+
+@torch.no_grad()
+def _load(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    live = _tensors(model)
+    for name in [*live, *weights]:
+        got = list(weights[name].shape) if name in weights else None
+        expected = list(live[name].shape) if name in live else None
+        if got != expected:
+            raise BadInput(
+                f"weight {name}: the model has shape {expected}, the checkpoint {got}; resume with the same model"
+            )
+    for name, tensor in live.items():
+        tensor.copy_(weights[name])

@@ -1,0 +1,113 @@
+"""From rollouts to tensors: nothing with a hole in it may train, and every fact must stay with its token.
+
+Not covered: grading, advantages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rollkeel.batch.build import build_batch, split_by_groups
+from rollkeel.errors import BadInput
+from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
+
+
+def rollout(i: int, group: int, prompt: list[int], response: list[int], **changes) -> Rollout:
+    n = len(response)
+    span = TokenSpan(
+        token_ids=np.array(response, dtype=np.int64),
+        logprobs=-np.arange(1, n + 1, dtype=np.float32) - i,
+        kept_mass=np.full(n, 0.5, np.float32),
+        versions=np.arange(n) + 10 * i,
+        kv_versions=np.arange(n) + 10 * i - 1,
+    )
+    source = Prompt(
+        id="p", index=0, text="", token_ids=np.array(prompt, dtype=np.int64), answer="", grader=GraderSpec(name="x"), task="t"
+    )
+    base = Rollout(
+        id=i, group=group, member=0, prompt=source, span=span, status=Status.FINISHED, sampling=SamplingParams(),
+        engine="local", dtype="fp32", reward=1.0,
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
+def two() -> list[Rollout]:
+    return [rollout(7, 42, [1, 2], [3, 4, 5]), rollout(9, 40, [6], [7], status=Status.LENGTH)]
+
+
+def test_every_fact_stays_with_its_token() -> None:
+    batch = build_batch(two(), [0.5, -1.0], "sequence_mean")
+    assert [s.tolist() for s in batch.sequences] == [[1, 2, 3, 4, 5], [6, 7]]
+    assert batch.prompt_lengths == (2, 1)
+    assert batch.response_lengths == (3, 1)
+    assert batch.rollout_logprobs.tolist() == [-8, -9, -10, -10]
+    assert batch.advantages.tolist() == [0.5, 0.5, 0.5, -1.0]
+    assert batch.coefficients.tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 2])
+    assert batch.sequence_ids.tolist() == [0, 0, 0, 1]
+    assert batch.group_ids.tolist() == [0, 0, 0, 1]
+    assert batch.rollout_ids.tolist() == [7, 7, 7, 9]
+    assert batch.token_index.tolist() == [0, 1, 2, 0]
+    assert batch.versions.tolist() == [70, 71, 72, 90]
+    assert batch.kv_versions.tolist() == [69, 70, 71, 89]
+    assert batch.kept_mass.tolist() == [0.5] * 4
+
+
+def test_tokens_of_a_micro_batch_are_those_of_the_whole_batch() -> None:
+    batch = build_batch(two(), [0.5, -1.0], "token_mean")
+    old = torch.tensor([-0.1, -0.2, -0.3, -0.4])
+    whole = batch.tokens(torch.zeros(4), old_logprobs=old)
+    seen = []
+    for micro in batch.micro_batches(5):
+        part = batch.tokens(torch.zeros(len(micro.indices)), old_logprobs=old, indices=micro.indices)
+        assert part.old_logprobs is not None
+        assert whole.old_logprobs is not None
+        for name in ("rollout_logprobs", "advantages", "coefficients", "sequence_ids", "old_logprobs", "token_index"):
+            assert torch.equal(getattr(part, name), getattr(whole, name)[micro.indices])
+        seen += micro.indices.tolist()
+    assert sorted(seen) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (rollout(3, 0, [1], [2], reward=None), "rollout 3: expected a reward"),
+        (rollout(3, 0, [1], [2], status=Status.PARKED), "rollout 3: expected a complete rollout, got status parked"),
+        (rollout(3, 0, [1], [2], status=Status.GRADER_FAILURE), "got status grader_failure"),
+        (rollout(3, 0, [1], []), "rollout 3: expected at least one prompt and one response token"),
+        (rollout(3, 0, [], [2]), "rollout 3: expected at least one prompt"),
+    ],
+)
+def test_a_rollout_with_a_hole_is_refused(bad: Rollout, message: str) -> None:
+    with pytest.raises(BadInput, match=message) as error:
+        build_batch([*two(), bad], [0.0, 0.0, 0.0], "token_mean")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("advantages", [[1.0], [1.0, float("nan")], []])
+def test_advantages_must_fit(advantages: list[float]) -> None:
+    with pytest.raises(BadInput, match="one finite advantage"):
+        build_batch(two(), advantages, "token_mean")
+
+
+def test_no_rollouts_are_refused() -> None:
+    with pytest.raises(BadInput, match="at least one rollout"):
+        build_batch([], [], "token_mean")
+
+
+@pytest.mark.parametrize(("groups", "n", "sizes"), [(8, 4, [2, 2, 2, 2]), (5, 2, [2, 3]), (3, 5, [1, 1, 1]), (4, 1, [4])])
+def test_split_keeps_groups_whole_and_balanced(groups: int, n: int, sizes: list[int]) -> None:
+    rollouts = [rollout(10 * g + m, g, [1], [2]) for m in range(3) for g in range(groups)]
+    parts = split_by_groups(rollouts, n)
+    assert [len({r.group for r in part}) for part in parts] == sizes
+    assert [len(part) for part in parts] == [3 * s for s in sizes]
+    assert sorted(r.id for part in parts for r in part) == sorted(r.id for r in rollouts)
+
+
+def test_split_of_nothing() -> None:
+    assert split_by_groups([], 3) == []
+    with pytest.raises(BadInput, match="n ≥ 1"):
+        split_by_groups(two(), 0)

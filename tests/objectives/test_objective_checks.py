@@ -1,0 +1,231 @@
+"""A hole in a batch must stop the step with the rollout's name, and a wrong option must name the right one.
+
+Covers refusals, the options of recipes, metrics of masks and the state; gradients are in test_gradients.py.
+"""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from rollkeel.errors import BadInput, NonFinite
+from rollkeel.objectives import RECIPES, build, grpo, icepop, kpop
+from rollkeel.types import TokenBatch
+
+
+def batch(**changes) -> TokenBatch:
+    """Two sequences of 2 and 3 tokens, everything present, all log-probs log ½ unless changed."""
+    half = torch.full((5,), math.log(0.5))
+    fields = {
+        "logprobs": half.clone(),
+        "old_logprobs": half.clone(),
+        "rollout_logprobs": half.clone(),
+        "ref_logprobs": half.clone(),
+        "entropy": torch.ones(5),
+        "advantages": torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0]),
+        "coefficients": torch.tensor([0.25, 0.25, 1 / 6, 1 / 6, 1 / 6]),
+        "sequence_ids": torch.tensor([0, 0, 1, 1, 1]),
+        "group_ids": torch.zeros(5, dtype=torch.int64),
+        "rollout_ids": torch.tensor([70, 70, 71, 71, 71]),
+    }
+    return TokenBatch(**{**fields, **changes})
+
+
+def with_value(name: str, at: int, value: float) -> TokenBatch:
+    tensor = getattr(batch(), name).clone()
+    tensor[at] = value
+    return batch(**{name: tensor})
+
+
+OBJECTIVE = kpop(kl_coefficient=0.1, entropy_coefficient=0.1)
+
+
+@pytest.mark.parametrize("call", [OBJECTIVE.loss, OBJECTIVE])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "name", ["logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs", "entropy", "advantages"]
+)
+def test_non_finite_names_sequence_and_position(call, name, value):
+    with pytest.raises(NonFinite, match=rf"finite {name}.*sequence 1 \(rollout 71\) at position 2"):
+        call(with_value(name, 4, value))
+
+
+def test_prepare_refuses_before_the_first_micro_batch():
+    with pytest.raises(NonFinite, match="old_logprobs"):
+        OBJECTIVE.prepare(with_value("old_logprobs", 0, math.nan))
+    OBJECTIVE.prepare(batch(entropy=None))  # the differentiated pass makes it
+
+
+def test_position_comes_from_token_index_and_rollout_id_is_optional():
+    tokens = dataclasses.replace(
+        with_value("logprobs", 3, math.nan), token_index=torch.tensor([0, 1, 7, 8, 9]), rollout_ids=None
+    )
+    with pytest.raises(NonFinite, match="in sequence 1 at position 8"):
+        OBJECTIVE.loss(tokens)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs"])
+def test_positive_logprobs_are_refused_and_rounding_is_not(name):
+    with pytest.raises(BadInput, match=rf"≤ 0 in {name}, got 0.00.* sequence 0 \(rollout 70\) at position 1"):
+        OBJECTIVE.loss(with_value(name, 1, 1e-3))
+    kpop(phi=100.0, kl_coefficient=0.1).loss(with_value(name, 1, 1e-6))
+
+
+@pytest.mark.parametrize(
+    "name", ["rollout_logprobs", "old_logprobs", "advantages", "coefficients", "group_ids", "rollout_ids"]
+)
+def test_mismatched_lengths_are_refused(name):
+    with pytest.raises(BadInput, match=rf"{name} to have one entry per token"):
+        OBJECTIVE.loss(batch(**{name: getattr(batch(), name)[:4]}))
+
+
+def test_padded_layout_is_refused():
+    shaped = {f.name: v[None] for f in dataclasses.fields(TokenBatch) if (v := getattr(batch(), f.name)) is not None}
+    with pytest.raises(BadInput, match="flatten"):
+        OBJECTIVE.loss(TokenBatch(**shaped))
+
+
+@pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "entropy"])
+def test_missing_tensor_is_refused(name):
+    assert name in OBJECTIVE.needs
+    with pytest.raises(BadInput, match=f"expected a batch with {name}, got None"):
+        OBJECTIVE.loss(batch(**{name: None}))
+
+
+def test_negative_coefficients_and_integer_advantages_are_refused():
+    with pytest.raises(BadInput, match="non-negative coefficients"):
+        OBJECTIVE.loss(with_value("coefficients", 2, -0.1))
+    with pytest.raises(BadInput, match="advantages as floats"):
+        OBJECTIVE.loss(batch(advantages=torch.ones(5, dtype=torch.int64)))
+
+
+def test_an_entropy_bonus_without_gradient_is_refused():
+    p = batch().logprobs.requires_grad_()
+    with pytest.raises(BadInput, match="detached"):
+        OBJECTIVE.loss(batch(logprobs=p))
+    OBJECTIVE.loss(batch(logprobs=p, entropy=torch.ones(5, requires_grad=True)))
+    OBJECTIVE(batch())  # nothing differentiates here
+
+
+def test_an_empty_micro_batch_is_a_zero_with_a_graph():
+    empty = torch.zeros(0, requires_grad=True)
+    none, ids = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    tokens = TokenBatch(
+        logprobs=empty,
+        old_logprobs=none,
+        rollout_logprobs=none,
+        advantages=none,
+        coefficients=none,
+        sequence_ids=ids,
+        group_ids=ids,
+    )
+    for objective in (grpo(), icepop(), kpop()):
+        loss = objective.loss(tokens)
+        loss.backward()
+        assert loss.item() == 0
+        assert objective(tokens).keep.shape == (0,)
+
+
+def test_needs():
+    assert grpo().needs == {"old_logprobs"}
+    assert icepop().needs == {"old_logprobs"}
+    assert kpop().needs == {"old_logprobs"}
+    assert kpop(mode="mask_only").needs == {"old_logprobs"}
+    assert kpop(mode="rollout").needs == frozenset()
+    assert grpo(kl_coefficient=0.1).needs == {"old_logprobs", "ref_logprobs"}
+
+
+def test_mask_metrics_by_hand():
+    """Token 4 has ρ = 10 and is dropped: p = ½, entropy 3, |A| = 2 of Σ|A|(1−p) = (1+1+1+1+2)/2."""
+    q = batch().rollout_logprobs
+    q[4] = math.log(0.05)
+    tokens = batch(
+        rollout_logprobs=q,
+        entropy=torch.tensor([1.0, 1.0, 1.0, 1.0, 3.0]),
+        advantages=torch.tensor([1.0, 1.0, -1.0, -1.0, -2.0]),
+    )
+    out = icepop()(tokens)
+    m = out.metrics
+    assert out.keep.tolist() == [True, True, True, True, False]
+    assert m["mask/icepop/dropped"] == pytest.approx(0.2)
+    assert m["mask/icepop/dropped_entropy"] == pytest.approx(3.0)
+    assert m["mask/icepop/dropped_probability"] == pytest.approx(0.5)
+    assert m["mask/icepop/dropped_gradient_mass"] == pytest.approx(1 / 3)
+    assert (m["weight/mean"], m["weight/max"]) == (pytest.approx(1.0), pytest.approx(1.0))  # over kept tokens
+    assert (m["mask/icepop/low"], m["mask/icepop/high"]) == (0.5, 5.0)
+    assert kpop(phi=0.25)(tokens).metrics["mask/kpop/phi"] == 0.25
+    json.dumps(dict(m), allow_nan=False)
+
+
+def test_means_over_no_dropped_tokens_are_left_out():
+    m = icepop()(batch()).metrics
+    assert m["mask/icepop/dropped"] == 0
+    assert m["mask/icepop/dropped_gradient_mass"] == 0
+    assert "mask/icepop/dropped_entropy" not in m
+    assert "mask/icepop/dropped_probability" not in m
+    assert "mask/icepop/dropped_gradient_mass" not in icepop()(batch(advantages=torch.zeros(5))).metrics
+
+
+def test_half_precision_batches_are_computed_in_float32():
+    tokens = batch(**{n: getattr(batch(), n).bfloat16() for n in ("logprobs", "old_logprobs", "rollout_logprobs")})
+    assert kpop().loss(tokens).dtype == torch.float32
+
+
+def test_build_gives_the_recipe_and_describe_is_json():
+    objective = build("kpop", {"phi": 0.2, "mode": "mask_only"}, kl_coefficient=0.1, kl_estimator="k2")
+    shown = objective.describe()
+    assert (shown["phi"], shown["mode"], shown["kl_estimator"], shown["masks"]) == (0.2, "mask_only", "k2", ["kpop"])
+    assert build("kpop", {}).describe()["phi"] == 0.1
+    for name in RECIPES:
+        json.dumps(build(name).describe(), allow_nan=False)
+        assert build(name).aggregate == "sequence_mean"
+        assert build(name).advantage == "grpo"
+
+
+WRONG = [
+    ("kpopp", {}, "did you mean kpop"),
+    ("kpop", {"phy": 0.1}, r"objective\.phy.*did you mean phi"),
+    ("grpo", {"phi": 0.1}, "not an option of grpo"),
+    ("kpop", {"kl_coefficient": 0.1}, r"set train\.kl_coefficient"),
+    ("kpop", {"phi": "0.1x"}, "expected a finite number"),
+    ("kpop", {"phi": True}, "expected a finite number"),
+    ("kpop", {"phi": math.nan}, "expected a finite number"),
+    ("kpop", {"phi": 0.0}, "> 0"),
+    ("kpop", {"mode": "decoupeld"}, "did you mean decoupled"),
+    ("kpop", {"mode": "mask_only", "weight_cap": 2.0}, "no weight to cap"),
+    ("kpop", {"cap": 2.0}, "mode=rollout"),
+    ("kpop", {"mode": "rollout", "clip_high": 0.3}, "no PPO clip"),
+    ("kpop", {"allow_double_correction": 1}, "true or false"),
+    ("grpo", {"clip_low": -0.1}, "≥ 0"),
+    ("grpo", {"clip_low": 1.5}, "≤ 1"),
+    ("icepop", {"low": 6.0}, "low ≤ high"),
+    ("icepop", {"aggregate": "mean"}, "token_mean, sequence_mean"),
+    ("icepop", {"aggregate": "constant_length(0)"}, "constant_length"),
+    ("icepop", {"aggregate": 3}, "token_mean, sequence_mean"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), WRONG)
+def test_wrong_options_are_refused_by_name(name, options, message):
+    with pytest.raises(BadInput, match=message) as caught:
+        build(name, options)
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_trainer_options_and_keywords_are_refused():
+    with pytest.raises(BadInput, match="≥ 0"):
+        build("grpo", kl_coefficient=-1.0)
+    with pytest.raises(BadInput, match="kl_estimator"):
+        build("grpo", kl_estimator="k4")
+    with pytest.raises(BadInput, match="did you mean phi"):
+        kpop(phj=0.1)
+    assert build("icepop", {"aggregate": "constant_length(1024)"}).aggregate == "constant_length(1024)"
+
+
+def test_state_round_trip_and_refusal_of_another_objective():
+    state = json.loads(json.dumps(kpop().state_dict()))
+    kpop().load_state_dict(state)
+    with pytest.raises(BadInput, match="grpo"):
+        grpo().load_state_dict(state)

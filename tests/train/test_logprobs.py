@@ -1,0 +1,215 @@
+"""Log-probs in chunks must be those of the full logits, value and gradient, and must not hold `[T, V]`.
+
+The memory bound is measured in a fresh process, as the peak of its resident set. Not covered: CUDA memory, bfloat16 beyond a
+rough check.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig
+
+from rollkeel.errors import BadInput
+from rollkeel.train import logprobs as module
+from rollkeel.train.logprobs import PolicyForward, head_of, token_logprobs
+
+
+def reference(hidden, weight, targets, temperature, bias=None, scale=1.0, softcap=None):
+    z = hidden @ weight.T
+    z = (z if bias is None else z + bias) * scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    log_p = torch.log_softmax(z / temperature, -1)
+    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+def case(total=37, width=8, vocab=50, dtype=torch.float32, seed=0, spread=2.0):
+    g = torch.Generator().manual_seed(seed)
+    hidden = (torch.randn(total, width, generator=g) * spread).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, width, generator=g).to(dtype).requires_grad_()
+    bias = torch.randn(vocab, generator=g).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocab, (total,), generator=g)
+    up = torch.randn(2, total, generator=g)
+    return hidden, weight, bias, targets, up
+
+
+def test_truth_table() -> None:
+    """Logits (ln 1, ln 2, ln 5): probabilities 1/8, 2/8, 5/8."""
+    weight = torch.tensor([[0.0], [math.log(2)], [math.log(5)]])
+    lp, h = token_logprobs(torch.ones(3, 1), weight, torch.tensor([0, 1, 2]))
+    assert lp.tolist() == pytest.approx([math.log(1 / 8), math.log(2 / 8), math.log(5 / 8)], abs=1e-6)
+    expected = -sum(p * math.log(p) for p in (1 / 8, 2 / 8, 5 / 8))
+    assert h is not None
+    assert h.tolist() == pytest.approx([expected] * 3, abs=1e-6)
+    # At temperature ½ probabilities are squared and renormalised: 1/30, 4/30, 25/30.
+    lp, _ = token_logprobs(torch.ones(3, 1), weight, torch.tensor([0, 1, 2]), temperature=0.5)
+    assert lp.tolist() == pytest.approx([math.log(p / 30) for p in (1, 4, 25)], abs=1e-6)
+    greedy, none = token_logprobs(torch.ones(1, 1), weight, torch.tensor([2]), temperature=0, entropy=False)
+    assert greedy.item() == pytest.approx(math.log(5 / 8), abs=1e-6)
+    assert none is None
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("chunk", [1, 8, 37, 100])
+@pytest.mark.parametrize("through_entropy", [True, False])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_values_and_gradients_equal_full_logits(monkeypatch, keep, chunk, through_entropy, softcap) -> None:
+    monkeypatch.setattr(module, "KEEP_BYTES", 10**9 if keep else 0)
+    hidden, weight, bias, targets, up = case()
+    options = {"temperature": 0.7, "bias": bias, "scale": 0.5, "softcap": softcap}
+    lp, h = token_logprobs(hidden, weight, targets, chunk=chunk, **options)
+    lp64, h64 = reference(hidden.double(), weight.double(), targets, 0.7, bias.double(), 0.5, softcap)
+    assert h is not None
+    torch.testing.assert_close(lp.double(), lp64, rtol=0, atol=5e-6)
+    torch.testing.assert_close(h.double(), h64, rtol=0, atol=5e-6)
+    inputs = (hidden, weight, bias)
+    got = torch.autograd.grad((lp * up[0]).sum() + ((h * up[1]).sum() if through_entropy else 0), inputs)
+    want = torch.autograd.grad((lp64 * up[0]).sum() + ((h64 * up[1]).sum() if through_entropy else 0), inputs)
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+def test_gradient_through_entropy_alone_and_partial_inputs() -> None:
+    hidden, weight, _, targets, up = case()
+    _, h = token_logprobs(hidden, weight.detach(), targets, chunk=9)
+    assert h is not None
+    (got,) = torch.autograd.grad((h * up[1]).sum(), hidden)
+    (want,) = torch.autograd.grad((reference(hidden, weight, targets, 1.0)[1] * up[1]).sum(), hidden)
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1000), chunk=st.integers(1, 40), spread=st.sampled_from([0.0, 1.0, 30.0]))
+def test_logprobs_are_at_most_zero_and_entropy_within_its_bounds(seed: int, chunk: int, spread: float) -> None:
+    hidden, weight, _, targets, _ = case(seed=seed, spread=spread)
+    lp, h = token_logprobs(hidden, weight, targets, chunk=chunk)
+    assert h is not None
+    assert torch.isfinite(lp).all()
+    assert (lp <= 0).all()
+    assert (h >= 0).all()
+    assert (h <= math.log(50) + 1e-5).all()
+
+
+def test_bfloat16_is_close_and_keeps_dtypes() -> None:
+    hidden, weight, _, targets, up = case(dtype=torch.bfloat16, spread=0.5)
+    lp, _ = token_logprobs(hidden, weight, targets, chunk=8)
+    assert lp.dtype == torch.float32
+    d_hidden, d_weight = torch.autograd.grad((lp * up[0]).sum(), (hidden, weight))
+    assert d_hidden.dtype == d_weight.dtype == torch.bfloat16
+    want = torch.autograd.grad((reference(hidden.float(), weight.float(), targets, 1.0)[0] * up[0]).sum(), weight)[0]
+    assert (d_weight - want).abs().max() <= 0.03 * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"), [({"temperature": -1.0}, "temperature"), ({"chunk": 0}, "chunk")]
+)
+def test_bad_arguments_are_refused(kwargs, message) -> None:
+    hidden, weight, _, targets, _ = case()
+    with pytest.raises(BadInput, match=message):
+        token_logprobs(hidden, weight, targets, **kwargs)
+    with pytest.raises(BadInput, match="targets"):
+        token_logprobs(hidden, weight, targets[1:])
+
+
+COMMON = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "pad_token_id": 0,
+    "initializer_range": 0.5,
+}
+HEADS = {
+    "llama": lambda: LlamaConfig(**COMMON),
+    "gemma2": lambda: Gemma2Config(**COMMON, head_dim=16, final_logit_softcapping=3.0),
+    "granite": lambda: GraniteConfig(**COMMON, logits_scaling=4.0),
+    "cohere": lambda: CohereConfig(**COMMON, logit_scale=0.25),
+}
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_heads_of_real_architectures(family: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(HEADS[family]()).eval()
+    forward = PolicyForward(model, chunk=4)
+    ids = torch.randint(1, 64, (11,))
+    with torch.no_grad():
+        lp, _ = forward(ids, torch.arange(11), torch.tensor([0, 11]), torch.arange(10), ids[1:], temperature=0.8)
+        logits = model(input_ids=ids[None]).logits[0].float() / 0.8
+    want = torch.log_softmax(logits, -1)[:-1].gather(1, ids[1:, None]).squeeze(1)
+    torch.testing.assert_close(lp, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_that_is_not_linear_is_refused() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(HEADS["llama"]()).eval()
+    model.lm_head.register_forward_hook(lambda _m, _i, out: out * 2)
+    with pytest.raises(BadInput, match="head"):
+        head_of(model)
+
+
+MEASURE = """
+    import resource, sys, threading, time
+    import torch
+    from rollkeel.train.logprobs import token_logprobs
+    torch.set_num_threads(1)
+    T, V, D, chunk, entropy = int(sys.argv[1]), 150_000, 16, 256, sys.argv[2] == "1"
+    def rss():
+        return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+    hidden = torch.randn(T, D, requires_grad=True)
+    weight = torch.randn(V, D, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    targets = torch.randint(0, V, (T,))
+    # Reach the steady state of allocator and thread pools before the measurement.
+    lp, h = token_logprobs(hidden[:8], weight, targets[:8], chunk=8)
+    (lp.sum() + h.sum()).backward()
+    base, peak, done = rss(), 0, False
+    def watch():
+        global peak
+        while not done:
+            peak = max(peak, rss()); time.sleep(0.001)
+    thread = threading.Thread(target=watch); thread.start()
+    lp, h = token_logprobs(hidden, weight, targets, chunk=chunk)
+    ((lp + h) if entropy else lp).sum().backward()
+    done = True; thread.join()
+    print(peak - base - T * D * 4)
+"""
+
+
+def extra_bytes(total: int, entropy: bool) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(MEASURE), str(total), str(int(entropy))],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=600,
+    )
+    return int(done.stdout)
+
+
+BOUND = 3 * 256 * 150_000 * 4 + 64 * 2**20
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_peak_memory_at_a_large_vocabulary() -> None:
+    assert extra_bytes(512, entropy=True) <= BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("entropy", [False, True])
+def test_peak_memory_does_not_grow_with_tokens(entropy: bool) -> None:
+    small, large = extra_bytes(4096, entropy), extra_bytes(16384, entropy)
+    assert small <= BOUND
+    assert large <= BOUND
+    assert large <= 1.05 * small

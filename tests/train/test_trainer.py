@@ -1,0 +1,314 @@
+"""The update is where a silent mistake costs a run: micro-batching, resuming or a NaN must not change what is learnt.
+
+Real presets and real objectives on the CPU. Not covered: CUDA, whether learning succeeds (the default recipe shows that).
+"""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollkeel import objectives
+from rollkeel.batch.build import TrainingBatch, build_batch
+from rollkeel.config import ModelConfig, TrainConfig
+from rollkeel.errors import BadInput, NonFinite
+from rollkeel.models.loading import Policy, load_policy, save_policy
+from rollkeel.train.optimizer import Schedule
+from rollkeel.train.trainer import LocalTrainer, is_router
+from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenBatch, TokenSpan
+
+
+def policy(preset: str = "tiny-qwen3-moe", seed: int = 0) -> Policy:
+    return load_policy(ModelConfig(path=f"preset:{preset}", seed=seed))
+
+
+def make_batch(n: int = 8, aggregate: str = "sequence_mean", seed: int = 0) -> TrainingBatch:
+    r = np.random.default_rng(seed)
+    rollouts = []
+    for i in range(n):
+        prompt = Prompt(
+            id=str(i), index=i, text="", token_ids=r.integers(8, 288, 4 + i % 3), answer="", grader=GraderSpec(name="x"), task="t"
+        )
+        length = int(r.integers(1, 12))
+        span = TokenSpan(
+            token_ids=r.integers(8, 288, length),
+            logprobs=np.full(length, -5.6, np.float32),
+            kept_mass=np.ones(length, np.float32),
+            versions=np.zeros(length, np.int64),
+            kv_versions=np.zeros(length, np.int64),
+        )
+        rollouts.append(
+            Rollout(
+                id=100 + i, group=i // 2, member=i % 2, prompt=prompt, span=span, status=Status.FINISHED,
+                sampling=SamplingParams(), engine="local", dtype="fp32", reward=float(i % 2),
+            )  # fmt: skip
+        )
+    return build_batch(rollouts, r.standard_normal(n), aggregate)
+
+
+def trainer(p: Policy | None = None, **options) -> LocalTrainer:
+    settings = {"warmup_steps": 0, **options}
+    return LocalTrainer(p or policy(), TrainConfig(**settings), temperature=1.0, total_updates=10)
+
+
+def weights(t: LocalTrainer) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in t.model.named_parameters()}
+
+
+def update(t: LocalTrainer, batch: TrainingBatch, objective=None) -> dict[str, float]:
+    objective = objective or objectives.grpo()
+    old, _ = t.logprobs(batch)
+    return t.update(batch, objective, old_logprobs=old)
+
+
+@pytest.mark.parametrize("preset", ["tiny-qwen3-moe", "tiny-qwen3", "tiny-qwen3-tied"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_logprobs_are_those_of_transformers(preset: str, temperature: float) -> None:
+    p, batch = policy(preset), make_batch()
+    t = LocalTrainer(p, TrainConfig(micro_batch_tokens=40), temperature=temperature, total_updates=1)
+    lp, h = t.logprobs(batch)
+    at = 0
+    for sequence, start in zip(batch.sequences, batch.prompt_lengths, strict=True):
+        ids = torch.from_numpy(sequence)
+        with torch.no_grad():
+            log_p = torch.log_softmax(p.model(input_ids=ids[None]).logits[0].float() / (temperature or 1.0), -1)
+        n = len(ids) - start
+        want = log_p[start - 1 : -1].gather(1, ids[start:, None]).squeeze(1)
+        torch.testing.assert_close(lp[at : at + n], want, rtol=1e-5, atol=1e-5)
+        entropy = -(log_p.exp() * log_p).sum(-1)[start - 1 : -1]
+        torch.testing.assert_close(h[at : at + n], entropy, rtol=1e-5, atol=1e-5)
+        at += n
+
+
+def test_micro_batching_does_not_change_the_update() -> None:
+    batch, results = make_batch(12), []
+    for tokens in (10_000, 40, 1):
+        t = trainer(micro_batch_tokens=tokens, lr=1e-3)
+        metrics = update(t, batch)
+        results.append((metrics, weights(t)))
+    for metrics, after in results[1:]:
+        assert metrics["optimizer/grad_norm"] == pytest.approx(results[0][0]["optimizer/grad_norm"], rel=1e-4)
+        for name, w in after.items():
+            # Adam's first step is lr · sign(gradient): only gradients around 0 may differ, and by little.
+            assert ((w - results[0][1][name]).abs() > 1e-4).float().mean() < 0.01, name
+
+
+def test_gradients_of_micro_batches_add_up() -> None:
+    """Compared before the optimizer, where nothing hides a wrong scale."""
+    batch, grads = make_batch(12), []
+    for tokens in (10_000, 30):
+        t = trainer(micro_batch_tokens=tokens)
+        kept = {}
+        step = t._stepper.step
+        t._stepper.step = lambda: (kept.update({n: p.grad.clone() for n, p in t._stepper.named}), step())[1]  # type: ignore[method-assign]
+        update(t, batch)
+        grads.append(kept)
+    for name, g in grads[0].items():
+        assert (g - grads[1][name]).abs().max() <= 1e-5 * max(1e-3, g.abs().max().item()), name
+
+
+def test_gradient_is_that_of_the_objective_over_full_logits() -> None:
+    p = policy()
+    batch, objective = make_batch(), objectives.kpop(phi=0.1)
+    t = trainer(p, clip_norm=1e9)
+    old, _ = t.logprobs(batch)
+    parts = []
+    for sequence, start in zip(batch.sequences, batch.prompt_lengths, strict=True):
+        ids = torch.from_numpy(sequence)
+        log_p = torch.log_softmax(p.model(input_ids=ids[None]).logits[0], -1)
+        parts.append(log_p[start - 1 : -1].gather(1, ids[start:, None]).squeeze(1))
+    loss = objective.loss(batch.tokens(torch.cat(parts), old_logprobs=old))
+    want = torch.autograd.grad(loss, [q for _, q in t._stepper.named], allow_unused=True)
+    norm = torch.stack([g.norm() for g in want if g is not None]).norm().item()
+    assert t.update(batch, objective, old_logprobs=old)["optimizer/grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_same_inputs_give_the_same_bits() -> None:
+    runs = []
+    for _ in range(2):
+        t = trainer(policy(seed=3))
+        metrics = [update(t, make_batch(seed=s)) for s in range(3)]
+        runs.append((metrics, weights(t)))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(w, runs[1][1][n]) for n, w in runs[0][1].items())
+
+
+def test_resume_is_bit_identical() -> None:
+    whole = trainer(policy(seed=1), schedule="cosine", warmup_steps=2)
+    for s in range(4):
+        last = update(whole, make_batch(seed=s))
+    first = trainer(policy(seed=1), schedule="cosine", warmup_steps=2)
+    for s in range(2):
+        update(first, make_batch(seed=s))
+    state = copy.deepcopy(first.state_dict())
+    second = trainer(policy(seed=9), schedule="cosine", warmup_steps=2)
+    second.load_state_dict(state)
+    assert second.version == first.version == 2
+    for s in range(2, 4):
+        resumed = update(second, make_batch(seed=s))
+    assert resumed == last
+    expected = weights(whole)
+    assert all(torch.equal(w, expected[n]) for n, w in weights(second).items())
+
+
+def test_a_state_of_another_shape_is_refused() -> None:
+    small, large = trainer(policy("tiny-qwen3")), trainer(policy("tiny-qwen3-moe"))
+    before = weights(large)
+    with pytest.raises(BadInput, match=r"weight model\.layers\.0.*resume with the same model"):
+        large.load_state_dict(small.state_dict())
+    assert all(torch.equal(w, before[n]) for n, w in weights(large).items())
+
+
+class Poison:
+    """An objective whose loss, or only its gradient, is not finite."""
+
+    needs = frozenset({"old_logprobs"})
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def prepare(self, batch: TokenBatch) -> None:
+        pass
+
+    def loss(self, tokens: TokenBatch) -> torch.Tensor:
+        if self.where == "loss":
+            return tokens.logprobs.sum() * float("inf")
+        # √0: the value is finite, the derivative is not.
+        return (tokens.logprobs - tokens.logprobs.detach()).sqrt().sum()
+
+    def __call__(self, tokens: TokenBatch):
+        raise AssertionError("a refused update must not report metrics")
+
+
+@pytest.mark.parametrize(("where", "message"), [("loss", "loss is"), ("gradient", "gradient of .* is not finite")])
+def test_non_finite_stops_the_step_and_leaves_everything_untouched(where: str, message: str) -> None:
+    t, batch = trainer(), make_batch()
+    update(t, batch)
+    before = copy.deepcopy(t.state_dict())
+    with pytest.raises(NonFinite, match=message):
+        t.update(batch, Poison(where), old_logprobs=t.logprobs(batch)[0])
+    after = t.state_dict()
+    assert t.version == 1
+    assert all(torch.equal(w, after["weights"][n]) for n, w in before["weights"].items())
+    for name, moments in before["optimizer"]["moments"].items():
+        assert all(torch.equal(v, after["optimizer"]["moments"][name][k]) for k, v in moments.items())
+    assert all(p.grad is None for p in t.model.parameters())
+
+
+def test_a_non_finite_logprob_names_rollout_and_token() -> None:
+    p = policy()
+    t, batch = trainer(p), make_batch()
+    with torch.no_grad():
+        p.model.get_input_embeddings().weight[int(batch.sequences[2][-2])] = float("nan")
+    with pytest.raises(NonFinite, match=r"log-prob of rollout \d+, response token \d+"):
+        t.update(batch, objectives.icepop(), old_logprobs=batch.rollout_logprobs)
+
+
+def test_freeze_router_freezes_routers_alone() -> None:
+    t = trainer(freeze_router=True, lr=1e-2)
+    before = weights(t)
+    update(t, make_batch())
+    changed = {n for n, w in weights(t).items() if not torch.equal(w, before[n])}
+    routers = {n for n in before if is_router(n)}
+    assert routers == {f"model.layers.{i}.mlp.gate.weight" for i in range(2)}
+    assert changed == set(before) - routers
+
+
+@pytest.mark.parametrize(
+    ("name", "router"),
+    [
+        ("model.layers.0.mlp.gate.weight", True),
+        ("model.layers.3.mlp.router.weight", True),
+        ("model.layers.3.mlp.router.bias", True),
+        ("model.layers.3.mlp.gate.e_score_correction_bias", True),
+        ("model.layers.0.mlp.gate_proj.weight", False),
+        ("model.layers.0.mlp.experts.gate_up_proj", False),
+        ("model.layers.0.mlp.shared_expert_gate.weight", False),
+    ],
+)
+def test_router_names(name: str, router: bool) -> None:
+    assert is_router(name) is router
+
+
+def test_reference_stays_where_the_run_started() -> None:
+    t, batch = trainer(kl_coefficient=0.1, lr=1e-2), make_batch()
+    start, _ = t.logprobs(batch)
+    objective = objectives.grpo(kl_coefficient=0.1)
+    metrics = t.update(batch, objective, old_logprobs=start, ref_logprobs=t.ref_logprobs(batch))
+    assert metrics["loss/kl"] == pytest.approx(0.0, abs=1e-6)
+    assert torch.equal(t.ref_logprobs(batch), start)
+    assert not torch.equal(t.logprobs(batch)[0], start)
+    with pytest.raises(BadInput, match="kl_coefficient"):
+        trainer().ref_logprobs(batch)
+
+
+def test_entropy_gets_its_gradient_when_the_objective_asks() -> None:
+    batch = make_batch()
+    flat = trainer(lr=1e-2)
+    before = float(flat.logprobs(batch)[1].mean())
+    for _ in range(3):
+        update(flat, batch, objectives.grpo(entropy_coefficient=-0.0))
+    up = trainer(lr=1e-2)
+    for _ in range(3):
+        update(up, batch, objectives.grpo(entropy_coefficient=1.0))
+    assert float(up.logprobs(batch)[1].mean()) > float(flat.logprobs(batch)[1].mean())
+    assert before > 0
+
+
+def test_prepare_sees_the_whole_batch_before_any_gradient() -> None:
+    seen = []
+
+    class Watch(Poison):
+        needs = frozenset({"prepare"})
+
+        def prepare(self, batch: TokenBatch) -> None:
+            seen.append(batch.logprobs.clone())
+
+        def loss(self, tokens: TokenBatch) -> torch.Tensor:
+            seen.append(tokens.logprobs.numel())
+            return -(tokens.coefficients * tokens.logprobs).sum()
+
+        def __call__(self, tokens: TokenBatch):
+            return type("Out", (), {"metrics": {"x": 1.0}})
+
+    t, batch = trainer(micro_batch_tokens=30), make_batch()
+    current, _ = t.logprobs(batch)
+    assert t.update(batch, Watch(""))["x"] == 1.0
+    assert torch.equal(seen[0], current)
+    assert len(seen) > 2
+    assert sum(seen[1:]) == len(batch)
+
+
+@pytest.mark.parametrize("preset", ["tiny-qwen3-moe", "tiny-qwen3-tied"])
+def test_named_weights_are_the_checkpoint(preset: str, tmp_path) -> None:
+    p = policy(preset)
+    t = trainer(p)
+    update(t, make_batch())
+    save_policy(p, tmp_path)
+    from safetensors.torch import load_file
+
+    disk = load_file(tmp_path / "model.safetensors")
+    live = dict(t.named_weights())
+    assert set(live) == set(disk)
+    assert all(torch.equal(w, disk[n]) for n, w in live.items())
+    lp, _ = t.logprobs(make_batch())
+    again = trainer(Policy(AutoModelForCausalLM.from_pretrained(tmp_path), p.tokenizer)).logprobs(make_batch())[0]
+    torch.testing.assert_close(lp, again, rtol=1e-5, atol=1e-5)
+
+
+def test_schedules_by_hand() -> None:
+    constant = Schedule(lr=1.0, warmup_steps=4)
+    assert [constant(i) for i in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    cosine = Schedule(lr=1.0, warmup_steps=2, kind="cosine", total=7, min_lr_ratio=0.2)
+    assert [cosine(i) for i in (0, 1, 2, 4, 6, 99)] == pytest.approx([0.5, 1.0, 1.0, 0.6, 0.2, 0.2])
+
+
+def test_weight_decay_spares_vectors() -> None:
+    t = trainer(weight_decay=0.5, lr=1e-9)
+    groups = t._stepper._adamw.param_groups
+    assert {g["weight_decay"] for g in groups} == {0.0, 0.5}
+    assert all((p.dim() > 1) == (g["weight_decay"] > 0) for g in groups for p in g["params"])
