@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 # typer bundles click from some version on; its public exceptions lead to the base class in either case.
-_UsageError = typer.BadParameter.__mro__[1]
+_UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 def guarded(call: Callable[[], Any]) -> int:
@@ -190,9 +190,6 @@ def guarded(call: Callable[[], Any]) -> int:
     except RollkeelError as error:
         print(f"rollkeel: {error}", file=sys.stderr)
         return error.exit_code
-    except _UsageError as error:
-        print(f"rollkeel: {' '.join(str(error).split())} (see rollkeel --help)", file=sys.stderr)
-        return 2
     except (KeyboardInterrupt, typer.Abort):
         print("rollkeel: stopped", file=sys.stderr)
         return 130
@@ -202,6 +199,11 @@ def guarded(call: Callable[[], Any]) -> int:
         hint = "lower train.micro_batch_tokens, engine.slots or engine.kv_memory_gb"
         print(f"rollkeel: out of memory; {hint}", file=sys.stderr)
         return 3
+    except Exception as error:
+        if not isinstance(error, _UsageError):
+            raise
+        print(f"rollkeel: {' '.join(str(error).split())} (see rollkeel --help)", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -31,11 +31,11 @@ class RunConfig(Node):
     dir: str | None = None
     """Run folder; None makes `runs/<recipe name>-<time>`."""
     name: str = "run"
-    seed: int = Field(0, ge=0)
-    steps: int = Field(150, ge=0)
+    seed: int = Field(default=0, ge=0)
+    steps: int = Field(default=150, ge=0)
     """RL steps; 0 stops after SFT."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int = Field(1, ge=1)
+    threads: int = Field(default=1, ge=1)
     """CPU threads of the trainer process."""
 
 
@@ -66,7 +66,7 @@ class DataConfig(Node):
     split: str = "train"
     grader: str = "exact"
     """Grader of file data; generated tasks bring their own."""
-    eval_fraction: float = Field(0.1, ge=0, lt=1)
+    eval_fraction: float = Field(default=0.1, ge=0, lt=1)
     """Share of a file's rows (by content hash) held out for evaluation."""
     chat_template: bool = False
     """Wrap prompts with the tokenizer's chat template."""
@@ -76,17 +76,17 @@ class SftConfig(Node):
     """Supervised warm start on gold answers, loss on responses only, packed."""
 
     enabled: bool = True
-    steps: int = Field(120, ge=0)
-    batch_size: int = Field(256, ge=1)
+    steps: int = Field(default=120, ge=0)
+    batch_size: int = Field(default=256, ge=1)
     """Examples per optimizer step."""
-    lr: float = Field(3e-3, gt=0)
-    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    lr: float = Field(default=5e-3, gt=0)
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Cosine schedule ends at `lr * min_lr_ratio`."""
-    warmup_steps: int = Field(10, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
-    clip_norm: float = Field(1.0, gt=0)
-    micro_batch_tokens: int = Field(8192, ge=1)
-    label_noise: float = Field(0.05, ge=0, le=1)
+    warmup_steps: int = Field(default=10, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_norm: float = Field(default=1.0, gt=0)
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+    label_noise: float = Field(default=0.05, ge=0, le=1)
     """Share of demonstration steps made wrong on purpose (tasks that support it), so that RL has entropy left."""
     cache_dir: str | None = None
     """Warm starts keyed by content; None means `~/.cache/rollkeel/sft`."""
@@ -98,44 +98,44 @@ class EngineConfig(Node):
     kind: Literal["local"] = "local"
     dtype: Literal["fp32", "bf16", "fp8", "fp8_weights", "int8", "int4"] = "fp32"
     """`fp8` is weights and activations, `fp8_weights`/`int8`/`int4` weights only; router, norms, embeddings and head stay high precision."""
-    processes: int = Field(0, ge=0)
+    processes: int = Field(default=0, ge=0)
     """Worker processes; 0 samples in this process."""
-    threads: int = Field(1, ge=1)
+    threads: int = Field(default=1, ge=1)
     """CPU threads of each worker process."""
-    slots: int = Field(128, ge=1)
+    slots: int = Field(default=128, ge=1)
     """Sequences decoded together, per process."""
-    block_size: int = Field(16, ge=1)
+    block_size: int = Field(default=16, ge=1)
     """Tokens per KV block."""
     max_length: int | None = None
     """Longest prompt + response; None takes the model's context or what the run needs, whichever is smaller."""
-    kv_memory_gb: float = Field(4.0, gt=0)
+    kv_memory_gb: float = Field(default=4.0, gt=0)
     """Most memory for the KV cache, per process; when it runs out the youngest sequence waits and is recomputed."""
-    prefill_tokens: int = Field(8192, ge=1)
+    prefill_tokens: int = Field(default=8192, ge=1)
     """Tokens (with padding) prefilled in one forward pass."""
     prefix_sharing: bool = True
     """Compute and store a prompt's KV once for all requests with the same prompt."""
     forward: Literal["auto", "fast", "transformers"] = "auto"
     """`fast` is rollkeel's own inference forward (Llama/Qwen2/Qwen3/Qwen3-MoE-like); others fall back to transformers."""
-    deadline_s: float = Field(600.0, gt=0)
+    deadline_s: float = Field(default=600.0, gt=0)
     """Longest silence before the engine counts as hung."""
 
 
 class SamplingConfig(Node):
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    min_p: float = Field(0.0, ge=0, lt=1)
-    max_new_tokens: int = Field(16, ge=1)
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    max_new_tokens: int = Field(default=16, ge=1)
 
 
 class RolloutConfig(Node):
-    prompts: int = Field(16, ge=1)
+    prompts: int = Field(default=16, ge=1)
     """Prompts (groups) per step."""
-    samples: int = Field(8, ge=1)
+    samples: int = Field(default=8, ge=1)
     """Rollouts per prompt."""
     drop_zero_variance: bool = False
     """Leave groups whose rewards are all equal out of the batch (they are counted either way)."""
-    failure_budget: float = Field(0.05, ge=0, le=1)
+    failure_budget: float = Field(default=0.05, ge=0, le=1)
     """Share of a step's rollouts that may fail in engine or grader before the run stops."""
 
 
@@ -158,45 +158,45 @@ class AdvantageConfig(Node):
 
 
 class TrainConfig(Node):
-    lr: float = Field(3e-4, gt=0)
-    warmup_steps: int = Field(10, ge=0)
+    lr: float = Field(default=3e-4, gt=0)
+    warmup_steps: int = Field(default=10, ge=0)
     """Optimizer updates of linear warm-up."""
     schedule: Literal["constant", "cosine"] = "constant"
     betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    clip_norm: float = Field(1.0, gt=0)
-    updates_per_step: int = Field(4, ge=1)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_norm: float = Field(default=1.0, gt=0)
+    updates_per_step: int = Field(default=4, ge=1)
     """Optimizer updates per batch of rollouts; the batch is split by whole groups."""
-    micro_batch_tokens: int = Field(8192, ge=1)
+    micro_batch_tokens: int = Field(default=8192, ge=1)
     """Prompt + response tokens per forward pass."""
-    logprob_chunk: int = Field(1024, ge=1)
+    logprob_chunk: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at one time."""
     freeze_router: bool = False
-    kl_coefficient: float = Field(0.0, ge=0)
+    kl_coefficient: float = Field(default=0.0, ge=0)
     """γ: weight of KL(p‖ref); above 0 keeps a frozen copy of the start model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    entropy_coefficient: float = Field(0.0, ge=0)
+    entropy_coefficient: float = Field(default=0.0, ge=0)
 
 
 class EvalConfig(Node):
-    every: int = Field(25, ge=0)
+    every: int = Field(default=25, ge=0)
     """Steps between evaluations; 0 evaluates only at start and end."""
-    items: int = Field(128, ge=1)
-    samples: int = Field(4, ge=1)
+    items: int = Field(default=128, ge=1)
+    samples: int = Field(default=4, ge=1)
     """k of avg@k, at the training temperature."""
     greedy: bool = True
     """Also score one greedy answer per item."""
 
 
 class CheckpointConfig(Node):
-    every: int = Field(25, ge=0)
+    every: int = Field(default=25, ge=0)
     """Steps between checkpoints; 0 saves only at the end and on Ctrl-C."""
-    keep: int = Field(2, ge=1)
+    keep: int = Field(default=2, ge=1)
 
 
 class ReportConfig(Node):
-    samples: int = Field(4, ge=0)
+    samples: int = Field(default=4, ge=0)
     """Rollouts shown token by token."""
     rollouts: bool = True
     """Write every step's rollouts to parquet."""

@@ -201,7 +201,7 @@ def parse() -> argparse.Namespace:
     args = p.parse_args()
     for name, python in (("--python", args.python), ("--peer-python", args.peer_python)):
         if not Path(python).is_file():
-            p.error(f"{name} {python}: no such interpreter; `make bench-env` builds the peer's environment")
+            p.error(f"{name} {python}: no such interpreter; `make bench` builds the peer's environment")
     return args
 
 

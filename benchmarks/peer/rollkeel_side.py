@@ -1,8 +1,8 @@
 """One measurement of rollkeel: the same command line and the same JSON line as `trl_side`.
 
-`rollout` is `Engine.submit` and `poll` until 64 rollouts are back (with their log-probs, which TRL does not return).
-`train` is `LocalTrainer.update` on forced completions. `step` is everything a training loop does for one step: requests,
-rollouts, decoding to text, reward, advantages, batch, update, publication of the weights with its proof.
+`rollout` is the loop's own `collect`: requests in, 64 rollouts out, with log-probs (which TRL does not return) and text.
+`train` is `LocalTrainer.update` on forced completions. `step` is everything the loop does for one step: requests, rollouts,
+reward, advantages, batch, update, publication of the weights with its proof; metrics and files are left out on both sides.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ import argparse
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.peer import workload as w
 
 if TYPE_CHECKING:
-    import torch
-
     from rollkeel.batch.build import TrainingBatch
+    from rollkeel.config import EngineConfig
     from rollkeel.models.loading import Policy
     from rollkeel.train.trainer import LocalTrainer
-    from rollkeel.types import Engine, Prompt, Rollout, TokenBatch
+    from rollkeel.types import Engine, Prompt, Rollout
 
 GRADER = "benchmark-even-share"
 
 
 def main() -> None:
-    args = w.parser("One measurement of rollkeel.").parse_args()
+    p = w.parser("One measurement of rollkeel.")
+    p.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides to try")
+    args = p.parse_args()
     if args.what == "train" and args.processes > 1:
         raise SystemExit("rollkeel trains in one process; use --threads")
     # Sampling workers leave both cores to the trainer and get them back; a spinning trainer thread would take one away.
@@ -69,7 +69,7 @@ class Bench:
     """The stage under test, built once; `run` is what is timed."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from rollkeel.config import ModelConfig, TrainConfig
+        from rollkeel.config import load
         from rollkeel.models.loading import load_policy, quiet_transformers
         from rollkeel.objectives import grpo
         from rollkeel.rewards.graders import register
@@ -77,35 +77,29 @@ class Bench:
 
         quiet_transformers()
         register(GRADER, lambda rollout: w.reward(rollout.span.token_ids.tolist()))
-        self.policy = load_policy(ModelConfig(path=args.model))
+        settings = load(overrides=overrides(args))
+        self.policy = load_policy(settings.model)
         self.prompts = make_prompts(self.policy)
         self.engine: Engine | None = None
         self.trainer: LocalTrainer | None = None
         self.config: dict[str, Any] = {}
         self.round = 0
         if args.what != "rollout":
-            train = TrainConfig(lr=w.LEARNING_RATE, warmup_steps=0, clip_norm=w.CLIP_NORM)
-            self.trainer = LocalTrainer(self.policy, train, temperature=1.0, total_updates=args.warmup + args.repeats)
-            self.objective = OnPolicy(grpo())
-            self.config["train"] = train.model_dump(mode="json")
+            updates = args.warmup + args.repeats
+            self.trainer = LocalTrainer(self.policy, settings.train, temperature=1.0, total_updates=updates)
+            self.objective = grpo()
+            self.config["train"] = settings.train.model_dump(mode="json")
         if args.what != "train":
-            self._make_engine(args)
+            self._open_engine(settings.engine)
         self.batch = forced_batch(self.prompts, args.lengths) if args.what == "train" else None
         self.run: Callable[[], Any] = {"rollout": self.rollout, "train": self.update, "step": self.step}[args.what]
 
-    def _make_engine(self, args: argparse.Namespace) -> None:
-        from rollkeel.config import EngineConfig
+    def _open_engine(self, config: EngineConfig) -> None:
+        from rollkeel.engines.open import open_engine
         from rollkeel.sync.publish import DirectPublisher
 
-        parallel = args.processes > 1
-        config = EngineConfig(
-            processes=args.processes if parallel else 0,
-            threads=args.threads,
-            slots=w.ROLLOUTS // args.processes,
-            max_length=w.PROMPT_TOKENS + w.NEW_TOKENS,
-        )
         self.config["engine"] = config.model_dump(mode="json")
-        self.engine = make_engine(self.policy, config)
+        self.engine = open_engine(self.policy.model.config, config, "cpu")
         self.publisher = DirectPublisher([self.engine])
         self.publisher.publish(self._weights(), 0)
 
@@ -115,42 +109,23 @@ class Bench:
         return checkpoint_views(self.policy.model).items()
 
     def rollout(self) -> list[Rollout]:
-        """64 complete rollouts of exactly `NEW_TOKENS` tokens, in order."""
-        from rollkeel.types import Request, Rollout, SamplingParams
+        """64 complete rollouts of exactly `NEW_TOKENS` tokens, decoded, in order."""
+        from rollkeel.rollout.collect import collect, issue
+        from rollkeel.types import SamplingParams
 
         assert self.engine is not None
         sampling = SamplingParams(max_new_tokens=w.NEW_TOKENS, seed=w.SEED)
-        first = self.round * w.ROLLOUTS
+        issued = issue(self.prompts, w.GROUP_SIZE, sampling, self.round * len(self.prompts), self.engine)
         self.round += 1
-        requests = [
-            Request(id=first + i, prompt_ids=self.prompts[i // w.GROUP_SIZE].token_ids, sampling=sampling)
-            for i in range(w.ROLLOUTS)
-        ]
-        self.engine.submit(requests)
-        segments = {}
-        while len(segments) < len(requests):
-            segments |= {s.request_id: s for s in self.engine.poll(60.0)}
-        if any(len(s.span) != w.NEW_TOKENS for s in segments.values()):
-            raise RuntimeError(f"expected {w.NEW_TOKENS} tokens each, got {[len(s.span) for s in segments.values()]}")
-        return [
-            Rollout(
-                id=r.id,
-                group=r.id // w.GROUP_SIZE,
-                member=r.id % w.GROUP_SIZE,
-                prompt=self.prompts[i // w.GROUP_SIZE],
-                span=segments[r.id].span,
-                status=segments[r.id].status,
-                sampling=sampling,
-                engine=self.engine.capabilities.name,
-                dtype=self.engine.capabilities.dtype,
-            )
-            for i, r in enumerate(requests)
-        ]
+        rollouts = collect(self.engine, issued, self.policy.tokenizer, deadline_s=60.0)
+        if any(len(r.span) != w.NEW_TOKENS for r in rollouts):
+            raise RuntimeError(f"expected {w.NEW_TOKENS} tokens each, got {[len(r.span) for r in rollouts]}")
+        return rollouts
 
-    def update(self) -> dict[str, float]:
+    def update(self) -> None:
         """One optimizer step on the forced batch."""
-        assert self.trainer is not None and self.batch is not None
-        return self.trainer.update(self.batch, self.objective)
+        assert self.batch is not None
+        self._update(self.batch)
 
     def step(self) -> None:
         """One whole RL step, ending with the new weights proven in the engine."""
@@ -159,12 +134,15 @@ class Bench:
         from rollkeel.rewards.graders import Graders
 
         assert self.trainer is not None
-        rollouts = self.rollout()
-        texts = self.policy.tokenizer.batch_decode([r.span.token_ids for r in rollouts], skip_special_tokens=True)
-        rollouts = Graders().grade([replace(r, text=t) for r, t in zip(rollouts, texts, strict=True)])
+        rollouts = Graders().grade(self.rollout())
         advantages = compute("grpo", [r.reward for r in rollouts], [r.group for r in rollouts])
-        self.trainer.update(build_batch(rollouts, advantages, "sequence_mean"), self.objective)
+        self._update(build_batch(rollouts, advantages, self.objective.aggregate))
         self.publisher.publish(self.trainer.named_weights(), self.trainer.version)
+
+    def _update(self, batch: TrainingBatch) -> None:
+        assert self.trainer is not None
+        # One update per batch: the pass's own log-probs are the old ones, as in TRL.
+        self.trainer.update(batch, self.objective, old_is_current=True)
 
     def close(self) -> None:
         """Stop the engine's workers, if any."""
@@ -172,39 +150,21 @@ class Bench:
             self.engine.close()
 
 
-class OnPolicy:
-    """`objective` where old log-probs are those of the pass itself: exact for one update per batch, as TRL does it too."""
-
-    def __init__(self, objective: Any) -> None:
-        self._objective = objective
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return self._objective.needs - {"old_logprobs"}
-
-    def prepare(self, batch: TokenBatch) -> None:
-        self._objective.prepare(_with_old(batch))
-
-    def loss(self, tokens: TokenBatch) -> torch.Tensor:
-        return self._objective.loss(_with_old(tokens))
-
-    def __call__(self, tokens: TokenBatch) -> Any:
-        return self._objective(_with_old(tokens))
-
-
-def _with_old(tokens: TokenBatch) -> TokenBatch:
-    return replace(tokens, old_logprobs=tokens.logprobs.detach())
-
-
-def make_engine(policy: Policy, config: Any) -> Engine:
-    """The embedded engine, in this process or in `config.processes` workers."""
-    from rollkeel.engines.local import LocalEngine
-
-    if config.processes:
-        from rollkeel.engines.workers import WorkerEngine  # type: ignore[import-not-found]
-
-        return WorkerEngine(policy.model.config, config)
-    return LocalEngine(policy.model.config, config)
+def overrides(args: argparse.Namespace) -> list[str]:
+    """The run as config overrides; everything else is rollkeel's default."""
+    return [
+        f"model.path={args.model}",
+        f"train.lr={w.LEARNING_RATE}",
+        "train.warmup_steps=0",
+        f"train.clip_norm={w.CLIP_NORM}",
+        # 16 whole sequences per forward, as on TRL's side; larger ones are slower on a CPU's caches.
+        f"train.micro_batch_tokens={16 * (w.PROMPT_TOKENS + w.NEW_TOKENS)}",
+        f"engine.processes={args.processes if args.processes > 1 else 0}",
+        f"engine.threads={args.threads}",
+        f"engine.slots={w.ROLLOUTS // args.processes}",
+        f"engine.max_length={w.PROMPT_TOKENS + w.NEW_TOKENS}",
+        *args.set,
+    ]
 
 
 def make_prompts(policy: Policy) -> list[Prompt]:

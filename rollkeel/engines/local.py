@@ -324,9 +324,12 @@ class LocalEngine:
             order = sorted(self._active)
             requests = [self._active[s].request for s in order]
             active = torch.tensor(order, device=self._device)
-            topk = max(r.sampling.return_topk for r in requests)
-            experts = any(r.sampling.return_experts for r in requests)
-            self._batch = (active, self._slots.rows(active, requests), topk, experts)
+            self._batch = (
+                active,
+                self._slots.rows(active, requests),
+                max(r.sampling.return_topk for r in requests),
+                any(r.sampling.return_experts for r in requests),
+            )
         active, rows, topk, want_experts = self._batch
         slots, size = self._slots, self._config.block_size
         ids, positions = slots.token[active], slots.position[active]

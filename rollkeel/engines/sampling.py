@@ -53,7 +53,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor) -> S
 
 def _truncate(logprobs: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
     """Renormalised log-probs (−inf outside the kept set) and the mass of the kept set before renormalising."""
-    ordered, order = logprobs.sort(-1, descending=True, stable=True)
+    ordered, order = torch.sort(logprobs, dim=-1, descending=True, stable=True)
     probs = ordered.exp()
     rank = torch.arange(logprobs.shape[-1], device=logprobs.device)
     limit = torch.where(rows.top_k > 0, rows.top_k, logprobs.shape[-1])

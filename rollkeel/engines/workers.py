@@ -275,9 +275,11 @@ def _read_update(
     memory: shared_memory.SharedMemory, layout: Sequence[Any], kind: str, base: int | None, version: int, checksum: int
 ) -> WeightUpdate:
     slices = []
+    data = memory.buf
+    assert data is not None  # open until the caller closes it
     for name, dtype, shape, start, part, offset in layout:
         size = int(np.prod(shape)) * dtype.itemsize
         # A copy: views would keep the shared memory from being closed.
-        tensor = torch.frombuffer(bytearray(memory.buf[start : start + size]), dtype=dtype).view(shape)
+        tensor = torch.frombuffer(bytearray(data[start : start + size]), dtype=dtype).view(shape)
         slices.append(WeightSlice(name=name, tensor=tensor, checksum=part, offset=offset))
     return WeightUpdate(kind=kind, base_version=base, version=version, slices=slices, checksum=checksum)

@@ -34,7 +34,7 @@ class Policy:
     @property
     def vocab_size(self) -> int:
         """Number of rows of the embedding table."""
-        return int(self.model.get_input_embeddings().weight.shape[0])
+        return int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[index,union-attr]
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -21,9 +21,11 @@ _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "num_hidden_layers": 2,
-    "num_attention_heads": 2,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,  # vLLM's CPU attention starts at 32
+    # Short contexts: slow rotations carry no information, and a tiny model learns to look back much sooner without them.
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
     # 0.02 is meant for widths in the thousands; at width 64 it starves the residual stream.

@@ -16,13 +16,13 @@ from rollkeel.models.loading import Policy
 from rollkeel.train.logprobs import PolicyForward
 from rollkeel.train.optimizer import Schedule, Stepper
 
-Example = tuple[Sequence[int], Sequence[int]]
+Example = tuple[Sequence[int] | np.ndarray, Sequence[int] | np.ndarray]
 """Prompt ids and response ids, at least one of each; the response ends with the stop token."""
 
 
 def run_sft(
     policy: Policy,
-    examples: Callable[[int], Example],
+    examples: Callable[[Sequence[int]], Sequence[Example]],
     config: SftConfig,
     *,
     seed: int = 0,
@@ -32,7 +32,7 @@ def run_sft(
 ) -> dict[str, float]:
     """Train `policy.model` in place on its own device for `config.steps` steps; the loss is the mean over response tokens.
 
-    Step s sees `examples(s · batch_size + i)` for i in [0, batch_size): the order is the index, so the same source gives
+    Step s sees `examples(range(s · batch_size, (s + 1) · batch_size))`: the order is the index, so the same source gives
     the same weights. `seed` keys torch's generator for architectures that draw random numbers. `progress(step, metrics)`
     is called after every step; `should_stop()` is asked before each and ends the run early. `chunk`: see `token_logprobs`.
     Returns the metrics of the last step (`sft/loss`, `sft/entropy`, `sft/target_probability`,
@@ -57,7 +57,7 @@ def run_sft(
         for step in range(config.steps):
             if should_stop is not None and should_stop():
                 break
-            batch = [examples(step * config.batch_size + i) for i in range(config.batch_size)]
+            batch = examples(range(step * config.batch_size, (step + 1) * config.batch_size))
             metrics = _step(forward, stepper, batch, config.micro_batch_tokens, device)
             tokens += sum(len(response) for _, response in batch)
             if progress is not None:

@@ -6,6 +6,7 @@ import copy
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,18 @@ class TrainableObjective(Protocol):
     def prepare(self, batch: TokenBatch) -> None: ...
     def loss(self, tokens: TokenBatch) -> torch.Tensor: ...
     def __call__(self, tokens: TokenBatch) -> Any: ...
+
+
+@dataclass(frozen=True)
+class UpdateOutput:
+    """What one optimizer update saw and did."""
+
+    metrics: dict[str, float]
+    """The objective's metrics, `optimizer/*` and `policy/*`."""
+    logprobs: torch.Tensor
+    """`[T]` log-probs of the update's own pass, before the step."""
+    keep: torch.Tensor
+    """`[T]` bool: tokens that every mask of the objective kept."""
 
 
 class LocalTrainer:
@@ -67,6 +80,7 @@ class LocalTrainer:
             clip_norm=config.clip_norm,
         )
         self._forward = PolicyForward(self.model, chunk=config.logprob_chunk)
+        self._views: dict[str, torch.Tensor] | None = None
         self._reference: PolicyForward | None = None
         if config.kl_coefficient > 0:
             frozen = copy.deepcopy(self.model).requires_grad_(False)
@@ -96,17 +110,21 @@ class LocalTrainer:
         *,
         old_logprobs: torch.Tensor | None = None,
         ref_logprobs: torch.Tensor | None = None,
-    ) -> dict[str, float]:
-        """One optimizer step on `batch`; returns the objective's metrics and `optimizer/*`, `policy/*`.
+        old_is_current: bool = False,
+    ) -> UpdateOutput:
+        """One optimizer step on `batch`.
 
-        `old_logprobs`, `ref_logprobs`: `[T]`, when the objective needs them. `objective.prepare` sees the whole batch
+        `old_logprobs`, `ref_logprobs`: `[T]`, when the objective needs them. `old_is_current`: the batch's old policy is the
+        current one (its only update), so the pass's own detached log-probs serve as `old_logprobs` and no extra pass is made. `objective.prepare` sees the whole batch
         first, with log-probs of the current weights if `"prepare"` is in `needs` and else with `old_logprobs` (or
         `rollout_logprobs`) standing in for them. Raises `NonFinite` for a log-prob, loss or gradient that is NaN or
         infinite: weights and optimizer state are then untouched.
         """
         batch = batch.to(self.device)
         shared = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
-        self._prepare(batch, objective, shared)
+        self._prepare(
+            batch, objective, {**shared, "old_logprobs": batch.rollout_logprobs} if old_is_current else shared
+        )
         logprobs = torch.empty(len(batch), device=self.device)
         entropy = torch.empty_like(logprobs)
         self._stepper.zero_grad()
@@ -125,6 +143,8 @@ class LocalTrainer:
                 self._check(batch, micro.indices, p)
                 # An entropy nobody differentiates must not make the backward compute the logits again.
                 h = h if "entropy" in objective.needs else h.detach()
+                if old_is_current:
+                    shared["old_logprobs"] = logprobs
                 loss = objective.loss(batch.tokens(p, entropy=h, indices=micro.indices, **shared))
                 if not math.isfinite(loss.item()):
                     raise NonFinite(f"update {self.version}: loss is {loss.item()}; weights left untouched")
@@ -133,14 +153,17 @@ class LocalTrainer:
         finally:
             self._stepper.zero_grad()
         with torch.no_grad():
-            metrics.update(objective(batch.tokens(logprobs, entropy=entropy, **shared)).metrics)
+            found = objective(batch.tokens(logprobs, entropy=entropy, **shared))
+        metrics.update(found.metrics)
         metrics["policy/entropy"] = float(entropy.mean())
         metrics["policy/prob_mean"] = float(logprobs.exp().mean())
-        return metrics
+        return UpdateOutput(metrics, logprobs, found.keep)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face checkpoint name, view of the live weight): experts one by one, tied tensors once."""
-        yield from checkpoint_views(self.model).items()
+        if self._views is None:
+            self._views = checkpoint_views(self.model)
+        yield from self._views.items()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a bit-identical resume needs: weights by parameter name, moments, update count, reference weights."""

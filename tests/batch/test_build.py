@@ -26,7 +26,13 @@ def rollout(i: int, group: int, prompt: list[int], response: list[int], **change
         kv_versions=np.arange(n) + 10 * i - 1,
     )
     source = Prompt(
-        id="p", index=0, text="", token_ids=np.array(prompt, dtype=np.int64), answer="", grader=GraderSpec(name="x"), task="t"
+        id="p",
+        index=0,
+        text="",
+        token_ids=np.array(prompt, dtype=np.int64),
+        answer="",
+        grader=GraderSpec(name="x"),
+        task="t",
     )
     base = Rollout(
         id=i, group=group, member=0, prompt=source, span=span, status=Status.FINISHED, sampling=SamplingParams(),
@@ -98,7 +104,9 @@ def test_no_rollouts_are_refused() -> None:
         build_batch([], [], "token_mean")
 
 
-@pytest.mark.parametrize(("groups", "n", "sizes"), [(8, 4, [2, 2, 2, 2]), (5, 2, [2, 3]), (3, 5, [1, 1, 1]), (4, 1, [4])])
+@pytest.mark.parametrize(
+    ("groups", "n", "sizes"), [(8, 4, [2, 2, 2, 2]), (5, 2, [2, 3]), (3, 5, [1, 1, 1]), (4, 1, [4])]
+)
 def test_split_keeps_groups_whole_and_balanced(groups: int, n: int, sizes: list[int]) -> None:
     rollouts = [rollout(10 * g + m, g, [1], [2]) for m in range(3) for g in range(groups)]
     parts = split_by_groups(rollouts, n)

@@ -51,7 +51,9 @@ def test_pack_by_hand() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12), st.integers(1, 40))
-def test_every_response_token_is_predicted_once_from_the_token_before_it(sizes: list[tuple[int, int]], budget: int) -> None:
+def test_every_response_token_is_predicted_once_from_the_token_before_it(
+    sizes: list[tuple[int, int]], budget: int
+) -> None:
     sequences, start = [], 0
     for p, r in sizes:
         sequences.append(np.arange(start, start + p + r))  # all ids distinct, so places can be read off the ids

@@ -6,6 +6,7 @@ CUDA kernels, pretrained weights, architectures beyond those listed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -46,7 +47,9 @@ CONFIGS = {
     "qwen3": (lambda: Qwen3Config(**SMALL), True),
     "qwen3_moe": (lambda: Qwen3MoeConfig(**SMALL, **EXPERTS, norm_topk_prob=True), True),
     "olmoe": (
-        lambda: OlmoeConfig(**{k: v for k, v in SMALL.items() if k != "head_dim"}, num_experts=8, num_experts_per_tok=2),
+        lambda: OlmoeConfig(
+            **{k: v for k, v in SMALL.items() if k != "head_dim"}, num_experts=8, num_experts_per_tok=2
+        ),
         True,
     ),
     "deepseek_v3": (
@@ -105,7 +108,7 @@ def test_a_packed_sequence_equals_the_sequence_alone(family: str) -> None:
     got = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     alone = torch.cat(
-        [model.model(input_ids=ids[a:b][None], use_cache=False).last_hidden_state[0] for a, b in zip(cu, cu[1:])]
+        [model.model(input_ids=ids[a:b][None], use_cache=False).last_hidden_state[0] for a, b in itertools.pairwise(cu)]
     )
     (alone * weights).sum().backward()
     torch.testing.assert_close(hidden, alone, rtol=1e-5, atol=1e-5)
@@ -113,7 +116,9 @@ def test_a_packed_sequence_equals_the_sequence_alone(family: str) -> None:
     for name, p in model.named_parameters():
         if p.grad is not None:
             scale = p.grad.abs().max().item()
-            torch.testing.assert_close(got[name], p.grad, rtol=0, atol=2e-5 * max(scale, 1e-3), msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                got[name], p.grad, rtol=0, atol=2e-5 * max(scale, 1e-3), msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 def test_neighbours_do_not_matter() -> None:
@@ -152,7 +157,10 @@ def test_the_probe_rejects_an_attention_that_mixes_sequences() -> None:
     assert not packed.varlen
     ids, positions, cu = row(LENGTHS)
     with torch.no_grad():
-        alone = [model.model(input_ids=ids[a:b][None], use_cache=False).last_hidden_state[0] for a, b in zip(cu, cu[1:])]
+        alone = [
+            model.model(input_ids=ids[a:b][None], use_cache=False).last_hidden_state[0]
+            for a, b in itertools.pairwise(cu)
+        ]
         torch.testing.assert_close(packed(ids, positions, cu), torch.cat(alone), rtol=1e-5, atol=1e-5)
 
 
@@ -184,7 +192,7 @@ def test_sorted_experts_equal_eager_with_idle_experts() -> None:
         out = experts(x, index, weights)
         grads = torch.autograd.grad((out * out).sum(), (x, weights, experts.gate_up_proj, experts.down_proj))
         results[name] = (out, *grads)
-    for a, b in zip(results["eager"], results[SORTED_EXPERTS]):
+    for a, b in zip(results["eager"], results[SORTED_EXPERTS], strict=False):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert results[SORTED_EXPERTS][3][1].abs().max() == 0
 

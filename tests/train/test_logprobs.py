@@ -108,9 +108,7 @@ def test_bfloat16_is_close_and_keeps_dtypes() -> None:
     assert (d_weight - want).abs().max() <= 0.03 * want.abs().max()
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"), [({"temperature": -1.0}, "temperature"), ({"chunk": 0}, "chunk")]
-)
+@pytest.mark.parametrize(("kwargs", "message"), [({"temperature": -1.0}, "temperature"), ({"chunk": 0}, "chunk")])
 def test_bad_arguments_are_refused(kwargs, message) -> None:
     hidden, weight, _, targets, _ = case()
     with pytest.raises(BadInput, match=message):

@@ -31,7 +31,13 @@ def make_batch(n: int = 8, aggregate: str = "sequence_mean", seed: int = 0) -> T
     rollouts = []
     for i in range(n):
         prompt = Prompt(
-            id=str(i), index=i, text="", token_ids=r.integers(8, 288, 4 + i % 3), answer="", grader=GraderSpec(name="x"), task="t"
+            id=str(i),
+            index=i,
+            text="",
+            token_ids=r.integers(8, 288, 4 + i % 3),
+            answer="",
+            grader=GraderSpec(name="x"),
+            task="t",
         )
         length = int(r.integers(1, 12))
         span = TokenSpan(
@@ -43,9 +49,17 @@ def make_batch(n: int = 8, aggregate: str = "sequence_mean", seed: int = 0) -> T
         )
         rollouts.append(
             Rollout(
-                id=100 + i, group=i // 2, member=i % 2, prompt=prompt, span=span, status=Status.FINISHED,
-                sampling=SamplingParams(), engine="local", dtype="fp32", reward=float(i % 2),
-            )  # fmt: skip
+                id=100 + i,
+                group=i // 2,
+                member=i % 2,
+                prompt=prompt,
+                span=span,
+                status=Status.FINISHED,
+                sampling=SamplingParams(),
+                engine="local",
+                dtype="fp32",
+                reward=float(i % 2),
+            )
         )
     return build_batch(rollouts, r.standard_normal(n), aggregate)
 
@@ -62,7 +76,7 @@ def weights(t: LocalTrainer) -> dict[str, torch.Tensor]:
 def update(t: LocalTrainer, batch: TrainingBatch, objective=None) -> dict[str, float]:
     objective = objective or objectives.grpo()
     old, _ = t.logprobs(batch)
-    return t.update(batch, objective, old_logprobs=old)
+    return t.update(batch, objective, old_logprobs=old).metrics
 
 
 @pytest.mark.parametrize("preset", ["tiny-qwen3-moe", "tiny-qwen3", "tiny-qwen3-tied"])
@@ -97,18 +111,27 @@ def test_micro_batching_does_not_change_the_update() -> None:
             assert ((w - results[0][1][name]).abs() > 1e-4).float().mean() < 0.01, name
 
 
+def gradients(t: LocalTrainer, batch: TrainingBatch) -> dict[str, torch.Tensor]:
+    """What the optimizer is handed by one update."""
+    kept: dict[str, torch.Tensor] = {}
+    step = t._stepper.step
+
+    def watched() -> dict[str, float]:
+        kept.update({n: p.grad.clone() for n, p in t._stepper.named if p.grad is not None})
+        return step()
+
+    t._stepper.step = watched  # type: ignore[method-assign]
+    update(t, batch)
+    return kept
+
+
 def test_gradients_of_micro_batches_add_up() -> None:
     """Compared before the optimizer, where nothing hides a wrong scale."""
-    batch, grads = make_batch(12), []
-    for tokens in (10_000, 30):
-        t = trainer(micro_batch_tokens=tokens)
-        kept = {}
-        step = t._stepper.step
-        t._stepper.step = lambda: (kept.update({n: p.grad.clone() for n, p in t._stepper.named}), step())[1]  # type: ignore[method-assign]
-        update(t, batch)
-        grads.append(kept)
-    for name, g in grads[0].items():
-        assert (g - grads[1][name]).abs().max() <= 1e-5 * max(1e-3, g.abs().max().item()), name
+    batch = make_batch(12)
+    whole, parts = (gradients(trainer(micro_batch_tokens=n), batch) for n in (10_000, 30))
+    assert whole.keys() == parts.keys()
+    for name, g in whole.items():
+        assert (g - parts[name]).abs().max() <= 1e-5 * max(1e-3, g.abs().max().item()), name
 
 
 def test_gradient_is_that_of_the_objective_over_full_logits() -> None:
@@ -124,7 +147,8 @@ def test_gradient_is_that_of_the_objective_over_full_logits() -> None:
     loss = objective.loss(batch.tokens(torch.cat(parts), old_logprobs=old))
     want = torch.autograd.grad(loss, [q for _, q in t._stepper.named], allow_unused=True)
     norm = torch.stack([g.norm() for g in want if g is not None]).norm().item()
-    assert t.update(batch, objective, old_logprobs=old)["optimizer/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    metrics = t.update(batch, objective, old_logprobs=old).metrics
+    assert metrics["optimizer/grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
 def test_same_inputs_give_the_same_bits() -> None:
@@ -238,7 +262,7 @@ def test_reference_stays_where_the_run_started() -> None:
     t, batch = trainer(kl_coefficient=0.1, lr=1e-2), make_batch()
     start, _ = t.logprobs(batch)
     objective = objectives.grpo(kl_coefficient=0.1)
-    metrics = t.update(batch, objective, old_logprobs=start, ref_logprobs=t.ref_logprobs(batch))
+    metrics = t.update(batch, objective, old_logprobs=start, ref_logprobs=t.ref_logprobs(batch)).metrics
     assert metrics["loss/kl"] == pytest.approx(0.0, abs=1e-6)
     assert torch.equal(t.ref_logprobs(batch), start)
     assert not torch.equal(t.logprobs(batch)[0], start)
@@ -273,14 +297,27 @@ def test_prepare_sees_the_whole_batch_before_any_gradient() -> None:
             return -(tokens.coefficients * tokens.logprobs).sum()
 
         def __call__(self, tokens: TokenBatch):
-            return type("Out", (), {"metrics": {"x": 1.0}})
+            return type("Out", (), {"metrics": {"x": 1.0}, "keep": torch.ones(len(tokens.logprobs)).bool()})
 
     t, batch = trainer(micro_batch_tokens=30), make_batch()
     current, _ = t.logprobs(batch)
-    assert t.update(batch, Watch(""))["x"] == 1.0
+    assert t.update(batch, Watch("")).metrics["x"] == 1.0
     assert torch.equal(seen[0], current)
     assert len(seen) > 2
     assert sum(seen[1:]) == len(batch)
+
+
+@pytest.mark.parametrize("objective", [objectives.grpo(), objectives.kpop()], ids=["grpo", "kpop"])
+def test_old_is_current_equals_a_pass_of_its_own(objective) -> None:
+    results = []
+    for current in (False, True):
+        t, batch = trainer(micro_batch_tokens=40), make_batch()
+        old = None if current else t.logprobs(batch)[0]
+        out = t.update(batch, objective, old_logprobs=old, old_is_current=current)
+        results.append((out.metrics, out.logprobs, weights(t)))
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])
+    assert all(torch.equal(w, results[1][2][n]) for n, w in results[0][2].items())
 
 
 @pytest.mark.parametrize("preset", ["tiny-qwen3-moe", "tiny-qwen3-tied"])

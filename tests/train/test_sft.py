@@ -1,0 +1,124 @@
+"""The warm start: loss on responses only, in index order, learning something a model of this size must learn.
+
+Real preset, a two-token toy task. Not covered: the accuracy of the default recipe, which takes longer than a test may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from rollkeel.config import ModelConfig, SftConfig
+from rollkeel.errors import BadInput
+from rollkeel.models.loading import Policy, load_policy
+from rollkeel.train.sft import Example, run_sft
+
+CONFIG = SftConfig(steps=4, batch_size=6, warmup_steps=1)
+
+
+def policy(seed: int = 0) -> Policy:
+    return load_policy(ModelConfig(path="preset:tiny-qwen3", seed=seed))
+
+
+def example(index: int) -> Example:
+    """Copy the last of two letters, then stop."""
+    r = np.random.default_rng(index)
+    prompt = r.integers(100, 110, 2 + index % 3)
+    return prompt, np.array([prompt[-1], 2])
+
+
+def source(indices: Sequence[int]) -> list[Example]:
+    return [example(i) for i in indices]
+
+
+def weights(p: Policy) -> dict[str, torch.Tensor]:
+    return {n: w.detach().clone() for n, w in p.model.named_parameters()}
+
+
+def test_it_learns_to_copy() -> None:
+    losses: list[float] = []
+    config = SftConfig(steps=60, batch_size=32, lr=1e-2)
+    metrics = run_sft(policy(), source, config, progress=lambda _step, m: losses.append(m["sft/loss"]))
+    assert losses[0] > 4.5  # ln 288 = 5.66 before anything is learnt
+    assert metrics["sft/loss"] < 0.5
+    assert metrics["sft/target_probability"] > 0.6
+    assert metrics["sft/steps"] == 60
+    assert metrics["sft/tokens"] == 60 * 32 * 2
+
+
+def test_first_loss_is_the_mean_over_response_tokens_of_transformers() -> None:
+    p, seen = policy(), []
+    parts = []
+    for i in range(CONFIG.batch_size):
+        prompt, response = example(i)
+        ids = torch.from_numpy(np.concatenate([prompt, response]))
+        log_p = torch.log_softmax(p.model(input_ids=ids[None]).logits[0], -1)
+        parts.append(log_p[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None]))
+    want = -torch.cat(parts).mean().item()
+    run_sft(p, source, CONFIG, progress=lambda _step, m: seen.append(m))
+    assert seen[0]["sft/loss"] == pytest.approx(want, rel=1e-5)
+    assert [m["optimizer/lr"] for m in seen] == pytest.approx([3e-3, 3e-3, 3e-3 * 0.55, 3e-4])
+
+
+def test_examples_are_asked_for_in_index_order() -> None:
+    asked: list[int] = []
+
+    def watched(indices: Sequence[int]) -> list[Example]:
+        asked.extend(indices)
+        return source(indices)
+
+    run_sft(policy(), watched, CONFIG)
+    assert asked == list(range(24))
+
+
+def test_same_source_same_bits_and_packing_does_not_matter_for_the_loss() -> None:
+    one, two = policy(), policy()
+    a = run_sft(one, source, CONFIG, seed=1)
+    b = run_sft(two, source, CONFIG, seed=1)
+    assert a == b
+    assert all(torch.equal(w, weights(two)[n]) for n, w in weights(one).items())
+    first: list[float] = []
+    for tokens in (8192, 1):
+        config = CONFIG.model_copy(update={"micro_batch_tokens": tokens})
+        run_sft(policy(), source, config, progress=lambda step, m: first.append(m["sft/loss"]) if step == 0 else None)
+    assert first[0] == pytest.approx(first[1], rel=1e-6)
+
+
+def test_prompts_get_no_loss() -> None:
+    """Two different response positions (and four prompt and padding ones that must not count) leave two directions."""
+    p = policy()
+    head = p.model.get_output_embeddings().weight
+    grads: list[torch.Tensor] = []
+    head.register_post_accumulate_grad_hook(lambda w: grads.append(w.grad.clone()))
+
+    def fixed(indices: Sequence[int]) -> list[Example]:
+        return [(np.array([100, 101, 102]), np.array([200, 2])) for _ in indices]
+
+    run_sft(p, fixed, SftConfig(steps=1, batch_size=2))
+    # The head's gradient is a sum of (p − 1[target]) ⊗ h over the positions that carry loss; both examples are equal.
+    assert torch.linalg.matrix_rank(grads[0].double(), rtol=1e-5) == 2
+
+
+def test_stop_ends_the_run_early() -> None:
+    done: list[int] = []
+    metrics = run_sft(
+        policy(), source, CONFIG, progress=lambda s, _m: done.append(s), should_stop=lambda: len(done) == 2
+    )
+    assert done == [0, 1]
+    assert metrics["sft/steps"] == 2
+
+
+@pytest.mark.parametrize("bad", [([], [1]), ([1], [])])
+def test_empty_examples_are_refused(bad: tuple[list[int], list[int]]) -> None:
+    with pytest.raises(BadInput, match="expected a prompt and a response"):
+        run_sft(policy(), lambda indices: [bad for _ in indices], CONFIG)
+
+
+def test_no_steps_change_nothing() -> None:
+    p = policy()
+    before = weights(p)
+    assert run_sft(p, source, SftConfig(steps=0)) == {"sft/steps": 0.0, "sft/tokens": 0.0}
+    assert all(torch.equal(w, before[n]) for n, w in weights(p).items())
