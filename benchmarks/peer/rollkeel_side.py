@@ -32,8 +32,9 @@ def main() -> None:
     args = p.parse_args()
     if args.what == "train" and args.processes > 1:
         raise SystemExit("rollkeel trains in one process; use --threads")
-    # Sampling workers leave both cores to the trainer and get them back; a spinning trainer thread would take one away.
-    w.set_threads(args.threads, "passive" if args.processes > 1 else None)
+    # Workers sleep while the trainer works, which then has all cores of the layout; when they sample, its second thread
+    # must not spin beside them.
+    w.set_threads(args.threads * args.processes, 10_000 if args.processes > 1 else None)
     measure(args)
 
 
@@ -42,7 +43,7 @@ def measure(args: argparse.Namespace) -> None:
     import torch
     import transformers
 
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(args.threads * args.processes)
     bench = Bench(args)
     loaded = total_memory("VmRSS")
     seconds = []

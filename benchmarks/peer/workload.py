@@ -84,15 +84,20 @@ def parser(description: str) -> argparse.ArgumentParser:
     return p
 
 
-def set_threads(threads: int, wait: str | None = None) -> None:
+def set_threads(threads: int, spin: int | None = None) -> None:
     """Fix the thread count; must run before torch is imported, which reads the environment once.
 
-    Two threads spin between parallel regions: on cores of their own that is the faster way for both sides (sleeping
-    halves TRL's decoding). Pass `wait="passive"` where other processes of the same side work beside them.
+    Between parallel regions two threads wait as the OpenMP library does by default: spinning for a while, then asleep.
+    Always asleep (`passive`) halves TRL's decoding. `spin` (rounds) shortens it where other processes of the same side
+    need the cores.
     """
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    os.environ["MKL_NUM_THREADS"] = str(threads)
-    os.environ["OMP_WAIT_POLICY"] = wait or ("active" if threads > 1 else "passive")
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        os.environ.pop(name, None)
+    if threads == 1:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+    elif spin is not None:
+        os.environ["GOMP_SPINCOUNT"] = str(spin)
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

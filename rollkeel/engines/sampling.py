@@ -22,12 +22,12 @@ class SamplingRows:
 
 @dataclass(frozen=True)
 class Sampled:
-    """`[B]` token ids, their float32 log-probs, the kept mass; `[B, V]` log-probs of the sampled distribution."""
+    """`[B]` token ids, float32 log-probs and kept mass; `[B, V]` scores whose log-softmax is the sampled distribution."""
 
     ids: torch.Tensor
     logprobs: torch.Tensor
     kept_mass: torch.Tensor
-    distribution: torch.Tensor
+    scores: torch.Tensor
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor) -> Sampled:
@@ -38,17 +38,19 @@ def sample(logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor) -> S
     """
     if rows.tempered:
         logits = logits / torch.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-    logprobs = logits.log_softmax(-1)
-    kept = torch.ones(len(logits), device=logits.device)
     if rows.truncated:
-        logprobs, kept = _truncate(logprobs, rows)
-    cdf = logprobs.exp().cumsum(-1)
+        logits, kept = _truncate(logits.log_softmax(-1), rows)
+    else:
+        kept = torch.ones(len(logits), device=logits.device)
+    # One pass of exp serves both the draw and the normaliser.
+    top = logits.amax(-1, keepdim=True)
+    cdf = (logits - top).exp_().cumsum(-1)
     total = cdf[:, -1]
     # Strictly below the total, or rounding could select a token of probability 0 behind the last kept one.
     threshold = torch.minimum((uniform * total).float(), torch.nextafter(total, torch.zeros_like(total)))
-    ids = torch.searchsorted(cdf, threshold[:, None], right=True)[:, 0]
-    chosen = logprobs.gather(1, ids[:, None])[:, 0].clamp_max(0.0)
-    return Sampled(ids, chosen, kept, logprobs)
+    ids = torch.searchsorted(cdf, threshold[:, None], right=True)
+    chosen = (logits.gather(1, ids) - top)[:, 0] - total.log()
+    return Sampled(ids[:, 0], chosen.clamp_max_(0.0), kept, logits)
 
 
 def _truncate(logprobs: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:

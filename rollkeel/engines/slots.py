@@ -79,7 +79,7 @@ class Slots:
         self.logprobs[active, at] = drawn.logprobs
         self.kept[active, at] = drawn.kept_mass
         if topk:
-            values, ids = drawn.distribution.topk(topk, -1)
+            values, ids = drawn.scores.log_softmax(-1).topk(topk, -1)
             if self.topk is None or self.topk[0].shape[-1] != topk:
                 shape = (*self.ids.shape, topk)
                 self.topk = (torch.zeros(shape, dtype=torch.int64), torch.zeros(shape))
