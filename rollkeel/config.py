@@ -76,8 +76,8 @@ class SftConfig(Node):
     """Supervised warm start on gold answers, loss on responses only, packed."""
 
     enabled: bool = True
-    steps: int = Field(default=120, ge=0)
-    batch_size: int = Field(default=256, ge=1)
+    steps: int = Field(default=160, ge=0)
+    batch_size: int = Field(default=64, ge=1)
     """Examples per optimizer step."""
     lr: float = Field(default=5e-3, gt=0)
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
@@ -86,7 +86,7 @@ class SftConfig(Node):
     weight_decay: float = Field(default=0.0, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)
     micro_batch_tokens: int = Field(default=8192, ge=1)
-    label_noise: float = Field(default=0.05, ge=0, le=1)
+    label_noise: float = Field(default=0.07, ge=0, le=1)
     """Share of demonstration steps made wrong on purpose (tasks that support it), so that RL has entropy left."""
     cache_dir: str | None = None
     """Warm starts keyed by content; None means `~/.cache/rollkeel/sft`."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 
 from rollkeel.config import EngineConfig
 from rollkeel.engines.kv import BlockPool, PagedCache, Step
+from rollkeel.engines.requests import check_requests
 from rollkeel.engines.rng import uniforms
 from rollkeel.engines.sampling import SamplingRows, sample
 from rollkeel.engines.slots import Slots
@@ -131,8 +132,7 @@ class LocalEngine:
         return bool(self._waiting or self._active or self._done)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self._check(request)
+        check_requests(requests, self._capabilities, self._forward.vocab_size)
         for request in requests:
             if self._room(request, 0) <= 0:
                 self._done.append(Segment(request_id=request.id, span=TokenSpan.empty(), status=Status.LENGTH))
@@ -140,23 +140,6 @@ class LocalEngine:
             self._waiting.append(_Running(request, TokenSpan.empty()))
             key = request.prompt_ids.tobytes()
             self._users[key] = self._users.get(key, 0) + 1
-
-    def _check(self, request: Request) -> None:
-        ids = request.prompt_ids
-        if len(ids) == 0:
-            raise BadInput(f"request {request.id}: expected a prompt of at least one token, got none")
-        if len(ids) >= self._max_length:
-            raise BadInput(
-                f"request {request.id}: the prompt has {len(ids)} tokens and leaves no room in a context of {self._max_length}"
-            )
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self._forward.vocab_size:
-            bad = low if low < 0 else high
-            raise BadInput(
-                f"request {request.id}: token id {bad} is outside the vocabulary of {self._forward.vocab_size}"
-            )
-        if request.sampling.return_experts and not self._capabilities.returns_experts:
-            raise BadInput(f"request {request.id}: this engine cannot return experts ({type(self._forward).__name__})")
 
     def _room(self, request: Request, made: int) -> int:
         used = len(request.prefix) + made
@@ -197,6 +180,11 @@ class LocalEngine:
             self._pool.release(self._prompts.pop(key).blocks)
         self._version = -1
         checksum = apply_update(update, self._forward.destinations, self._config.dtype)
+        if checksum != update.checksum:
+            raise EngineFailure(
+                f"weight update {update.version}: the engine holds weights with checksum {checksum:016x}, "
+                f"expected {update.checksum:016x}; publish again"
+            )
         self._forward.refresh()
         self._version = update.version
         return Proof(version=update.version, checksum=checksum)
@@ -217,7 +205,7 @@ class LocalEngine:
         while free and self._waiting:
             running = self._waiting[0]
             tokens = running.tokens()
-            if not self._reserve(len(tokens), bool(self._active or entered)):
+            if not self._reserve(len(tokens), [*self._active.values(), *(r for _, r in entered)]):
                 break
             self._waiting.popleft()
             start = self._enter(running, prompts, copies)
@@ -238,16 +226,16 @@ class LocalEngine:
             self._active[slot] = running
             self._batch = None
 
-    def _reserve(self, tokens: int, others: bool) -> bool:
-        """True if a sequence of `tokens` can start now; idle shared prompts make room first."""
+    def _reserve(self, tokens: int, others: Sequence[_Running]) -> bool:
+        """True if a sequence of `tokens` can start beside `others`; shared prompts none of them uses make room first."""
         needed = 2 * (-(-tokens // self._config.block_size) + 1)
         if self._pool.free >= needed:
             return True
-        self._evict_idle()
+        self._evict_idle(others)
         return self._pool.free >= needed or not others
 
-    def _evict_idle(self) -> None:
-        used = {r.request.prompt_ids.tobytes() for r in self._active.values()}
+    def _evict_idle(self, users: Iterable[_Running]) -> None:
+        used = {r.request.prompt_ids.tobytes() for r in users}
         for key in [k for k in self._prompts if k not in used]:
             self._pool.release(self._prompts.pop(key).blocks)
 
@@ -344,8 +332,13 @@ class LocalEngine:
         self.steps += 1
         if not bool(ended.any()):
             return
-        stopped, full = ended.tolist()
-        for slot, stop, length in zip(active.tolist(), stopped, full, strict=True):
+        stopped, full, broken = ended.tolist()
+        for slot, stop, length, bad in zip(active.tolist(), stopped, full, broken, strict=True):
+            if bad:
+                raise EngineFailure(
+                    f"engine local: a log-prob of request {self._active[slot].request.id} is not finite under version "
+                    f"{self._version}; its weights have diverged"
+                )
             if stop or length:
                 self._finish(slot, Status.FINISHED if stop else Status.LENGTH)
 
@@ -358,7 +351,7 @@ class LocalEngine:
             if running is None or positions[slot] < len(running.blocks) * size:
                 continue
             if self._pool.free == 0:
-                self._evict_idle()
+                self._evict_idle(self._active.values())
             while self._pool.free == 0 and slot in self._active:
                 self._requeue(next(reversed(self._active)))
             if slot in self._active:

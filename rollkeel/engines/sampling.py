@@ -48,7 +48,8 @@ def sample(logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor) -> S
     total = cdf[:, -1]
     # Strictly below the total, or rounding could select a token of probability 0 behind the last kept one.
     threshold = torch.minimum((uniform * total).float(), torch.nextafter(total, torch.zeros_like(total)))
-    ids = torch.searchsorted(cdf, threshold[:, None], right=True)
+    # With NaN in a row no index is found; its log-prob then says so instead of the gather failing.
+    ids = torch.searchsorted(cdf, threshold[:, None], right=True).clamp_max_(logits.shape[-1] - 1)
     chosen = (logits.gather(1, ids) - top)[:, 0] - total.log()
     return Sampled(ids[:, 0], chosen.clamp_max_(0.0), kept, logits)
 

@@ -73,18 +73,22 @@ class Slots:
     def record(
         self, active: torch.Tensor, drawn: Sampled, topk: int, experts: list[torch.Tensor] | None
     ) -> torch.Tensor:
-        """Store one sampled token per active slot and advance; returns `[B]` bool: stopped, `[B]` bool: out of room."""
+        """Store one sampled token per active slot and advance; returns `[3, B]` bool: stopped, out of room, not finite."""
         at = self.made[active]
         self.ids[active, at] = drawn.ids
         self.logprobs[active, at] = drawn.logprobs
         self.kept[active, at] = drawn.kept_mass
         if topk:
             values, ids = drawn.scores.log_softmax(-1).topk(topk, -1)
-            if self.topk is None or self.topk[0].shape[-1] != topk:
+            old = self.topk
+            if old is None or old[0].shape[-1] < topk:
                 shape = (*self.ids.shape, topk)
                 self.topk = (torch.zeros(shape, dtype=torch.int64), torch.zeros(shape))
-            self.topk[0][active.cpu(), at.cpu()] = ids.cpu()
-            self.topk[1][active.cpu(), at.cpu()] = values.cpu()
+                if old is not None:  # sequences on their way keep what they have
+                    self.topk[0][..., : old[0].shape[-1]], self.topk[1][..., : old[1].shape[-1]] = old
+            assert self.topk is not None
+            self.topk[0][active.cpu(), at.cpu(), :topk] = ids.cpu()
+            self.topk[1][active.cpu(), at.cpu(), :topk] = values.cpu()
         if experts:
             chosen = torch.stack(experts, 1).to(torch.int16)
             if self.experts is None:
@@ -96,7 +100,7 @@ class Slots:
         self.made[active] = at + 1
         self.drawn[active] += 1
         stopped = (drawn.ids[:, None] == self.stop[active]).any(-1)
-        return torch.stack((stopped, at + 1 >= self.limit[active]))
+        return torch.stack((stopped, at + 1 >= self.limit[active], ~drawn.logprobs.isfinite()))
 
     def span(self, slot: int, request: Request, version: int) -> TokenSpan:
         """The tokens sampled in `slot` since admission, all under weights `version`."""

@@ -40,7 +40,8 @@ def apply_update(update: WeightUpdate, destinations: Mapping[str, torch.Tensor],
         view.copy_(rounder(piece.tensor.to(view.device)) if rounder and rounded else piece.tensor)
         exact = not rounded and view.dtype == piece.tensor.dtype
         total += tensor_checksum(piece.name, view) if exact else received
-        missing.pop(piece.name, None)
+        if missing.pop(piece.name, None) is None:
+            raise EngineFailure(f"weight update {update.version}: {piece.name} arrived twice")
     if missing:
         raise EngineFailure(
             f"weight update {update.version}: {len(missing)} weights did not arrive, first {next(iter(missing))}"

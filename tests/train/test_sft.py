@@ -60,7 +60,7 @@ def test_first_loss_is_the_mean_over_response_tokens_of_transformers() -> None:
     want = -torch.cat(parts).mean().item()
     run_sft(p, source, CONFIG, progress=lambda _step, m: seen.append(m))
     assert seen[0]["sft/loss"] == pytest.approx(want, rel=1e-5)
-    assert [m["optimizer/lr"] for m in seen] == pytest.approx([3e-3, 3e-3, 3e-3 * 0.55, 3e-4])
+    assert [m["optimizer/lr"] for m in seen] == pytest.approx([CONFIG.lr * f for f in (1, 1, 0.55, 0.1)])
 
 
 def test_examples_are_asked_for_in_index_order() -> None:

@@ -1,0 +1,38 @@
+"""What an engine refuses before it queues anything, the same in this process and in front of worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollkeel.errors import BadInput
+from rollkeel.types import Capabilities, Request
+
+
+def check_requests(requests: Sequence[Request], about: Capabilities, vocab_size: int) -> None:
+    """Raises `BadInput`, naming the request, for one the engine could not sample."""
+    seen: set[int] = set()
+    for request in requests:
+        if request.id in seen:
+            raise BadInput(f"request {request.id}: expected ids unique in a call to submit, got this one twice")
+        seen.add(request.id)
+        _check(request, about, vocab_size)
+
+
+def _check(request: Request, about: Capabilities, vocab_size: int) -> None:
+    ids = request.prompt_ids
+    if len(ids) == 0:
+        raise BadInput(f"request {request.id}: expected a prompt of at least one token, got none")
+    if len(ids) >= about.max_length:
+        raise BadInput(
+            f"request {request.id}: the prompt has {len(ids)} tokens and leaves no room in a context of {about.max_length}"
+        )
+    for part in (ids, request.prefix.token_ids):
+        if len(part) and (int(part.min()) < 0 or int(part.max()) >= vocab_size):
+            bad = int(part.min()) if int(part.min()) < 0 else int(part.max())
+            raise BadInput(f"request {request.id}: token id {bad} is outside the vocabulary of {vocab_size}")
+    if request.sampling.return_topk > vocab_size:
+        raise BadInput(
+            f"request {request.id}: return_topk={request.sampling.return_topk} is more than the vocabulary of {vocab_size}"
+        )
+    if request.sampling.return_experts and not about.returns_experts:
+        raise BadInput(f"request {request.id}: this engine cannot return experts for this model")
