@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rollkeel.config import Config, load
+from rollkeel.config import Config, from_tree, load, merge
 from rollkeel.errors import BadInput, RollkeelError
+from rollkeel.host import keep_freed_memory
 
 # Two spinning threads on a shared core are ten times slower than one; this must be set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -38,7 +39,19 @@ Out = Annotated[Path, typer.Option("--out", "-o", help="Where the result is writ
 def _config(words: list[str] | None) -> Config:
     words = list(words or [])
     recipe = words.pop(0) if words and "=" not in words[0] else None
-    return load(recipe, words)
+    config = load(recipe, words)
+    if config.data.task is not None:
+        from rollkeel import tasks
+
+        tasks.get(config.data.task, config.data.options)
+    return config
+
+
+def _resumed_config(folder: Path, overrides: list[str]) -> Config:
+    """The config of a run folder with overrides (more steps, say) applied."""
+    from rollkeel.diagnostics.runfolder import RunFolder
+
+    return from_tree(merge(RunFolder.open(folder, lock=False).config.model_dump(mode="json"), overrides))
 
 
 def _show(metrics: dict[str, float]) -> None:
@@ -56,9 +69,7 @@ def train(
     else:
         if not (resume / "config.yaml").is_file():
             raise BadInput(f"--resume {resume}: expected a run folder with config.yaml, found none")
-        from rollkeel.pipeline import resumed_config
-
-        config = resumed_config(resume, words or [])
+        config = _resumed_config(resume, words or [])
     from rollkeel.pipeline import train as run
 
     run(config, resume=resume)
@@ -174,6 +185,7 @@ def check(
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point: every refusal is one line on standard error and its exit code."""
+    keep_freed_memory()
     words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     sys.exit(guarded(lambda: app(args=words, standalone_mode=False)))
 
@@ -199,10 +211,12 @@ def guarded(call: Callable[[], Any]) -> int:
         hint = "lower train.micro_batch_tokens, engine.slots or engine.kv_memory_gb"
         print(f"rollkeel: out of memory; {hint}", file=sys.stderr)
         return 3
-    except Exception as error:
+    except Exception as caught:
+        error: Any = caught
         if not isinstance(error, _UsageError):
             raise
-        print(f"rollkeel: {' '.join(str(error).split())} (see rollkeel --help)", file=sys.stderr)
+        message = error.format_message()  # unlike str(error) it names the option
+        print(f"rollkeel: {' '.join(message.split())} (see rollkeel --help)", file=sys.stderr)
         return 2
 
 

@@ -7,6 +7,7 @@ Importing this module, and refusing a bad config, costs no torch import.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -168,8 +169,10 @@ class TrainConfig(Node):
     clip_norm: float = Field(default=1.0, gt=0)
     updates_per_step: int = Field(default=4, ge=1)
     """Optimizer updates per batch of rollouts; the batch is split by whole groups."""
-    micro_batch_tokens: int = Field(default=8192, ge=1)
+    micro_batch_tokens: int = Field(default=4096, ge=1)
     """Prompt + response tokens per forward pass."""
+    processes: int = Field(default=1, ge=1)
+    """Processes that run forward and backward on shared weights; CPU only."""
     logprob_chunk: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at one time."""
     freeze_router: bool = False
@@ -222,7 +225,25 @@ class Config(Node):
 
     def to_yaml(self) -> str:
         """The tree as YAML that `load` reads back to an equal tree."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads an unquoted `1e-4` as a string; people mean a number."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the strings that `_Loader` would read as numbers."""
+
+
+_EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
+
+
+def parse_yaml(text: str) -> Any:
+    """YAML in which `1e-4` is a number and `'1e-4'` a string. Raises `yaml.YAMLError`."""
+    return yaml.load(text, _Loader)
 
 
 def load(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -266,7 +287,7 @@ def find_recipe(name: str | Path) -> Path:
 def _read(recipe: str | Path) -> dict[str, Any]:
     path = find_recipe(recipe)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = parse_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BadInput(f"recipe {path}: not valid YAML: {' '.join(str(error).split())}") from None
     if tree is None:
@@ -281,11 +302,9 @@ def _apply(tree: dict[str, Any], text: str) -> None:
     if not sep or not key.strip():
         raise BadInput(f"override {text!r}: expected key=value, for example train.lr=1e-4")
     try:
-        value = yaml.safe_load(raw) if raw.strip() else None
+        value = parse_yaml(raw) if raw.strip() else None
     except yaml.YAMLError:
         raise BadInput(f"override {text!r}: the value is not valid YAML") from None
-    if isinstance(value, str):
-        value = _number(value)
     parts = key.strip().split(".")
     node = tree
     for part in parts[:-1]:
@@ -297,14 +316,6 @@ def _apply(tree: dict[str, Any], text: str) -> None:
         # Options of another objective mean nothing to this one.
         tree["objective"].clear()
     node[parts[-1]] = value
-
-
-def _number(text: str) -> Any:
-    """YAML 1.1 reads `1e-4` as a string; people mean a number."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _check_keys(tree: Any, model: type[BaseModel], where: str) -> None:
@@ -329,9 +340,9 @@ def _nearest(key: str, known: Sequence[str], where: str = "") -> str:
 
 
 def _tuples(value: Any) -> Any:
-    """YAML has lists only; strict fields are tuples. Numbers written as strings (`1e-4`) become numbers."""
+    """YAML has lists only; strict fields are tuples."""
     if isinstance(value, Mapping):
         return {k: ({} if v is None and k in Config.model_fields else _tuples(v)) for k, v in value.items()}
     if isinstance(value, list):
         return tuple(_tuples(v) for v in value)
-    return _number(value) if isinstance(value, str) and "e" in value.lower() else value
+    return value

@@ -21,6 +21,7 @@ from rollkeel.errors import Interrupted, RunStopped
 from rollkeel.rollout.collect import collect, issue
 from rollkeel.rollout.evaluate import evaluate
 from rollkeel.run import Clock, Run
+from rollkeel.train.checkpoint import step_name
 from rollkeel.types import Rollout
 
 BARREN_STEPS = 20
@@ -32,7 +33,7 @@ def train_sync(run: Run, first: int) -> None:
 
     Step 0 is the evaluation of the start model. Raises `Interrupted` after a checkpoint when asked to stop.
     """
-    done, barren = first - 1, 0
+    done, barren = first - 1, _barren_before(run)
     try:
         if first == 0:
             start(run)
@@ -52,6 +53,12 @@ def train_sync(run: Run, first: int) -> None:
         if done >= 0:
             save(run, done)
         raise
+
+
+def _barren_before(run: Run) -> int:
+    """Steps in a row without an update at the end of the metrics: a resumed run stops where the whole one would."""
+    learnt = [row.get("optimizer/updates", 1) > 0 for row in run.folder.metrics()]
+    return len(learnt) if not any(learnt) else learnt[::-1].index(True)
 
 
 def start(run: Run) -> None:
@@ -124,8 +131,9 @@ def learn(run: Run, step: int, rollouts: Sequence[Rollout], metrics: dict[str, f
         with clock.stage("update"):
             parts = [build_batch(b, [values[r.id] for r in b], objective.aggregate) for b in batches]
             logprobs, keep = update(run, parts, old, ref, metrics)
-        tokens = whole.tokens(logprobs, old_logprobs=old)
-        metrics |= mismatch_metrics(tokens, version)
+        # Without an old pass only the first update's pass saw the weights that `version` names.
+        seen = whole if old is not None else parts[0]
+        metrics |= mismatch_metrics(seen.to(trainer.device).tokens(logprobs[: len(seen)], old_logprobs=old), version)
         logprobs = old if old is not None else logprobs
     metrics["optimizer/updates"] = float(len(batches))
     if config.report.rollouts:
@@ -145,7 +153,7 @@ def update(
 
     Returns the log-probs each part's pass saw and the tokens its masks kept, both `[T]` over all parts in order.
     """
-    outputs, start, total = [], 0, sum(len(p) for p in parts)
+    outputs, start = [], 0
     for part in parts:
         window = slice(start, start + len(part))
         start += len(part)
@@ -167,8 +175,11 @@ def update(
         elif name.endswith(("clamped_log_ratios", "floored")):
             metrics[name] = sum(v for v, _ in have)
         else:
-            weight = total if len(have) == len(parts) else sum(n for _, n in have)
-            metrics[name] = sum(v * n for v, n in have) / weight
+            mean = sum(v * n for v, n in have) / sum(n for _, n in have)
+            low, high = min(v for v, _ in have), max(v for v, _ in have)
+            metrics[name] = min(
+                max(mean, low), high
+            )  # a constant (φ, say) stays what it is, without a rounding residue
     return torch.cat([o.logprobs for o in outputs]), torch.cat([o.keep for o in outputs])
 
 
@@ -178,6 +189,7 @@ def credit_of(
     """Advantage of each rollout and whether it enters the batch, both `[R]`."""
     config = run.config
     if not rollouts:
+        metrics |= advantages.group_metrics([], [])
         return np.zeros(0), np.zeros(0, bool)
     reward = np.array([r.reward for r in rollouts], dtype=np.float64)
     groups = np.array([r.group for r in rollouts])
@@ -226,6 +238,8 @@ def held_out(run: Run) -> dict[str, float]:
 
 def save(run: Run, step: int) -> None:
     """Checkpoint after `step`, unless it is there already."""
+    if (run.folder.checkpoints / step_name(step)).is_dir():
+        return
     run.folder.events.emit("stage", step=step, stage="checkpoint")
     run.save(step)
     run.folder.events.emit("checkpoint_saved", step=step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import json
 import os
@@ -12,10 +13,9 @@ from pathlib import Path
 
 import torch
 import transformers
-import yaml
 
 import rollkeel
-from rollkeel.config import Config, from_tree, merge
+from rollkeel.config import Config
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.runfolder import RunFolder
 from rollkeel.errors import BadInput, Corrupt, Interrupted, RollkeelError
@@ -30,8 +30,8 @@ from rollkeel.train.sft import run_sft
 def train(config: Config, *, view: LiveView | None = None, resume: str | Path | None = None) -> Path:
     """Run the pipeline of `config` (warm start, then RL) and return the run folder.
 
-    With `resume`, continue in that folder from its newest sound checkpoint. Raises `RollkeelError`s with their exit codes;
-    however it ends, the folder says so and has a report.
+    With `resume`, continue in that folder from its newest sound checkpoint. Raises `RollkeelError`s with their exit codes.
+    Input that is refused leaves no new folder behind and an old one as it was; any other end is recorded and has a report.
     """
     quiet_transformers()
     validate(config)
@@ -39,11 +39,17 @@ def train(config: Config, *, view: LiveView | None = None, resume: str | Path | 
     if resume is None:
         folder = RunFolder.create(config.run.dir or default_folder(config), config)
     else:
-        folder = RunFolder.open(resume)
+        folder = RunFolder.open(resume, announce=False)
     try:
         with view, StopFlag(view) as stop:
-            _train(config, folder, view, stop, resumed=resume is not None)
+            (_begin if resume is None else _resume)(config, folder, view, stop)
     except BaseException as error:
+        if not folder.announced:
+            folder.close()
+            raise
+        if resume is None and isinstance(error, BadInput) and not folder.metrics():
+            folder.discard()
+            raise
         status = "interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "failed"
         if isinstance(error, RollkeelError) and error.exit_code == 3:
             status = "stopped"
@@ -72,46 +78,86 @@ def default_folder(config: Config) -> str:
     return f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def resumed_config(folder: str | Path, overrides: Sequence[str]) -> Config:
-    """The config of a run folder with overrides (more steps, say) applied."""
-    saved = RunFolder.open(folder, lock=False).config
-    return from_tree(merge(yaml.safe_load(saved.to_yaml()), overrides))
-
-
-def _train(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag, *, resumed: bool) -> None:
+def _begin(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) -> None:
+    """A new run: refuse unusable data before anything is trained, warm-start, then RL."""
     view.note(f"run folder {folder.path}")
-    saved = None
-    if resumed:
-        checkpoint.clean(folder.checkpoints)
-        saved = checkpoint.latest(folder.checkpoints, on_refused=view.error, events=folder.events)
-        checkpoint.drop_after(folder.checkpoints, saved.step if saved else -1)
-        folder.truncate_after(saved.step if saved else -1)
-    if saved is not None and saved.step >= config.run.steps:
-        view.note(
-            f"nothing to do: the checkpoint is at step {saved.step} of {config.run.steps}; raise run.steps to go on"
-        )
-        return
-    device = resolve_device(config.run.device)
-    torch.set_num_threads(config.run.threads)
-    policy = load_policy(config.model, device)
-    if saved is None and config.sft.enabled and config.sft.steps > 0:
+    policy = _policy(config)
+    eval_prompts(config, policy)
+    prompt_source(config, policy, "train").prompts(range(config.rollout.prompts))
+    if config.sft.enabled and config.sft.steps > 0:
         warm_start(policy, config, view, stop, folder.events)
-    run = assemble(config, folder, policy, view, stop, saved.step if saved else None)
+    run = assemble(config, folder, policy, view, stop)
     try:
-        folder.events.emit("objective", **run.objective.describe())
-        view.note(f"objective {run.objective.describe()}")
-        view.phase("rl", config.run.steps)
-        if saved is not None:
-            run.restore(saved)
-            folder.events.emit("resumed", step=saved.step)
-            view.note(f"resumed at step {saved.step}")
-        train_sync(run, saved.step + 1 if saved else 0)
-        checkpoint.replace_folder(folder.model, lambda path: save_policy(policy, path))
-        _last_word(run)
+        run.track(None)
+        _reinforce(run, 0)
     finally:
-        run.engine.close()
-        for tracker in run.trackers:
-            tracker.close()
+        run.close()
+
+
+def _resume(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) -> None:
+    """Go on from the newest sound checkpoint. Nothing in the folder changes before it has been loaded and fits."""
+    checkpoint.clean(folder.checkpoints)
+    seen = EventLog(None)
+    saved = checkpoint.latest(folder.checkpoints, on_refused=view.error, events=seen)
+    if saved is None:
+        folder.announce()
+        folder.change_config(config)
+        folder.truncate_after(-1)
+        _begin(config, folder, view, stop)
+        return
+    policy = _policy(config)
+    run = assemble(config, folder, policy, view, stop)
+    try:
+        run.restore(saved)
+        _rewind(folder, saved.step, config, seen)
+        if saved.step >= config.run.steps:
+            view.note(
+                f"nothing to do: the checkpoint is at step {saved.step} of {config.run.steps}; raise run.steps to go on"
+            )
+            if not _same_files(saved.model, folder.model):  # killed after the last checkpoint, before the model
+                checkpoint.replace_folder(folder.model, lambda path: save_policy(policy, path))
+            return
+        view.note(f"run folder {folder.path}, resumed at step {saved.step}")
+        run.track(saved.step)
+        _reinforce(run, saved.step + 1)
+    finally:
+        run.close()
+
+
+def _rewind(folder: RunFolder, step: int, config: Config, seen: EventLog) -> None:
+    """Make the folder what it was when the checkpoint of `step` was saved; `seen`: events of refused checkpoints."""
+    folder.announce()
+    for row in seen.seen:
+        folder.events.emit(row["event"], **{k: v for k, v in row.items() if k not in ("event", "time")})
+    folder.truncate_after(step)
+    checkpoint.drop_after(folder.checkpoints, step)
+    checkpoint.clean(folder.path)
+    folder.clean()
+    folder.change_config(config)
+    folder.events.emit("resumed", step=step)
+
+
+def _reinforce(run: Run, first: int) -> None:
+    """RL from step `first`, then the model."""
+    described = run.objective.describe()
+    run.folder.events.emit("objective", **described)
+    run.view.note(f"objective {described}")
+    run.view.phase("rl", run.config.run.steps)
+    train_sync(run, first)
+    checkpoint.replace_folder(run.folder.model, lambda path: save_policy(run.policy, path))
+    _last_word(run)
+
+
+def _policy(config: Config) -> Policy:
+    torch.set_num_threads(config.run.threads)
+    return load_policy(config.model, resolve_device(config.run.device))
+
+
+def _same_files(one: Path, other: Path) -> bool:
+    names = sorted(path.name for path in one.iterdir())
+    if not other.is_dir() or sorted(path.name for path in other.iterdir()) != names:
+        return False
+    return filecmp.cmpfiles(one, other, names, shallow=False)[0] == names
 
 
 def _last_word(run: Run) -> None:
@@ -203,7 +249,7 @@ def _load_cached(folder: Path, policy: Policy) -> bool:
     try:
         weights = checkpoint.load_state(checkpoint.verify(saved).state)
         policy.model.load_state_dict(weights)
-    except (Corrupt, RuntimeError):
+    except (BadInput, Corrupt, OSError, RuntimeError):
         shutil.rmtree(folder, ignore_errors=True)
         return False
     return True
@@ -219,4 +265,4 @@ def _store_cached(folder: Path, policy: Policy, view: LiveView) -> None:
         view.note(f"the warm start was not cached: {error}")
 
 
-__all__ = ["cache_folder", "default_folder", "eval_prompts", "resumed_config", "sft", "train", "warm_start"]
+__all__ = ["cache_folder", "default_folder", "eval_prompts", "sft", "train", "warm_start"]

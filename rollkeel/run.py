@@ -108,8 +108,8 @@ class Run:
     grader: Graders
     budget: FailureBudget
     view: LiveView
-    trackers: Sequence[Tracker]
     stop: StopFlag
+    trackers: Sequence[Tracker] = ()
 
     @property
     def sampling(self) -> SamplingParams:
@@ -145,6 +145,23 @@ class Run:
         state = checkpoint.load_state(saved.state)
         self.trainer.load_state_dict(state["trainer"])
         self.objective.load_state_dict(state["objective"])
+
+    def track(self, resume_step: int | None) -> None:
+        """Open the optional trackers; steps after `resume_step` are dropped from them."""
+        self.trackers = open_trackers(
+            self.config.report.trackers,
+            self.folder.path,
+            self.config.model_dump(mode="json"),
+            resume_step=resume_step,
+            on_failure=self.view.error,
+        )
+
+    def close(self) -> None:
+        """End what has processes or files of its own: engine, trainer, trackers."""
+        self.engine.close()
+        self.trainer.close()
+        for tracker in self.trackers:
+            tracker.close()
 
     def record(self, row: Mapping[str, Any]) -> None:
         """Append a metrics row and show it."""
@@ -217,15 +234,13 @@ def validate(config: Config) -> None:
         raise BadInput(f"rollout.samples: expected at least 2 for a group baseline, got {config.rollout.samples}")
 
 
-def assemble(
-    config: Config, folder: RunFolder, policy: Policy, view: LiveView, stop: StopFlag, resume_step: int | None
-) -> Run:
-    """Build every piece of a run on `config.run.device`. Weights reach the engine with the first `publish`."""
+def assemble(config: Config, folder: RunFolder, policy: Policy, view: LiveView, stop: StopFlag) -> Run:
+    """Build every piece of a run on `config.run.device`; nothing is written. Weights reach the engine with `publish`."""
     device = resolve_device(config.run.device)
     torch.set_num_threads(config.run.threads)
     objective = build_objective(config)
     source = prompt_source(config, policy, "train")
-    engine = open_engine(policy.model.config, config.engine, device)
+    held_out = eval_prompts(config, policy)
     trainer = LocalTrainer(
         policy,
         config.train,
@@ -233,19 +248,17 @@ def assemble(
         total_updates=config.run.steps * config.train.updates_per_step,
         device=device,
     )
-    trackers = open_trackers(
-        config.report.trackers,
-        folder.path,
-        config.model_dump(mode="json"),
-        resume_step=resume_step,
-        on_failure=view.error,
-    )
+    try:
+        engine = open_engine(policy.model.config, config.engine, device)
+    except BaseException:
+        trainer.close()
+        raise
     return Run(
         config=config,
         folder=folder,
         policy=policy,
         source=source,
-        eval_prompts=eval_prompts(config, policy),
+        eval_prompts=held_out,
         engine=engine,
         publisher=DirectPublisher([engine]),
         trainer=trainer,
@@ -253,6 +266,5 @@ def assemble(
         grader=Graders(),
         budget=FailureBudget(config.rollout.failure_budget),
         view=view,
-        trackers=trackers,
         stop=stop,
     )

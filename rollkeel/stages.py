@@ -51,7 +51,7 @@ def rollout_stage(config: Config, out: Path, step: int) -> list[Rollout]:
             sampled = collect(engine, issued, policy.tokenizer, deadline_s=config.engine.deadline_s, should_stop=stop)
         finally:
             engine.close()
-    out.parent.mkdir(parents=True, exist_ok=True)
+    _make_parent(out)
     write_step(out, sampled, step=step, piece=lambda i: policy.tokenizer.decode([i]))
     return sampled
 
@@ -67,7 +67,7 @@ def score_stage(source: Path, out: Path, failure_budget: float) -> dict[str, flo
     graded = [done.get(r.id, r) for r in rollouts]
     metrics = FailureBudget(failure_budget).check(graded)
     step = int(table.column("step")[0].as_py())
-    out.parent.mkdir(parents=True, exist_ok=True)
+    _make_parent(out)
     write_step(out, graded, step=step)
     known = [r.reward for r in graded if r.reward is not None]
     return {**metrics, "reward/mean": sum(known) / len(known) if known else 0.0, "rollout/count": float(len(graded))}
@@ -101,7 +101,7 @@ def eval_stage(config: Config, out: Path | None) -> dict[str, float]:
             engine.close()
     if out is not None:
         sampled = [r for r in answers if r.sampling.temperature > 0]
-        out.parent.mkdir(parents=True, exist_ok=True)
+        _make_parent(out)
         write_step(out, sampled or answers, step=0, piece=lambda i: policy.tokenizer.decode([i]))
     return metrics
 
@@ -121,6 +121,13 @@ def _serving(config: Config, policy: Policy) -> Engine:
 def _refuse_existing(out: Path) -> None:
     if out.exists():
         raise BadInput(f"{out}: already exists; choose another --out or remove it")
+
+
+def _make_parent(out: Path) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"cannot write {out}: {error.strerror or error}; choose another --out") from None
 
 
 __all__ = ["eval_stage", "rollout_stage", "score_stage", "sft_stage"]

@@ -67,8 +67,6 @@ class Variant:
 def variants(side: str, stage: Stage, layouts: Sequence[str] = LAYOUTS) -> list[Variant]:
     """All variants of a side that the best is chosen from."""
     choices: tuple[tuple[str, ...], ...] = ((),)
-    if side == "rollkeel" and stage.what == "train":
-        layouts = [name for name in layouts if name.startswith("1x")]  # it trains in one process
     if side == "trl":
         # Eager experts lose clearly in decoding and are about equal in training.
         kinds = ("grouped_mm",) if stage.what == "rollout" else ("grouped_mm", "eager")

@@ -30,11 +30,7 @@ def main() -> None:
     p = w.parser("One measurement of rollkeel.")
     p.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides to try")
     args = p.parse_args()
-    if args.what == "train" and args.processes > 1:
-        raise SystemExit("rollkeel trains in one process; use --threads")
-    # Workers sleep while the trainer works, which then has all cores of the layout; when they sample, its second thread
-    # must not spin beside them.
-    w.set_threads(args.threads * args.processes, 10_000 if args.processes > 1 else None)
+    w.set_threads(args.threads)
     measure(args)
 
 
@@ -43,7 +39,7 @@ def measure(args: argparse.Namespace) -> None:
     import torch
     import transformers
 
-    torch.set_num_threads(args.threads * args.processes)
+    torch.set_num_threads(args.threads)
     bench = Bench(args)
     loaded = total_memory("VmRSS")
     seconds = []
@@ -146,7 +142,9 @@ class Bench:
         self.trainer.update(batch, self.objective, old_is_current=True)
 
     def close(self) -> None:
-        """Stop the engine's workers, if any."""
+        """Stop the workers, if any."""
+        if self.trainer is not None:
+            self.trainer.close()
         if self.engine is not None:
             self.engine.close()
 
@@ -160,6 +158,7 @@ def overrides(args: argparse.Namespace) -> list[str]:
         f"train.clip_norm={w.CLIP_NORM}",
         # 16 whole sequences per forward, as on TRL's side; larger ones are slower on a CPU's caches.
         f"train.micro_batch_tokens={16 * (w.PROMPT_TOKENS + w.NEW_TOKENS)}",
+        f"train.processes={args.processes}",
         f"engine.processes={args.processes if args.processes > 1 else 0}",
         f"engine.threads={args.threads}",
         f"engine.slots={w.ROLLOUTS // args.processes}",

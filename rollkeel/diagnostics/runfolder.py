@@ -13,13 +13,14 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rollkeel.config import Config, from_tree
+from rollkeel.config import Config, from_tree, parse_yaml
 from rollkeel.diagnostics.lock import NAME as LOCK
 from rollkeel.diagnostics.lock import RunLock
 from rollkeel.errors import BadInput, Corrupt, NonFinite
@@ -39,7 +40,10 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
         self.report = path / REPORT
+        self.announced = True
+        """False while a resumed run is only looked at: nothing has been written to its folder."""
         self._lock = lock
+        self._made: list[Path] = []
         self._last_step: int | None = None
 
     @classmethod
@@ -65,6 +69,7 @@ class RunFolder:
             started = True
             write_atomic(path / CONFIG, config.to_yaml())
             folder = cls(path, config, lock)
+            folder._made = made
             folder._emit("run_created", name=config.run.name, steps=config.run.steps)
         except BaseException:
             for name in (CONFIG, EVENTS) if started else ():
@@ -77,9 +82,10 @@ class RunFolder:
         return folder
 
     @classmethod
-    def open(cls, dir: str | Path, *, lock: bool = True) -> RunFolder:
+    def open(cls, dir: str | Path, *, lock: bool = True, announce: bool = True) -> RunFolder:
         """Open an existing run: locked to go on with it, `lock=False` to read it while another process may write.
 
+        `announce=False` leaves every file as it is until `announce` is called, so that a resume can still be refused.
         Raises `BadInput` if it is not a run folder or another process holds it, `Corrupt` if its config is damaged.
         """
         path = Path(dir)
@@ -89,7 +95,7 @@ class RunFolder:
         if not file.is_file():
             raise BadInput(f"run folder {path}: {CONFIG} is missing; expected a folder made by rollkeel train")
         try:
-            config = from_tree(yaml.safe_load(file.read_text(encoding="utf-8")) or {})
+            config = from_tree(parse_yaml(file.read_text(encoding="utf-8")) or {})
         except (BadInput, ValueError, yaml.YAMLError, AttributeError) as error:
             reason = " ".join(str(error).split())
             raise Corrupt(
@@ -97,10 +103,43 @@ class RunFolder:
             ) from None
         held = RunLock(path) if lock else None
         folder = cls(path, config, held)
-        if held is not None:
-            _end_line(path / EVENTS)
-            folder._emit("run_opened")
+        folder.announced = False
+        if held is not None and announce:
+            folder.announce()
         return folder
+
+    def announce(self) -> None:
+        """Record that a locked run goes on; from here on its files change."""
+        _end_line(self.path / EVENTS)
+        self._emit("run_opened")
+        self.announced = True
+
+    def change_config(self, config: Config) -> None:
+        """Replace the saved config (more steps, say), so that the next resume goes on with it."""
+        if config != self.config:
+            write_atomic(self.path / CONFIG, config.to_yaml())
+            self.config = config
+            self._emit("config_changed")
+
+    def discard(self) -> None:
+        """Take back a run that `create` made and that never got anywhere: its files, the lock, the folders made for it."""
+        for file in (CONFIG, METRICS, EVENTS, REPORT):
+            (self.path / file).unlink(missing_ok=True)
+        for folder in (self.checkpoints, self.path / "rollouts"):
+            shutil.rmtree(folder, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.release(delete=True)
+            self._lock = None
+        for made in self._made:
+            if any(made.iterdir()):
+                break
+            made.rmdir()
+
+    def clean(self) -> None:
+        """Remove the temporary files that killed writes left behind."""
+        for folder in (self.path, self.path / "rollouts"):
+            for file in folder.glob(".*.tmp"):
+                file.unlink(missing_ok=True)
 
     def rollouts(self, step: int) -> Path:
         """Path of a step's rollouts; its folder is made on first use."""
@@ -166,8 +205,10 @@ class RunFolder:
 
     def end(self, status: str, detail: str = "") -> None:
         """Record how the run ended (`done`, `interrupted`, `stopped`, `failed`) for the report, and unlock it."""
-        self._emit("run_end", status=status, detail=detail)
-        self.close()
+        try:
+            self._emit("run_end", status=status, detail=detail)
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Unlock. Safe to call twice."""

@@ -100,6 +100,7 @@ class PagedCache:
         self.num_blocks, self.block_size = num_blocks, block_size
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
+        self._buffers: dict[int, torch.Tensor] = {}
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block in every layer: the last, half-filled block of a shared prompt."""
@@ -125,8 +126,8 @@ class PagedCache:
         """
         heads, kv_heads = query.shape[1], key.shape[1]
         write, gather = step.rows(kv_heads, self.block_size)
-        keys = self._store(self._keys, layer, key, write).index_select(0, gather)
-        values = self._store(self._values, layer, value, write).index_select(0, gather)
+        keys = self._gather(0, self._store(self._keys, layer, key, write), gather)
+        values = self._gather(1, self._store(self._values, layer, value, write), gather)
         sequences, per_sequence = step.query_positions.shape
         keys = keys.view(sequences * kv_heads, -1, key.shape[-1])
         values = values.view(sequences * kv_heads, -1, value.shape[-1])
@@ -148,6 +149,14 @@ class PagedCache:
         out = torch.bmm(probs.to(values.dtype).reshape(sequences * kv_heads, group * per_sequence, length), values)
         out = out.view(sequences, heads, per_sequence, -1).transpose(1, 2).reshape(sequences * per_sequence, -1)
         return out if step.scatter is None else out.index_select(0, step.scatter)
+
+    def _gather(self, which: int, cache: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of `cache` in a buffer that every layer reuses: fresh pages for each call cost more than the copy."""
+        wanted = rows.numel() * cache[0].numel()
+        buffer = self._buffers.get(which)
+        if buffer is None or buffer.numel() < wanted or buffer.dtype != cache.dtype:
+            buffer = self._buffers[which] = torch.empty(2 * wanted, dtype=cache.dtype, device=cache.device)
+        return torch.index_select(cache, 0, rows, out=buffer[:wanted].view(-1, *cache.shape[1:]))
 
     def _store(self, store: dict[int, torch.Tensor], layer: int, new: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         if layer not in store:

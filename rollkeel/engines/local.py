@@ -29,6 +29,7 @@ from rollkeel.engines.weights import apply_update
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.forward import FastForward, supports
 from rollkeel.models.forward_transformers import TransformersForward
+from rollkeel.models.numerics import is_quantised, weight_rounder
 from rollkeel.types import Capabilities, Proof, Request, Segment, Status, TokenSpan, WeightUpdate
 
 
@@ -79,6 +80,8 @@ class LocalEngine:
                 f"engine.forward: expected a family the fast forward computes, got {text.model_type}; use auto"
             )
         self._forward = (FastForward if fast else TransformersForward)(text, config.dtype, self._device)
+        if weight_rounder(config.dtype) and not any(is_quantised(n, w) for n, w in self._forward.destinations.items()):
+            raise BadInput(f"engine.dtype={config.dtype}: would round no weight of {text.model_type}; use fp32 or bf16")
         self._config = config
         block = config.block_size
         max_blocks = -(-self._max_length // block)
@@ -190,8 +193,9 @@ class LocalEngine:
         return Proof(version=update.version, checksum=checksum)
 
     def close(self) -> None:
-        self.interrupt()
-        self._done.clear()
+        """Drop everything in flight, without asking what it was: closing must work after a failure too."""
+        for part in (self._waiting, self._active, self._prompts, self._users, self._done):
+            part.clear()
 
     # -- admission -----------------------------------------------------------------------------------------------------
 

@@ -42,15 +42,15 @@ def sample(logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor) -> S
         logits, kept = _truncate(logits.log_softmax(-1), rows)
     else:
         kept = torch.ones(len(logits), device=logits.device)
-    # One pass of exp serves both the draw and the normaliser.
-    top = logits.amax(-1, keepdim=True)
-    cdf = (logits - top).exp_().cumsum(-1)
+    probs = logits.softmax(-1)
+    cdf = probs.cumsum(-1)
     total = cdf[:, -1]
     # Strictly below the total, or rounding could select a token of probability 0 behind the last kept one.
     threshold = torch.minimum((uniform * total).float(), torch.nextafter(total, torch.zeros_like(total)))
     # With NaN in a row no index is found; its log-prob then says so instead of the gather failing.
     ids = torch.searchsorted(cdf, threshold[:, None], right=True).clamp_max_(logits.shape[-1] - 1)
-    chosen = (logits.gather(1, ids) - top)[:, 0] - total.log()
+    # A token of probability below float32's range cannot move the CDF, so it is never drawn and the log stays finite.
+    chosen = probs.gather(1, ids)[:, 0].log()
     return Sampled(ids[:, 0], chosen.clamp_max_(0.0), kept, logits)
 
 

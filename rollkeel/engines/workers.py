@@ -21,7 +21,9 @@ import numpy as np
 import torch
 
 from rollkeel.config import EngineConfig
+from rollkeel.engines.requests import check_requests
 from rollkeel.errors import BadInput, EngineFailure, RollkeelError
+from rollkeel.host import keep_freed_memory
 from rollkeel.models.checksum import MASK
 from rollkeel.types import Capabilities, Proof, Request, Segment, Status, TokenSpan, WeightSlice, WeightUpdate
 
@@ -48,6 +50,7 @@ class WorkerEngine:
         """Start the workers; they load in parallel and are waited for at the first use. See `LocalEngine`."""
         self._config = config
         self._version = -1
+        self._vocab_size = int(hf_config.get_text_config().vocab_size)
         self._ready: Capabilities | None = None
         self._memory: shared_memory.SharedMemory | None = None
         self._done: list[Segment] = []
@@ -76,12 +79,16 @@ class WorkerEngine:
     @property
     def capabilities(self) -> Capabilities:
         if self._ready is None:
-            for worker in self._workers:
-                self._ready = self._answer(worker, START_S, "to start")
+            self._ready = self._answers(self._workers, START_S, "to start")[0]
         assert self._ready is not None
         return self._ready
 
     def submit(self, requests: Sequence[Request]) -> None:
+        check_requests(requests, self.capabilities, self._vocab_size)
+        flying = set().union(*(w.flying for w in self._workers))
+        for request in requests:
+            if request.id in flying:
+                raise BadInput(f"request {request.id}: expected ids unique among those in flight, got this one again")
         living = self._living()
         shares = np.array_split(np.arange(len(requests)), len(living))
         for worker, share in zip(living, shares, strict=True):
@@ -90,9 +97,9 @@ class WorkerEngine:
                 continue
             worker.flying.update({r.id: r for r in mine})
             self._send(worker, ("submit", mine))
-        for worker, share in zip(living, shares, strict=True):
-            if len(share) and not worker.dead:
-                self._answer(worker, self._config.deadline_s, "to take requests")
+        asked = [w for w, share in zip(living, shares, strict=True) if len(share)]
+        # Requests of a worker that died come back as failures, so its silence is no error here.
+        self._answers(asked, self._config.deadline_s, "to take requests", may_die=True)
 
     def poll(self, timeout_s: float) -> list[Segment]:
         deadline = time.monotonic() + timeout_s
@@ -100,6 +107,8 @@ class WorkerEngine:
             busy = [w for w in self._workers if w.flying and not w.dead]
             if not busy:
                 break
+            if self._version < 0:
+                raise EngineFailure("engine local: no proven weights to serve; publish weights before polling")
             ready = connection.wait([w.pipe for w in busy], max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
@@ -110,12 +119,10 @@ class WorkerEngine:
         return done
 
     def interrupt(self, ids: Sequence[int] | None = None) -> None:
-        for worker in self._workers:
-            if worker.flying and not worker.dead:
-                self._send(worker, ("interrupt", ids))
-        for worker in self._workers:
-            if worker.flying and not worker.dead:
-                self._answer(worker, self._config.deadline_s, "to interrupt")
+        asked = [w for w in self._workers if w.flying and not w.dead]
+        for worker in asked:
+            self._send(worker, ("interrupt", ids))
+        self._answers(asked, self._config.deadline_s, "to interrupt", may_die=True)
 
     def update_weights(self, update: WeightUpdate) -> Proof:
         """Copy the update into shared memory once; every worker applies it and proves it."""
@@ -129,15 +136,13 @@ class WorkerEngine:
         if self._memory is None or self._memory.size < size:
             self._free_memory()
             self._memory = shared_memory.SharedMemory(create=True, size=max(size, 1))
-        buffer = _tensor(self._memory)
-        for piece, entry in zip(update.slices, layout, strict=True):
-            view = buffer[entry[3] :][: piece.tensor.numel() * piece.tensor.element_size()]
-            view.view(piece.tensor.dtype).view(piece.tensor.shape).copy_(piece.tensor)
+        _write_update(self._memory, layout, update.slices)
         self._version = -1
         head = (update.kind, update.base_version, update.version, update.checksum)
-        for worker in self._living():
+        asked = self._living()
+        for worker in asked:
             self._send(worker, ("update", self._memory.name, layout, head))
-        proofs = [self._answer(w, self._config.deadline_s, "to apply weights") for w in self._living()]
+        proofs: list[Proof] = self._answers(asked, self._config.deadline_s, "to apply weights")
         if len({(p.version, p.checksum) for p in proofs}) != 1:
             raise EngineFailure(f"engine local: workers disagree about the weights they serve: {proofs}")
         self._version = update.version
@@ -154,6 +159,7 @@ class WorkerEngine:
             worker.process.join(5)
             if worker.process.is_alive():
                 worker.process.kill()
+                worker.process.join()
             worker.pipe.close()
             worker.dead = worker.dead or "closed"
         self._free_memory()
@@ -172,18 +178,31 @@ class WorkerEngine:
         except OSError:
             self._bury(worker)
 
+    def _answers(self, workers: Sequence[_Worker], deadline_s: float, what: str, may_die: bool = False) -> list[Any]:
+        """Every worker's answer to the last message, all of them read before the first error is raised: an answer left
+        in a pipe would be taken for that to the next message."""
+        answers, errors = [], []
+        for worker in workers:
+            try:
+                answers.append(self._answer(worker, deadline_s, what))
+            except RollkeelError as error:
+                if not (may_die and worker.dead):
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+        return answers
+
     def _answer(self, worker: _Worker, deadline_s: float, what: str) -> Any:
         """The worker's answer to the last message; segments that arrive before it are kept."""
         end = time.monotonic() + deadline_s
         while not worker.dead:
             if not worker.pipe.poll(max(0.0, end - time.monotonic())):
                 worker.process.kill()
+                self._bury(worker)
                 raise EngineFailure(f"engine worker {worker.index}: waited {deadline_s:g} s for it {what}")
             answer = self._receive(worker)
             if answer is not None:
                 return answer[0]
-        if what == "to take requests":
-            return None  # its requests were returned as failures
         raise EngineFailure(f"engine worker {worker.index}: {worker.dead} while waiting for it {what}")
 
     def _receive(self, worker: _Worker) -> tuple[Any] | None:
@@ -199,7 +218,6 @@ class WorkerEngine:
             self._done += value
             return None
         if kind == "error":
-            worker.flying.clear()
             raise value
         return (value,)
 
@@ -219,8 +237,12 @@ class WorkerEngine:
             self._memory = None
 
 
-def _tensor(memory: shared_memory.SharedMemory) -> torch.Tensor:
-    return torch.from_numpy(np.ndarray((memory.size,), np.uint8, buffer=memory.buf))
+def _write_update(memory: shared_memory.SharedMemory, layout: Sequence[Any], slices: Sequence[WeightSlice]) -> None:
+    """Copy slices to their places. A function of its own: a live view would keep the memory from being closed."""
+    buffer = torch.from_numpy(np.ndarray((memory.size,), np.uint8, buffer=memory.buf))
+    for piece, entry in zip(slices, layout, strict=True):
+        view = buffer[entry[3] :][: piece.tensor.numel() * piece.tensor.element_size()]
+        view.view(piece.tensor.dtype).view(piece.tensor.shape).copy_(piece.tensor)
 
 
 def _serve(
@@ -232,6 +254,7 @@ def _serve(
     from rollkeel.engines.local import LocalEngine
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle; it tells us
+    keep_freed_memory()
     torch.set_num_threads(config.threads)
     try:
         engine = LocalEngine(hf_config, config, device=device, max_length=max_length)
@@ -242,13 +265,18 @@ def _serve(
                 message = pipe.recv()
                 if message[0] == "close":
                     return
-                answer = _act(engine, message)
-                pipe.send(("answer", answer))
+                try:
+                    pipe.send(("answer", _act(engine, message)))
+                except RollkeelError as error:
+                    pipe.send(("error", error))  # the message was refused; the engine lives on
+            if engine.version < 0:
+                busy = False  # nothing can be sampled; the caller's poll says so
+                continue
             segments = engine.poll(0)
             busy = engine.busy
             if segments:
                 pipe.send(("segments", segments))
-    except EOFError:
+    except (EOFError, BrokenPipeError):
         return  # the caller is gone
     except RollkeelError as error:
         pipe.send(("error", error))

@@ -207,23 +207,17 @@ class FastForward:
             experts.append(chosen)
         if self._round:
             h = self._round(h)
-        flat = chosen.flatten()
-        by_expert, order = flat.sort(stable=True)
+        by_expert, order = chosen.flatten().sort(stable=True)
         counts = torch.bincount(by_expert, minlength=len(layer.up_t)).tolist()
         x = h.index_select(0, order // self.top_k if self.top_k > 1 else order)
         wide, y = x.new_empty(len(x), layer.up.shape[1]), torch.empty_like(x)
-        start = 0
-        spans = []
-        for expert, count in enumerate(counts):
-            if count:
-                spans.append((expert, start, start + count))
-                torch.mm(x[start : start + count], layer.up_t[expert], out=wide[start : start + count])
-                start += count
+        for rows, out, weight in zip(x.split(counts), wide.split(counts), layer.up_t, strict=True):
+            torch.mm(rows, weight, out=out)
         gate, up = wide.chunk(2, -1)
         a = F.silu(gate).mul_(up)
         if self._round:
             a = self._round(a)
-        for expert, first, last in spans:
-            torch.mm(a[first:last], layer.down_t[expert], out=y[first:last])
+        for rows, out, weight in zip(a.split(counts), y.split(counts), layer.down_t, strict=True):
+            torch.mm(rows, weight, out=out)
         y = torch.empty_like(y).index_copy_(0, order, y).view(len(h), self.top_k, -1)
         return torch.bmm(weights.to(y.dtype)[:, None], y)[:, 0]

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging as hf_logging
@@ -80,11 +82,11 @@ def _from_pretrained(config: ModelConfig, dtype: torch.dtype) -> tuple[PreTraine
             if not hasattr(hf_config, key):
                 raise BadInput(f"model.overrides.{key}: {type(hf_config).__name__} has no such field")
             setattr(hf_config, key, value)
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
             name, config=hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code, output_loading_info=True
         )
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, StrictDataclassError) as error:
         raise BadInput(
             f"model.path {path!r}: transformers cannot load it: {' '.join(str(error).split())[:300]}"
         ) from None

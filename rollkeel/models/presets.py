@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.modeling_utils import PreTrainedModel
@@ -83,17 +84,39 @@ def build_preset(
         raise BadInput(f"model preset {name!r}: unknown; {hint}")
     config_type, model_type, fields = PRESETS[name]
     config = config_type(**fields)
-    for key, value in (overrides or {}).items():
+    for key in overrides or {}:
         if not hasattr(config, key):
             raise BadInput(f"model.overrides.{key}: {config_type.__name__} has no such field")
-        setattr(config, key, value)
-    config = config_type(
-        **{k: v for k, v in config.to_dict().items() if k not in ("model_type", "transformers_version")}
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = model_type(config)
+    # What the config derives from other fields is derived again.
+    derived = {"model_type", "transformers_version"} | {k for k in ("layer_types",) if k not in (overrides or {})}
+    try:
+        for key, value in (overrides or {}).items():
+            setattr(config, key, value)
+        config = config_type(**{k: v for k, v in config.to_dict().items() if k not in derived})
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = model_type(config)
+    except (StrictDataclassError, ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
+        raise BadInput(f"model.overrides for preset {name}: {' '.join(str(error).split())[:200]}") from None
+    _check_shape(config)
     return model, build_tokenizer()
+
+
+def _check_shape(config: Any) -> None:
+    """What transformers would only notice in the middle of a forward pass."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        raise BadInput(
+            f"model.overrides.num_attention_heads: expected a multiple of num_key_value_heads={kv_heads}, got {heads}"
+        )
+    experts, used = getattr(config, "num_experts", 0), getattr(config, "num_experts_per_tok", 0)
+    if experts and used > experts:
+        raise BadInput(f"model.overrides.num_experts_per_tok: expected at most num_experts={experts}, got {used}")
+    tokens = len(SPECIAL_TOKENS) + 256
+    if config.vocab_size < tokens:
+        raise BadInput(
+            f"model.overrides.vocab_size: expected at least the tokenizer's {tokens}, got {config.vocab_size}"
+        )
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

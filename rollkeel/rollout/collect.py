@@ -63,7 +63,9 @@ def collect(
         heard = now if segments else heard
         if waiting and should_stop():
             engine.interrupt()
-            engine.poll(0)
+            while waiting and (left := engine.poll(POLL_S)):
+                for segment in left:
+                    waiting.pop(segment.request_id, None)
             raise Interrupted("stopped while sampling; the step is repeated on resume")
         if now - heard > deadline_s:
             raise EngineFailure(

@@ -29,12 +29,12 @@ def evaluate(
     The same items draw the same random numbers at every evaluation. Rollouts whose engine or grader failed are left out
     and counted in `eval/<task>/failed`.
     """
-    rounds = [(samples, sampling)] if samples else []
+    rounds = [(samples, sampling, "avg@k")] if samples else []
     if greedy:
-        rounds.append((1, replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)))
+        rounds.append((1, replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0), "greedy"))
     metrics: dict[str, float] = {}
     seen: list[Rollout] = []
-    for count, params in rounds:
+    for count, params, kind in rounds:
         issued = issue(prompts, count, params, 0, engine)
         answers = collect(engine, issued, tokenizer, deadline_s=deadline_s, should_stop=should_stop)
         graded = grader.grade([r for r in answers if r.status.complete])
@@ -47,7 +47,7 @@ def evaluate(
             if not mine:
                 continue
             scores = _by_item(mine)
-            if params.temperature == 0 and greedy and (count, params) == rounds[-1]:
+            if kind == "greedy":
                 metrics[f"{key}/greedy"] = float(scores.mean())
             else:
                 metrics[f"{key}/avg@k"] = float(scores.mean())

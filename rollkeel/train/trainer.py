@@ -5,19 +5,21 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from rollkeel.batch.build import TrainingBatch
+from rollkeel.batch.packing import MicroBatch
 from rollkeel.config import TrainConfig
 from rollkeel.errors import BadInput, NonFinite
 from rollkeel.models.loading import Policy
 from rollkeel.models.names import checkpoint_views
 from rollkeel.train.logprobs import PolicyForward
 from rollkeel.train.optimizer import Schedule, Stepper
+from rollkeel.train.parallel import Helper, LogprobGradient, shares
 from rollkeel.types import TokenBatch
 
 _ROUTER = re.compile(r"(^|\.)(router|gate)\.(weight|bias|e_score_correction_bias)$|e_score_correction_bias$")
@@ -79,6 +81,16 @@ class LocalTrainer:
             weight_decay=config.weight_decay,
             clip_norm=config.clip_norm,
         )
+        self._helpers: list[Helper] = []
+        if config.processes > 1:
+            if self.device.type != "cpu":
+                raise BadInput(
+                    f"train.processes={config.processes}: helper processes share CPU memory, the device is {self.device}"
+                )
+            self.model.share_memory()
+            self._helpers = [
+                Helper(i, self.model, config.logprob_chunk, torch.get_num_threads()) for i in range(1, config.processes)
+            ]
         self._forward = PolicyForward(self.model, chunk=config.logprob_chunk)
         self._views: dict[str, torch.Tensor] | None = None
         self._reference: PolicyForward | None = None
@@ -127,28 +139,31 @@ class LocalTrainer:
         )
         logprobs = torch.empty(len(batch), device=self.device)
         entropy = torch.empty_like(logprobs)
+        if old_is_current:
+            shared["old_logprobs"] = logprobs
+
+        def loss_of(micro: MicroBatch, p: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+            logprobs[micro.indices], entropy[micro.indices] = p.detach(), h.detach()
+            self._check(batch, micro.indices, p)
+            # An entropy nobody differentiates must not make the backward compute the logits again.
+            h = h if "entropy" in objective.needs else h.detach()
+            loss = objective.loss(batch.tokens(p, entropy=h, indices=micro.indices, **shared))
+            if not math.isfinite(loss.item()):
+                raise NonFinite(f"update {self.version}: loss is {loss.item()}; weights left untouched")
+            return loss
+
         self._stepper.zero_grad()
         try:
-            for micro in batch.micro_batches(self.config.micro_batch_tokens):
-                p, h = self._forward(
-                    micro.input_ids,
-                    micro.position_ids,
-                    micro.cu_seqlens,
-                    micro.predict_index,
-                    micro.targets,
-                    temperature=self.temperature,
-                )
-                assert h is not None
-                logprobs[micro.indices], entropy[micro.indices] = p.detach(), h.detach()
-                self._check(batch, micro.indices, p)
-                # An entropy nobody differentiates must not make the backward compute the logits again.
-                h = h if "entropy" in objective.needs else h.detach()
-                if old_is_current:
-                    shared["old_logprobs"] = logprobs
-                loss = objective.loss(batch.tokens(p, entropy=h, indices=micro.indices, **shared))
-                if not math.isfinite(loss.item()):
-                    raise NonFinite(f"update {self.version}: loss is {loss.item()}; weights left untouched")
-                loss.backward()
+            own, *others = self._shares(batch)
+            for helper, share in zip(self._helpers, others, strict=True):
+                helper.start(share, self.temperature, _by_logprobs(loss_of, "entropy" in objective.needs), None)
+            try:
+                for micro in own:
+                    loss_of(micro, *self._run(self._forward, micro)).backward()
+            finally:
+                self._finish_helpers()
+            for helper in self._helpers:
+                helper.add_gradients()
             metrics = self._stepper.step()
         finally:
             self._stepper.zero_grad()
@@ -181,23 +196,63 @@ class LocalTrainer:
                 raise BadInput("checkpoint has no reference weights; it was written with train.kl_coefficient=0")
             _load(self._reference.packed.model, state["reference"])
 
+    def close(self) -> None:
+        """End the helper processes, if there are any."""
+        for helper in self._helpers:
+            helper.close()
+        self._helpers = []
+
     def _score(self, forward: PolicyForward, batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor]:
         batch = batch.to(self.device)
         logprobs = torch.empty(len(batch), device=self.device)
         entropy = torch.empty_like(logprobs)
-        for micro in batch.micro_batches(self.config.micro_batch_tokens):
-            p, h = forward(
-                micro.input_ids,
-                micro.position_ids,
-                micro.cu_seqlens,
-                micro.predict_index,
-                micro.targets,
-                temperature=self.temperature,
-            )
-            assert h is not None
+
+        def keep(micro: MicroBatch, p: torch.Tensor, h: torch.Tensor) -> None:
             self._check(batch, micro.indices, p)
             logprobs[micro.indices], entropy[micro.indices] = p, h
+
+        helpers = self._helpers if forward is self._forward else []
+        own, *others = self._shares(batch, 1 + len(helpers))
+        for helper, share in zip(helpers, others, strict=True):
+            helper.start(share, self.temperature, None, keep)
+        try:
+            for micro in own:
+                keep(micro, *self._run(forward, micro))
+        finally:
+            self._finish_helpers()
         return logprobs, entropy
+
+    def _run(self, forward: PolicyForward, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        p, h = forward(
+            micro.input_ids,
+            micro.position_ids,
+            micro.cu_seqlens,
+            micro.predict_index,
+            micro.targets,
+            temperature=self.temperature,
+        )
+        assert h is not None
+        return p, h
+
+    def _shares(self, batch: TrainingBatch, count: int | None = None) -> list[list[MicroBatch]]:
+        """Micro-batches of each process, the trainer's own first; several processes get pieces small enough to balance."""
+        count = 1 + len(self._helpers) if count is None else count
+        limit = self.config.micro_batch_tokens
+        if count > 1:
+            lengths = [len(s) for s in batch.sequences]
+            limit = min(limit, max(max(lengths), -(-sum(lengths) // (2 * count))))
+        return shares(list(batch.micro_batches(limit)), count) if count > 1 else [list(batch.micro_batches(limit))]
+
+    def _finish_helpers(self) -> None:
+        """Wait for every helper before the first error is raised: none may be left in the middle of a pass."""
+        errors = []
+        for helper in self._helpers:
+            try:
+                helper.finish()
+            except BaseException as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _prepare(
         self, batch: TrainingBatch, objective: TrainableObjective, shared: Mapping[str, torch.Tensor | None]
@@ -220,6 +275,19 @@ class LocalTrainer:
                 f"update {self.version}: log-prob of rollout {int(batch.rollout_ids[at])}, response token"
                 f" {int(batch.token_index[at])} is {logprobs[i].item()}; weights left untouched"
             )
+
+
+def _by_logprobs(
+    loss_of: Callable[[MicroBatch, torch.Tensor, torch.Tensor], torch.Tensor], entropy: bool
+) -> LogprobGradient:
+    """The loss's gradient by log-probs (and entropies) that another process computed."""
+
+    def gradient(micro: MicroBatch, p: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        leaves = [p.requires_grad_(), h.requires_grad_()] if entropy else [p.requires_grad_()]
+        by = torch.autograd.grad(loss_of(micro, p, h), leaves)
+        return by[0], by[1] if entropy else None
+
+    return gradient
 
 
 def is_router(name: str) -> bool:

@@ -1,0 +1,134 @@
+"""Worker processes must be invisible except in speed: same tokens, same bits every time, and a death that is reported, not waited for.
+
+Real processes (about four seconds each to start). Not covered: several machines, CUDA, a full /dev/shm.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing import shared_memory
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_kit import drain, engine_of, model_of, prompts_of, requests_of, run, same
+
+from rollkeel.config import EngineConfig
+from rollkeel.engines.open import open_engine
+from rollkeel.engines.workers import WorkerEngine
+from rollkeel.errors import BadInput, EngineFailure
+from rollkeel.models.names import checkpoint_views
+from rollkeel.sync.publish import DirectPublisher, full_update
+from rollkeel.types import Engine, Status
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return model_of()
+
+
+@pytest.fixture(scope="module")
+def engine(model: Any) -> Iterator[WorkerEngine]:
+    engine = open_engine(model.config, EngineConfig(processes=2, deadline_s=60), "cpu", 512)
+    assert isinstance(engine, WorkerEngine)
+    assert isinstance(engine, Engine)
+    yield engine
+    engine.close()
+
+
+def publish(engine: WorkerEngine, model: Any, version: int) -> None:
+    DirectPublisher([engine]).publish(checkpoint_views(model).items(), version)
+
+
+def test_same_tokens_as_in_process_and_bit_identical_twice(engine: WorkerEngine, model: Any) -> None:
+    requests = requests_of(prompts_of(31), max_new_tokens=24)
+    publish(engine, model, 3)
+    assert engine.version == 3
+    first, second = run(engine, requests), run(engine, requests)
+    here = run(engine_of(model, max_length=512), requests)
+    assert sorted(first) == list(range(31))
+    for i, segment in first.items():
+        assert same(segment.span, here[i].span)
+        assert segment.status is here[i].status
+        assert set(segment.span.versions.tolist()) == {3}
+        np.testing.assert_array_equal(segment.span.token_ids, second[i].span.token_ids)
+        np.testing.assert_array_equal(segment.span.logprobs, second[i].span.logprobs)
+
+
+def test_bad_requests_and_bad_weights_come_back_as_one_line_and_the_workers_live_on(
+    engine: WorkerEngine, model: Any
+) -> None:
+    publish(engine, model, 4)
+    good = requests_of(prompts_of(6), max_new_tokens=5)
+    expected = run(engine, good)
+    with pytest.raises(BadInput, match="outside the vocabulary") as refused:
+        engine.submit([*good, replace(good[0], id=9, prompt_ids=np.array([999]))])
+    assert "\n" not in str(refused.value)
+    assert engine.poll(0.0) == []
+    update = full_update(checkpoint_views(model).items(), 5)
+    broken = replace(update, slices=[replace(update.slices[0], checksum=1), *update.slices[1:]])
+    with pytest.raises(EngineFailure, match="wrong checksum") as failed:
+        engine.update_weights(broken)
+    assert "\n" not in str(failed.value)
+    assert engine.version < 0
+    engine.submit(good)
+    with pytest.raises(EngineFailure, match="no proven weights"):
+        engine.poll(5.0)
+    publish(engine, model, 6)
+    done = drain(engine)
+    assert all(same(done[i].span, expected[i].span) for i in expected)
+    assert {v for s in done.values() for v in s.span.versions.tolist()} == {6}
+
+
+def test_update_and_interrupt_in_flight(engine: WorkerEngine, model: Any) -> None:
+    publish(engine, model, 7)
+    engine.submit(requests_of(prompts_of(8), max_new_tokens=400))
+    with pytest.raises(BadInput, match="in flight"):
+        engine.submit(requests_of(prompts_of(1)))
+    time.sleep(0.05)
+    publish(engine, model, 8)
+    engine.interrupt([0, 7])
+    time.sleep(0.05)
+    engine.interrupt()
+    done = drain(engine)
+    assert sorted(done) == list(range(8))
+    assert all(s.status in (Status.INTERRUPTED, Status.LENGTH) for s in done.values())
+    for segment in done.values():
+        versions = segment.span.versions.tolist()
+        assert versions == sorted(versions)
+        assert set(versions) <= {7, 8}
+    assert len(done[0].span) <= len(done[1].span)
+    assert engine.poll(0.0) == []
+
+
+def test_a_killed_worker_fails_its_own_requests_only_and_close_leaves_nothing(engine: WorkerEngine, model: Any) -> None:
+    """Last on purpose: it uses the shared engine up."""
+    publish(engine, model, 9)
+    memory = engine._memory
+    assert memory is not None
+    name = memory.name
+    processes = [w.process for w in engine._workers]
+    engine.submit(requests_of(prompts_of(8), max_new_tokens=400))
+    os.kill(processes[0].pid, signal.SIGKILL)
+    done = drain(engine)
+    assert [done[i].status for i in range(8)] == [Status.ENGINE_FAILURE] * 4 + [Status.LENGTH] * 4
+    assert "worker 0 died with exit code -9" in done[0].detail
+    again = run(engine, requests_of(prompts_of(4), max_new_tokens=3))
+    assert [s.status for s in again.values()] == [Status.LENGTH] * 4
+    os.kill(processes[1].pid, signal.SIGKILL)
+    # The traceback keeps the failed call's frames alive; closing must work all the same.
+    with pytest.raises(EngineFailure, match=r"died|no worker process is left") as failed:
+        publish(engine, model, 10)
+    engine.close()
+    engine.close()
+    assert failed is not None
+    assert not any(p.is_alive() for p in processes)
+    for process in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process.pid, 0)
+    with pytest.raises(FileNotFoundError):
+        shared_memory.SharedMemory(name=name)

@@ -1,0 +1,193 @@
+"""A typo in a config must be an error and never a default that quietly stays: hours of training hang on one key.
+
+Every form of override, numbers as people write them, nearest names, ranges, the round trip through YAML, and all recipes.
+Not covered: whether a recipe trains well (tests/test_learning.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollkeel.config import RECIPES, Config, find_recipe, from_tree, load, merge, parse_yaml
+from rollkeel.errors import BadInput
+
+RECIPE_FILES = sorted(RECIPES.rglob("*.yaml"))
+
+
+def get(config: Config, path: str) -> Any:
+    value: Any = config
+    for part in path.split("."):
+        value = value[part] if isinstance(value, dict) else getattr(value, part)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("train.lr=1e-4", "train.lr", 1e-4),  # YAML 1.1 reads this as a string
+        ("train.lr=1E-4", "train.lr", 1e-4),
+        ("train.lr=1.0e-4", "train.lr", 1e-4),
+        ("train.lr=.5", "train.lr", 0.5),
+        ("train.lr=1", "train.lr", 1.0),  # an integer where a float is wanted loses nothing
+        ("run.steps=0", "run.steps", 0),
+        (" run.steps = 7 ", "run.steps", 7),
+        ("run.name=a=b", "run.name", "a=b"),
+        ("run.name='12'", "run.name", "12"),
+        ("run.name='1e5'", "run.name", "1e5"),
+        ("run.dir=/tmp/x y", "run.dir", "/tmp/x y"),
+        ("run.dir=", "run.dir", None),
+        ("run.dir=null", "run.dir", None),
+        ("eval.greedy=false", "eval.greedy", False),
+        ("engine.dtype=fp8", "engine.dtype", "fp8"),
+        ("train.betas=[0.9,0.95]", "train.betas", (0.9, 0.95)),
+        ("report.trackers=[tensorboard, wandb]", "report.trackers", ("tensorboard", "wandb")),
+        ("data.options={digits: 4}", "data.options", {"digits": 4}),
+        ("data.options.digits=4", "data.options.digits", 4),
+        ("model.overrides.num_hidden_layers=4", "model.overrides.num_hidden_layers", 4),
+        ("model.path=preset:tiny-qwen3", "model.path", "preset:tiny-qwen3"),
+        ("train={lr: 1e-4, warmup_steps: 3}", "train.lr", 1e-4),
+        ("train=", "train.lr", Config().train.lr),
+    ],
+)
+def test_override_forms(override: str, path: str, value: Any) -> None:
+    found = get(load(None, [override]), path)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_later_overrides_win_and_the_rest_of_the_recipe_stays() -> None:
+    config = load("default", ["train.lr=1e-2", "train.lr=1e-3", "run.seed=5"])
+    assert (config.train.lr, config.run.seed) == (1e-3, 5)
+    assert config.data.options == load("default").data.options
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("train.lrr=1", "config train.lrr: unknown key; did you mean train.lr?"),
+        ("trian.lr=1", "config trian: unknown key; did you mean train?"),
+        ("rollout.sample=4", "did you mean rollout.samples?"),
+        ("engine.zzzzzz=1", "known: kind, dtype"),
+        ("run.steps=many", "config run.steps: Input should be a valid integer, got 'many'"),
+        ("run.steps=1.5", "config run.steps"),
+        ("run.steps=true", "config run.steps"),
+        ("run.steps=-1", "greater than or equal to 0, got -1"),
+        ("run.name=12", "config run.name"),
+        ("eval.greedy=1", "config eval.greedy"),
+        ("engine.dtype=fp9", "config engine.dtype"),
+        ("train.betas=[0.9]", "config train.betas"),
+        ("train.lr=nan", "config train.lr"),
+        ("train.lr=0", "config train.lr"),
+        ("sampling.top_p=0", "config sampling.top_p"),
+        ("train=3", "config train: expected a section of keys, got 3"),
+        ("run.steps.x=3", "config run.steps"),
+        ("train.lr", "override 'train.lr': expected key=value"),
+        ("=3", "expected key=value"),
+        ("data.options=[", "not valid YAML"),
+        ("data.path=x.jsonl", "expected exactly one of data.task and data.path"),
+        ("data.task=null", "expected exactly one of data.task and data.path"),
+    ],
+)
+def test_bad_override_is_one_line_that_names_it(override: str, names: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        load(None, [override])
+    assert names in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_value_is_not_a_section() -> None:
+    with pytest.raises(BadInput, match="'steps' is a value, not a section"):
+        load(None, ["run.steps=3", "run.steps.x=3"])
+
+
+def test_options_of_another_objective_are_dropped_with_its_name() -> None:
+    assert load("default").objective.options == {"phi": 0.1}
+    assert load("default", ["objective.phi=0.2"]).objective.options == {"phi": 0.2}
+    assert load("default", ["objective.name=kpop"]).objective.options == {"phi": 0.1}
+    other = load("default", ["objective.name=icepop", "objective.high=3"]).objective
+    assert (other.name, other.options) == ("icepop", {"high": 3})
+
+
+def test_an_objective_section_may_be_absent() -> None:
+    assert load(None, ["objective.name=grpo"]).objective.name == "grpo"
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n"])
+def test_an_empty_recipe_is_all_defaults(text: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(text)
+    assert load(tmp_path / "r.yaml") == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("- a\n- b\n", "expected a mapping of sections, got list"),
+        ("run: [", "not valid YAML"),
+        ("run: {steps: 1}\n\tx: 2", "not valid YAML"),
+        ("\xff\xfe", "unknown key|not valid YAML|expected a mapping"),
+        ("train: {lr: 1e-4, betas: [0.9, oops]}", "config train.betas.1"),
+        ("run: {steps: 1}\nrum: {seed: 1}", "did you mean run?"),
+    ],
+)
+def test_bad_recipe_is_one_line(text: str, names: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_bytes(text.encode("latin-1"))
+    with pytest.raises(BadInput) as refused:
+        load(tmp_path / "r.yaml")
+    assert any(name in str(refused.value) for name in names.split("|"))
+    assert "\n" not in str(refused.value)
+
+
+def test_missing_recipe_names_the_nearest() -> None:
+    with pytest.raises(
+        BadInput, match="recipe 'defualt': no such file and no recipe of that name; did you mean default"
+    ):
+        find_recipe("defualt")
+
+
+@pytest.mark.parametrize("file", RECIPE_FILES, ids=lambda f: str(f.relative_to(RECIPES)))
+def test_every_recipe_loads_by_name_and_survives_its_own_yaml(file: Path) -> None:
+    config = load(str(file.relative_to(RECIPES).with_suffix("")))
+    assert config == load(file)
+    assert from_tree(yaml.safe_load(config.to_yaml())) == config
+
+
+def test_there_are_recipes() -> None:
+    assert "default.yaml" in {file.name for file in RECIPE_FILES}
+
+
+@given(
+    lr=st.floats(min_value=1e-12, max_value=1e3),
+    beta=st.floats(min_value=0, max_value=1),
+    name=st.text(st.characters(codec="utf-8"), max_size=20)
+    | st.sampled_from(["1e5", "-.5E-3", "null", "12", "yes", ""]),
+    digits=st.integers(),
+    phi=st.floats(allow_nan=False, allow_infinity=False),
+)
+def test_yaml_round_trip_keeps_every_bit(lr: float, beta: float, name: str, digits: int, phi: float) -> None:
+    tree = {
+        "train": {"lr": lr, "betas": [beta, 0.5]},
+        "run": {"name": name},
+        "data": {"options": {"digits": digits}},
+        "objective": {"name": "kpop", "phi": phi},
+    }
+    config = from_tree(tree)
+    assert (config.train.lr, config.train.betas[0], config.objective.options["phi"]) == (lr, beta, phi)
+    again = from_tree(parse_yaml(config.to_yaml()))
+    assert again == config
+    assert again.run.name == name
+
+
+def test_config_cannot_be_changed_by_accident() -> None:
+    with pytest.raises(Exception, match="frozen"):
+        Config().run.steps = 3  # type: ignore[misc]
+
+
+def test_merge_writes_into_a_saved_tree() -> None:
+    saved = yaml.safe_load(load("default").to_yaml())
+    assert from_tree(merge(saved, ["run.steps=200"])).run.steps == 200

@@ -1,0 +1,186 @@
+"""The arrow: data passes left to right and imports only point left. A cycle between stages starts with one careless import.
+
+Read from the syntax trees of all modules, imports inside functions included. Not covered: what modules do to each other
+through objects handed in at run time, which is how stages are meant to meet.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "rollkeel"
+MAX_FILE, MAX_FUNCTION = 400, 60
+
+LEFT_TO_RIGHT = (
+    {"tasks"},
+    {"engines", "rollout"},
+    {"rewards", "sandbox"},
+    {"advantages", "batch"},
+    {"objectives"},
+    {"train"},
+    {"sync"},
+)
+"""Stages; those in one set stand side by side and must not import each other."""
+WATCHERS = ({"diagnostics"}, {"report"}, {"memory", "cluster"}, {"lab"})
+"""They may look at every stage and at what stands before them here; no stage knows them."""
+FOUNDATIONS = {"types", "config", "errors", "events", "models"}
+MEETING_PLACES = {"loop", "run", "pipeline", "stages", "cli", "__main__"}
+"""The files in which stages meet."""
+OF_FOUNDATIONS = {
+    "errors": set(),
+    "types": {"errors"},
+    "config": {"errors"},
+    "events": {"errors"},
+    "models": {"errors", "types", "config", "events"},
+}
+ONLY_IN = {"ray": "cluster/", "vllm": "engines/vllm", "sglang": "engines/sglang"}
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def place(file: Path) -> str:
+    """Stage, foundation or meeting place that a file belongs to."""
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(tree: ast.AST, file: Path) -> Iterator[str]:
+    """Dotted names of all modules that a syntax tree imports; `from rollkeel import x` counts as `rollkeel.x`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            base = node.module or ""
+            yield from (f"{base}.{alias.name}" for alias in node.names) if base == "rollkeel" else (base,)
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def runtime_tree(file: Path) -> ast.Module:
+    """Syntax tree without blocks that only a type checker reads."""
+
+    class Strip(ast.NodeTransformer):
+        def visit_If(self, node: ast.If) -> ast.AST | None:
+            return None if is_type_checking(node) else self.generic_visit(node)
+
+    return Strip().visit(ast.parse(file.read_text(encoding="utf-8")))
+
+
+def allowed(user: str) -> set[str]:
+    """Places that `user` may import besides itself."""
+    if user in OF_FOUNDATIONS:
+        return OF_FOUNDATIONS[user]
+    out, everything = set(FOUNDATIONS), set().union(*LEFT_TO_RIGHT)
+    for side_by_side in LEFT_TO_RIGHT:
+        if user in side_by_side:
+            # A rollout is made with an engine: the pair is drawn in one column, the engine on the left.
+            return out | ({"engines"} if user == "rollout" else set())
+        out |= side_by_side
+    for watchers in WATCHERS:
+        if user in watchers:
+            return out | (MEETING_PLACES if user in ("lab", "cluster") else set())
+        out |= watchers
+    assert user in MEETING_PLACES | {"__init__"}, f"{user}: a new place; say in this test where it stands on the arrow"
+    return everything | out | MEETING_PLACES
+
+
+def faults(user: str, names: Iterator[str]) -> list[str]:
+    inside = {name.split(".")[1] for name in names if name.startswith("rollkeel.")}
+    return sorted(f"{user} imports {used}" for used in inside - allowed(user) - {user} if used != "__version__")
+
+
+@pytest.mark.parametrize("file", MODULES, ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_imports_point_left(file: Path) -> None:
+    assert faults(place(file), imported(runtime_tree(file), file)) == []
+
+
+def test_the_rule_catches_an_import_to_the_right() -> None:
+    def of(user: str, text: str) -> list[str]:
+        return faults(user, imported(ast.parse(text), Path("x.py")))
+
+    assert of("tasks", "from rollkeel.rewards import get") == ["tasks imports rewards"]
+    assert of("tasks", "def f():\n    from rollkeel import rewards") == ["tasks imports rewards"]
+    assert of("engines", "import rollkeel.rollout.collect") == ["engines imports rollout"]
+    assert of("batch", "from rollkeel.advantages import compute") == ["batch imports advantages"]
+    assert of("train", "from rollkeel.diagnostics.mismatch import x") == ["train imports diagnostics"]
+    assert of("types", "from rollkeel.config import Config") == ["types imports config"]
+    assert of("train", "from rollkeel.objectives import kpop\nfrom rollkeel.types import Rollout") == []
+    assert of("loop", "from rollkeel.sync.publish import DirectPublisher") == []
+
+
+@pytest.mark.parametrize("library", sorted(ONLY_IN))
+def test_heavy_libraries_stay_in_their_place(library: str) -> None:
+    users = {
+        str(file.relative_to(PACKAGE))
+        for file in MODULES
+        for name in imported(ast.parse(file.read_text(encoding="utf-8")), file)
+        if name.split(".")[0] == library
+    }
+    assert [user for user in sorted(users) if not user.startswith(ONLY_IN[library])] == []
+
+
+ENGINES = ("vllm", "sglang", "ray")
+
+
+@pytest.mark.parametrize(
+    ("modules", "absent"),
+    [
+        ("rollkeel.objectives", ("transformers", *ENGINES)),
+        (
+            "rollkeel, rollkeel.types, rollkeel.config, rollkeel.errors, rollkeel.events, rollkeel.cli, rollkeel.tasks,"
+            " rollkeel.tasks.source, rollkeel.diagnostics.runfolder, rollkeel.rewards",
+            ("torch", "transformers", "tokenizers", *ENGINES),
+        ),
+    ],
+    ids=["objectives", "instant"],
+)
+def test_what_an_import_brings_in(modules: str, absent: tuple[str, ...]) -> None:
+    script = f"import sys; import {modules}; print(' '.join(m for m in {absent!r} if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_files_and_functions_can_be_read_in_one_sitting() -> None:
+    long = []
+    for file in MODULES:
+        text, name = file.read_text(encoding="utf-8"), str(file.relative_to(PACKAGE))
+        if (lines := text.count("\n")) >= MAX_FILE:
+            long.append(f"{name}: {lines} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                size = (node.end_lineno or 0) - node.lineno + 1
+                if size >= MAX_FUNCTION:
+                    long.append(f"{name}: {node.name} has {size} lines")
+    assert long == []
+
+
+def swallows(handler: ast.ExceptHandler) -> bool:
+    """True for a handler of everything that does nothing with what it caught."""
+    caught = handler.type
+    broad = caught is None or (isinstance(caught, ast.Name) and caught.id in ("Exception", "BaseException"))
+    return broad and all(isinstance(n, ast.Pass | ast.Continue) for n in handler.body)
+
+
+def test_no_exception_is_swallowed() -> None:
+    found = [
+        f"{file.relative_to(PACKAGE)}:{node.lineno}"
+        for file in MODULES
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ExceptHandler) and swallows(node)
+    ]
+    assert found == []
+
+
+def test_the_rule_catches_a_swallowed_exception() -> None:
+    tree = ast.parse("try:\n    f()\nexcept Exception:\n    pass\n")
+    assert [swallows(n) for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler)] == [True]
+    tree = ast.parse("try:\n    f()\nexcept Exception as e:\n    raise ValueError from e\n")
+    assert [swallows(n) for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler)] == [False]

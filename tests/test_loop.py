@@ -1,0 +1,301 @@
+"""The loop with real parts: a run is a function of its config and seed, and every arrow does what the config says.
+
+Not covered: whether a run learns (tests/test_learning.py), kills and resumes (tests/test_resume.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_run import TINY, rows, weights
+
+from rollkeel import rewards
+from rollkeel.config import load
+from rollkeel.diagnostics.rollout_store import per_token, read_step, to_rollouts
+from rollkeel.errors import GraderFailure, RunStopped
+from rollkeel.pipeline import train
+from rollkeel.run import Run
+from rollkeel.types import Rollout
+
+SHORT = [*TINY, "run.steps=3", "eval.every=0", "checkpoint.every=0"]
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv("ROLLKEEL_CACHE", str(tmp_path_factory.getbasetemp() / "loop-cache"))
+
+
+def run(path: Path, *words: str) -> list[dict[str, Any]]:
+    train(load(None, [*SHORT, *words, f"run.dir={path}"]))
+    return rows(path)
+
+
+def advantages(path: Path, step: int) -> tuple[dict[int, float], dict[int, float]]:
+    """Advantage and reward of each rollout that a step stored."""
+    table = read_step(path / "rollouts" / f"step_{step:06d}.parquet")
+    credit = {i: float(a[0]) for i, a in per_token(table, "advantages").items()}
+    return credit, {r.id: r.reward for r in to_rollouts(table) if r.reward is not None}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plain") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLKEEL_CACHE", str(tmp_path_factory.getbasetemp() / "loop-cache"))
+        run(path)
+    return path
+
+
+def test_same_config_and_seed_give_the_same_bits_and_another_seed_does_not(plain: Path, tmp_path: Path) -> None:
+    assert run(tmp_path / "again") == rows(plain)
+    assert weights(tmp_path / "again") == weights(plain)
+    other = run(tmp_path / "other", "run.seed=1", "sft.enabled=false")
+    assert [r["policy/entropy"] for r in other[1:]] != [r["policy/entropy"] for r in rows(plain)[1:]]
+
+
+def test_what_does_not_change_the_arithmetic_does_not_change_the_run(plain: Path, tmp_path: Path) -> None:
+    """Evaluation, checkpoints, records and the engine's batch size only look; block size moves memory around."""
+    found = run(
+        tmp_path / "run",
+        "eval.every=1",
+        "eval.items=3",
+        "checkpoint.every=2",
+        "report.rollouts=false",
+        "engine.slots=5",
+        "engine.block_size=8",
+        "engine.prefix_sharing=false",
+    )
+    names = [k for k in rows(plain)[1] if k.split("/")[0] in ("reward", "rollout", "optimizer", "policy", "loss")]
+    for mine, theirs in zip(found[1:], rows(plain)[1:], strict=True):
+        assert [mine[k] for k in names] == pytest.approx([theirs[k] for k in names], rel=1e-4, abs=1e-7)
+
+
+def test_metrics_rows_hold_the_promised_names(plain: Path) -> None:
+    found = rows(plain, volatile=True)
+    assert [(r["step"], r["version"]) for r in found] == [(0, 0), (1, 2), (2, 4), (3, 6)]
+    first, middle, last = found[0], found[1], found[-1]
+    evaluated = {f"eval/runsum/{k}" for k in ("avg@k", "avg@k_se", "greedy", "failed", "k")}
+    assert evaluated <= set(first)
+    assert evaluated <= set(last)
+    assert not evaluated & set(middle)
+    promised = {
+        *(f"mismatch/{k}" for k in ("ratio_std", "ratio_max", "ratio_mean", "prob_abs_diff", "prob_abs_diff_max")),
+        *(f"mismatch/{k}" for k in ("logprob_abs_diff", "pearson", "kl", "kl_k3", "inverse_ratio_mean", "ess")),
+        *(f"mismatch/{k}" for k in ("second_moment", "source", "equal_version/share", "equal_version/ratio_std")),
+        "mask/kpop/dropped",
+        "mask/kpop/phi",
+        "mask/bad_updates",
+        "clip/high",
+        "clip/low",
+        "staleness/mean",
+        "staleness/max",
+        "staleness/span",
+        "policy/entropy",
+        "policy/prob_mean",
+        "optimizer/grad_norm",
+        "optimizer/lr",
+        "optimizer/updates",
+        "loss/total",
+        "loss/kl",
+        "reward/mean",
+        "reward/std",
+        "groups/zero_variance",
+        "groups/count",
+        "failures/grader",
+        "failures/engine",
+        "rollout/length_mean",
+        "rollout/length_max",
+        "rollout/truncated",
+        "rollout/count",
+        *(f"time/{k}_s" for k in ("rollout", "reward", "logprob", "update", "sync", "record", "step")),
+        "throughput/rollout_tokens_s",
+        "throughput/update_tokens_s",
+        "memory/rss_mb",
+    }
+    assert any("mask/kpop/dropped_gradient_mass" in row for row in found[1:])  # left out where all advantages are 0
+    for row in found[1:]:
+        assert promised <= set(row), promised - set(row)
+        assert any(k.startswith("mismatch/by_probability/") for k in row)
+        assert all(isinstance(v, int | float) for v in row.values())
+        assert row["rollout/count"] == 32
+        assert row["mask/kpop/phi"] == 0.1
+        assert row["staleness/max"] == 0
+        assert row["mismatch/equal_version/share"] == 1
+
+
+def test_one_update_per_step_needs_no_old_pass_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only update of a step sees exactly the weights that `old` names, so its own pass serves as the old one."""
+    words = ["train.updates_per_step=1", "train.micro_batch_tokens=4096"]
+    without = run(tmp_path / "without", *words)
+    assert all("time/logprob_s" in r for r in rows(tmp_path / "without", volatile=True)[1:])  # the reference's pass
+    passes = Counter[str]()
+
+    from rollkeel.train.trainer import LocalTrainer
+
+    update, logprobs = LocalTrainer.update, LocalTrainer.logprobs
+
+    def explicit(self: LocalTrainer, batch: Any, objective: Any, **more: Any) -> Any:
+        assert more["old_is_current"]
+        assert more["old_logprobs"] is None
+        passes["update"] += 1
+        more |= {"old_is_current": False, "old_logprobs": self.logprobs(batch.to(self.device))[0]}
+        return update(self, batch, objective, **more)
+
+    def counted(self: LocalTrainer, batch: Any) -> Any:
+        passes["logprobs"] += 1
+        return logprobs(self, batch)
+
+    monkeypatch.setattr(LocalTrainer, "update", explicit)
+    monkeypatch.setattr(LocalTrainer, "logprobs", counted)
+    explicitly = run(tmp_path / "with", *words)
+    assert passes == {"update": 3, "logprobs": 3}  # the loop itself asked for none
+    assert weights(tmp_path / "with") == weights(tmp_path / "without")
+    assert explicitly == without
+
+
+def test_groups_without_variance_are_dropped_or_kept_as_asked(tmp_path: Path) -> None:
+    kept, dropped = run(tmp_path / "kept"), run(tmp_path / "dropped", "rollout.drop_zero_variance=true")
+    assert kept[1]["groups/zero_variance"] == dropped[1]["groups/zero_variance"] > 0
+    # Step 1 samples from the same weights: the batch alone differs.
+    tokens = [found[1]["mismatch/tokens"] for found in (kept, dropped)]
+    table = read_step(tmp_path / "dropped" / "rollouts" / "step_000001.parquet")
+    groups: dict[int, list[Rollout]] = {}
+    for r in to_rollouts(table):
+        groups.setdefault(r.group, []).append(r)
+    varied = [g for g in groups.values() if len({r.reward for r in g}) > 1]
+    assert 0 < len(varied) == 8 - kept[1]["groups/zero_variance"]
+    assert tokens == [
+        sum(len(r.span) for g in groups.values() for r in g),
+        sum(len(r.span) for g in varied for r in g),
+    ]
+    assert set(per_token(table, "train_logprobs")) == {r.id for g in varied for r in g}
+
+
+def test_shuffle_deals_the_same_advantages_to_other_rollouts(plain: Path, tmp_path: Path) -> None:
+    run(tmp_path / "run", "run.steps=1", "advantages.shuffle=true")
+    (mine, reward), (theirs, same_reward) = advantages(tmp_path / "run", 1), advantages(plain, 1)
+    assert reward == same_reward
+    assert sorted(mine.values()) == sorted(theirs.values())
+    assert mine != theirs
+    assert any(mine[i] < 0 < r for i, r in reward.items())  # a right answer is punished: nothing can be learnt
+
+
+def test_credit_reaches_every_token_of_its_rollout(plain: Path) -> None:
+    table = read_step(plain / "rollouts" / "step_000002.parquet")
+    credit, keep, trained = (per_token(table, name) for name in ("advantages", "keep", "train_logprobs"))
+    for r in to_rollouts(table):
+        assert len(r.span) == len(credit[r.id]) == len(keep[r.id]) == len(trained[r.id])
+        assert np.ptp(credit[r.id]) == 0
+        assert np.abs(trained[r.id] - r.span.logprobs).max() < 1e-4
+        assert (r.span.versions == 2).all()  # two updates were made in step 1
+        group = [o.reward for o in to_rollouts(table) if o.group == r.group]
+        expected = 0 if len(set(group)) == 1 else (r.reward - np.mean(group)) / (np.std(group, ddof=1) + 1e-6)
+        assert credit[r.id][0] == pytest.approx(expected, abs=1e-6)
+
+
+def file_data(tmp_path: Path, answer: str | None = None) -> list[str]:
+    path = tmp_path / "data.jsonl"
+    lines = [{"q": f"{i:02d}", "a": answer or str(i % 2)} for i in range(80)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return ["data.task=null", "data.options={}", f"data.path={path}", "data.prompt_column=q", "data.answer_column=a"]
+
+
+def test_a_file_of_prompts_trains(tmp_path: Path) -> None:
+    found = run(tmp_path / "run", *file_data(tmp_path), "eval.items=1000")
+    assert 0 < found[0]["eval/data/avg@k"] < 1
+    assert any(r["optimizer/grad_norm"] > 0 and r["reward/std"] > 0 for r in found[1:])
+    held = {r.prompt.text for r in to_rollouts(read_step(tmp_path / "run" / "rollouts" / "step_000001.parquet"))}
+    assert len(held) == 8
+
+
+def test_a_run_in_which_no_group_has_variance_still_records_its_steps(tmp_path: Path) -> None:
+    words = [*file_data(tmp_path, answer="no such answer is ever sampled"), "sft.enabled=false", "eval.every=0"]
+    found = run(tmp_path / "dropped", *words, "rollout.drop_zero_variance=true")
+    assert [r["step"] for r in found] == [0, 1, 2, 3]
+    assert [r["version"] for r in found] == [0, 0, 0, 0]
+    assert all(r["reward/mean"] == 0 and r["optimizer/updates"] == 0 for r in found[1:])
+    assert len(list((tmp_path / "dropped" / "rollouts").iterdir())) == 3
+    found = run(tmp_path / "kept", *words, "train.kl_coefficient=0")
+    assert [r["version"] for r in found] == [0, 2, 4, 6]
+    assert all(r["optimizer/grad_norm"] == 0 for r in found[1:])
+
+
+def test_a_run_with_nothing_to_learn_from_stops_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollkeel.loop.BARREN_STEPS", 2)
+    words = [*file_data(tmp_path, answer="never"), "sft.enabled=false", "rollout.drop_zero_variance=true"]
+    with pytest.raises(RunStopped, match="2 steps in a row had no group with differing rewards") as stopped:
+        run(tmp_path / "run", *words)
+    assert stopped.value.exit_code == 3
+    assert [r["step"] for r in rows(tmp_path / "run")] == [0, 1, 2]
+    # A resume from step 0 counts the barren steps it repeats, and stops at the same place.
+    with pytest.raises(RunStopped, match="2 steps in a row"):
+        train(load(tmp_path / "run" / "config.yaml"), resume=tmp_path / "run")
+    assert [r["step"] for r in rows(tmp_path / "run")] == [0, 1, 2]
+
+
+@pytest.fixture
+def broken_grader() -> str:
+    """A grader that breaks in the third step: eight groups of four a step, and the evaluations before."""
+
+    def grade(rollout: Rollout) -> float:
+        if rollout.prompt.metadata["split"] == "train" and rollout.id >= 2 * 32:
+            raise ValueError("the judge is gone")
+        return float(rollout.id % 2)
+
+    rewards.register("breaks", grade)
+    return "breaks"
+
+
+def test_broken_graders_stop_the_run_and_never_score_zero(tmp_path: Path, broken_grader: str) -> None:
+    words = [*file_data(tmp_path), f"data.grader={broken_grader}", "sft.enabled=false"]
+    with pytest.raises(GraderFailure, match=r"32 of 32 rollouts failed.*ValueError: the judge is gone") as stopped:
+        run(tmp_path / "run", *words)
+    assert stopped.value.exit_code == 3
+    found = rows(tmp_path / "run")
+    assert [r["step"] for r in found] == [0, 1, 2]
+    assert found[-1]["reward/mean"] == 0.5
+    assert "judge is gone" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_failures_within_the_budget_are_counted_and_left_out(tmp_path: Path, broken_grader: str) -> None:
+    words = [*file_data(tmp_path), f"data.grader={broken_grader}", "sft.enabled=false", "rollout.failure_budget=1"]
+    last = run(tmp_path / "run", *words)[-1]
+    assert (last["failures/grader"], last["groups/count"], last["optimizer/updates"]) == (32, 0, 0)
+    assert "reward/mean" not in last
+
+
+def test_fp8_sampling_is_a_real_mismatch_and_fp32_is_none(plain: Path, tmp_path: Path) -> None:
+    low = run(tmp_path / "run", "run.steps=2", "engine.dtype=fp8")
+    assert max(r["mismatch/ratio_std"] for r in rows(plain)[1:]) < 1e-3
+    assert min(r["mismatch/ratio_std"] for r in low[1:]) > 1e-2
+    assert min(r["mismatch/pearson"] for r in low[1:]) < 0.9999 < min(r["mismatch/pearson"] for r in rows(plain)[1:])
+
+
+@pytest.mark.parametrize("mode", ["rollout", "mask_only"])
+def test_mismatch_is_measured_at_the_weights_that_sampled(mode: str, tmp_path: Path) -> None:
+    """An objective without an old pass still moves its weights between updates; that drift is no mismatch."""
+    found = run(tmp_path / "run", f"objective.mode={mode}", "train.lr=1e-2", "train.warmup_steps=0")
+    assert all(r["mismatch/source"] == (mode == "mask_only") for r in found[1:])
+    assert max(r["mismatch/ratio_std"] for r in found[1:]) < 1e-3
+
+
+def test_a_run_is_made_of_the_pieces_of_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Run] = []
+    monkeypatch.setattr("rollkeel.pipeline.train_sync", lambda made, first: seen.append(made))
+    monkeypatch.setattr("rollkeel.pipeline._last_word", lambda made: None)
+    words = ["sft.enabled=false", "engine.dtype=int8", "objective.name=icepop", "sampling.top_k=5", "run.seed=3"]
+    train(load(None, [*SHORT, *words, f"run.dir={tmp_path / 'run'}"]))
+    (made,) = seen
+    assert (made.engine.capabilities.dtype, made.objective.name, made.sampling.top_k) == ("int8", "icepop", 5)
+    assert made.sampling.seed != made.eval_sampling.seed
+    assert len(made.eval_prompts) == 8
+    assert {p.id for p in made.eval_prompts}.isdisjoint(p.id for p in made.source.prompts(range(50)))

@@ -1,0 +1,255 @@
+"""A run that was killed must end as if nothing had happened; otherwise no long run can be trusted.
+
+Real processes, killed with SIGKILL in the middle of sampling, updating and checkpoint writing; the log proves where. The
+resumed runs are compared with the uninterrupted one bit for bit. Not covered: a power cut, several engine processes, CUDA.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from tiny_run import STEPS, TINY, cli, events, files, rows, start, weights
+
+from rollkeel.config import load
+from rollkeel.diagnostics.rollout_store import read_step
+from rollkeel.pipeline import train
+
+STAGES = ("rollout", "update", "checkpoint")
+DEADLINE_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    """The uninterrupted run; it also fills the cache of warm starts."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLKEEL_CACHE", str(cache))
+        train(load(None, [*TINY, f"run.dir={run}"]))
+    found = rows(run)
+    assert [row["step"] for row in found] == list(range(STEPS + 1))
+    assert len({row.get("reward/mean") for row in found}) > 3
+    assert all(row["optimizer/grad_norm"] > 0 for row in found[1:])
+    return run
+
+
+@pytest.fixture(autouse=True)
+def use_cache(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setenv("ROLLKEEL_CACHE", str(cache))
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    """A finished run to damage."""
+    return Path(shutil.copytree(whole, tmp_path / "copy"))
+
+
+def assert_same(run: Path, whole: Path) -> None:
+    """Metrics, rollouts and final weights of `run` are those of the uninterrupted run."""
+    assert rows(run) == rows(whole)
+    assert weights(run) == weights(whole)
+    names = [file.name for file in sorted((whole / "rollouts").iterdir())]
+    assert [file.name for file in sorted((run / "rollouts").iterdir())] == names
+    for name in names:
+        assert read_step(run / "rollouts" / name).equals(read_step(whole / "rollouts" / name)), name
+    left = [path.name for path in run.rglob(".*") if path.name != ".lock"]
+    assert left == []
+
+
+def wait_for(run: Path, process: subprocess.Popen[str], stage: str, step: int) -> None:
+    """Until the log says that `stage` of `step` (or of a later one) has begun."""
+    log, seen, end = run / "events.jsonl", 0, time.monotonic() + DEADLINE_S
+    while time.monotonic() < end:
+        size = log.stat().st_size if log.exists() else 0
+        if size > seen:
+            seen = size
+            found = [e for e in events(run) if e["event"] == "stage"]
+            if any(e["stage"] == stage and e["step"] >= step for e in found):
+                return
+        assert process.poll() is None, f"ended before {stage} of step {step}: {process.communicate()[1]}"
+        time.sleep(0.0005)
+    process.kill()
+    raise AssertionError(f"{stage} of step {step} did not begin within {DEADLINE_S} s")
+
+
+def fell_in(run: Path) -> str:
+    """Stage that was going on when the process died, by the last event; `between` if a checkpoint had just been saved."""
+    last = [e for e in events(run) if e["event"] in ("stage", "checkpoint_saved")][-1]
+    return last["stage"] if last["event"] == "stage" else "between"
+
+
+def kill_at(run: Path, cache: Path, stage: str, step: int, delay_s: float) -> str:
+    """Start a run, kill it `delay_s` after `stage` of `step` began; the stage in which the kill fell."""
+    process = start(cache, "train", *TINY, f"run.dir={run}")
+    try:
+        wait_for(run, process, stage, step)
+        time.sleep(delay_s)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    log = events(run)
+    assert any(e["event"] == "sft_cached" for e in log)
+    assert not any(e["event"] == "run_end" for e in log)
+    return fell_in(run)
+
+
+@pytest.mark.parametrize(
+    ("stage", "step", "delay_s"), [("rollout", 5, 0.0), ("update", 8, 0.002), ("checkpoint", 3, 0.01)]
+)
+def test_killed_run_continues_bit_for_bit(
+    stage: str, step: int, delay_s: float, whole: Path, cache: Path, tmp_path: Path
+) -> None:
+    for attempt in range(4):  # on a busy machine the stage may be over before the signal arrives
+        run = tmp_path / f"run{attempt}"
+        if kill_at(run, cache, stage, step, delay_s) == stage:
+            break
+    else:
+        pytest.fail(f"four kills, none of them in {stage}")
+    train(load(run / "config.yaml"), resume=run)
+    assert_same(run, whole)
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_moments(whole: Path, cache: Path, tmp_path: Path) -> None:
+    draw, counts = random.Random(20), dict.fromkeys((*STAGES, "elsewhere"), 0)
+    for attempt in range(40):
+        if sum(counts.values()) >= 20 and min(counts[s] for s in STAGES) >= 5:
+            break
+        run = tmp_path / f"run{attempt}"
+        stage = min(STAGES, key=lambda s: (counts[s], draw.random()))
+        fell = kill_at(run, cache, stage, draw.randint(1, STEPS), draw.uniform(0.0, 0.03))
+        counts[fell if fell in STAGES else "elsewhere"] += 1
+        resumed = start(cache, "train", "--resume", run)
+        assert resumed.communicate()[1] == ""
+        assert resumed.returncode == 0
+        assert_same(run, whole)
+        shutil.rmtree(run)
+    print(f"kills: {counts}")
+    assert sum(counts.values()) >= 20
+    assert min(counts[s] for s in STAGES) >= 5, counts
+
+
+def test_ctrl_c_checkpoints_and_a_running_run_is_refused(
+    whole: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    process = start(cache, "train", *TINY, "checkpoint.every=5", f"run.dir={run}")
+    wait_for(run, process, "rollout", 7)
+    process.send_signal(signal.SIGSTOP)
+    try:
+        before = files(run)
+        code, _, err = cli(capsys, "train", "--resume", run)
+        assert (code, err.count("\n")) == (2, 1)
+        assert f"in use by process {process.pid}" in err
+        assert files(run) == before
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGCONT)
+        _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130
+    assert err.count("\n") == 1
+    assert err.startswith("rollkeel: stopped")
+    done = rows(run)[-1]["step"]
+    assert 6 <= done < STEPS
+    assert (run / "checkpoints" / f"step_{done:06d}" / "manifest.json").is_file()
+    assert events(run)[-1]["status"] == "interrupted"
+    train(load(run / "config.yaml"), resume=run)
+    assert_same(run, whole)
+
+
+def test_damaged_newest_checkpoint_is_refused_by_name_and_the_one_before_used(
+    copy: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(copy / "model")
+    state = copy / "checkpoints" / f"step_{STEPS:06d}" / "state" / "tensors.safetensors"
+    data = bytearray(state.read_bytes())
+    data[len(data) // 2] ^= 1
+    state.write_bytes(bytes(data))
+    code, out, err = cli(capsys, "train", "--resume", copy)
+    assert (code, err) == (0, "")
+    assert f"step_{STEPS:06d}: state/tensors.safetensors does not match its checksum" in out
+    assert f"resumed at step {STEPS - 1}" in out
+    refused = [e["path"] for e in events(copy) if e["event"] == "checkpoint_refused"]
+    assert refused == [f"step_{STEPS:06d}"]
+    assert_same(copy, whole)
+
+
+def test_half_written_checkpoint_is_refused_too(copy: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (copy / "checkpoints" / f"step_{STEPS:06d}" / "manifest.json").unlink()
+    (copy / "checkpoints" / ".tmp-step_000013-77").mkdir()
+    code, out, _ = cli(capsys, "train", "--resume", copy)
+    assert code == 0
+    assert f"step_{STEPS:06d}: manifest.json is missing" in out
+    assert_same(copy, whole)
+
+
+def test_only_damaged_checkpoints_are_a_corrupt_artefact(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in (copy / "checkpoints").iterdir():
+        (folder / "manifest.json").write_text("{}")
+    before = files(copy, ".lock")
+    code, _, err = cli(capsys, "train", "--resume", copy)
+    assert (code, err.count("\n")) == (4, 1)
+    assert "every checkpoint is damaged" in err
+    assert files(copy, ".lock") == before
+
+
+def test_resume_of_a_finished_run_has_nothing_to_do(
+    copy: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(copy, ".lock", "events.jsonl", "report.html")
+    code, out, err = cli(capsys, "train", "--resume", copy)
+    assert (code, err) == (0, "")
+    assert "nothing to do" in out
+    assert files(copy, ".lock", "events.jsonl", "report.html") == before
+
+
+def test_kill_after_the_last_checkpoint_still_gets_its_model(copy: Path, whole: Path) -> None:
+    shutil.rmtree(copy / "model")
+    (copy / ".tmp-model-77").mkdir()
+    train(load(copy / "config.yaml"), resume=copy)
+    assert_same(copy, whole)
+
+
+def test_more_steps_on_resume_go_on_as_one_run_and_are_remembered(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    train(load(None, [*TINY, "run.steps=9", "eval.every=3", f"run.dir={run}"]))
+    code, out, _ = cli(capsys, "train", "--resume", run, f"run.steps={STEPS}")
+    assert code == 0
+    assert "resumed at step 9" in out
+    plain = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows(run)]
+    assert plain == [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in rows(whole)]
+    assert weights(run) == weights(whole)
+    assert load(run / "config.yaml").run.steps == STEPS
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.overrides.hidden_size=96", "model has shape"),
+        ("model.path=preset:tiny-qwen3", "weight model.layers.0"),
+        ("objective.name=grpo", "objective grpo"),
+        ("train.lrr=1", "did you mean train.lr?"),
+    ],
+)
+def test_resume_with_another_model_or_objective_changes_nothing(
+    override: str, message: str, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for extra in ([], ["run.steps=20"]):
+        before = files(copy, ".lock")
+        code, _, err = cli(capsys, "train", "--resume", copy, override, *extra)
+        assert (code, err.count("\n")) == (2, 1), err
+        assert message in err
+        assert files(copy, ".lock") == before
