@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -206,7 +207,8 @@ def guarded(call: Callable[[], Any]) -> int:
         print("rollkeel: stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        return 0
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes once more on its way out
+        return 128 + signal.SIGPIPE
     except MemoryError:
         hint = "lower train.micro_batch_tokens, engine.slots or engine.kv_memory_gb"
         print(f"rollkeel: out of memory; {hint}", file=sys.stderr)

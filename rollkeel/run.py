@@ -19,7 +19,7 @@ from rollkeel import objectives, rewards
 from rollkeel.config import Config
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.runfolder import RunFolder
-from rollkeel.diagnostics.trackers import Tracker, open_trackers
+from rollkeel.diagnostics.trackers import Tracker, check_installed, open_trackers
 from rollkeel.engines.open import open_engine
 from rollkeel.errors import BadInput
 from rollkeel.models.loading import Policy, resolve_device, save_policy
@@ -224,6 +224,7 @@ def validate(config: Config) -> None:
     """Refuse what can be refused before anything is built, trained or written."""
     build_objective(config)
     resolve_device(config.run.device)
+    check_installed(config.report.trackers)
     if config.data.path is not None:
         rewards.get(config.data.grader)
     if config.sampling.temperature == 0:

@@ -7,6 +7,7 @@ package allows it.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -55,6 +56,13 @@ def open_trackers(
         tracker = _OPENERS[name](Path(run_dir), dict(config_dict), resume_step)
         trackers.append(tracker if on_failure is None else _Guarded(name, tracker, on_failure))
     return trackers
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Before a run: raises the `BadInput` that `open_trackers` would raise after the warm start."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise _missing(name, name)
 
 
 class _TensorBoard:
@@ -159,9 +167,13 @@ def _require(package: str, extra: str) -> Any:
     except ImportError as error:
         if error.name not in (None, package):
             raise
-        raise BadInput(
-            f"report.trackers: {extra} needs the package {package}, which is not installed; pip install rollkeel[{extra}]"
-        ) from None
+        raise _missing(package, extra) from None
+
+
+def _missing(package: str, extra: str) -> BadInput:
+    return BadInput(
+        f"report.trackers: {extra} needs the package {package}, which is not installed; pip install rollkeel[{extra}]"
+    )
 
 
 def _run_id(run_dir: Path) -> str:

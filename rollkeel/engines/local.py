@@ -108,8 +108,11 @@ class LocalEngine:
         )
 
     def _affordable_blocks(self, text: Any, wanted: int) -> int:
+        if not getattr(text, "num_attention_heads", None):
+            raise BadInput(f"engine: {text.model_type} has no attention; the embedded engine cannot serve it")
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        width = max(width, getattr(text, "qk_head_dim", None) or 0)
         size = torch.finfo(self._forward.dtype).bits // 8
         per_block = 2 * text.num_hidden_layers * heads * width * self._config.block_size * size
         affordable = int(self._config.kv_memory_gb * 2**30 / per_block)
@@ -135,7 +138,8 @@ class LocalEngine:
         return bool(self._waiting or self._active or self._done)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        check_requests(requests, self._capabilities, self._forward.vocab_size)
+        flying = [r.request.id for r in (*self._waiting, *self._active.values())]
+        check_requests(requests, flying, self._capabilities, self._forward.vocab_size)
         for request in requests:
             if self._room(request, 0) <= 0:
                 self._done.append(Segment(request_id=request.id, span=TokenSpan.empty(), status=Status.LENGTH))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rollkeel.errors import BadInput
 from rollkeel.types import Capabilities, Request
 
 
-def check_requests(requests: Sequence[Request], about: Capabilities, vocab_size: int) -> None:
-    """Raises `BadInput`, naming the request, for one the engine could not sample."""
-    seen: set[int] = set()
+def check_requests(requests: Sequence[Request], flying: Iterable[int], about: Capabilities, vocab_size: int) -> None:
+    """Raises `BadInput`, naming the request, for one the engine could not sample or could not tell from those in flight."""
+    seen = set(flying)
     for request in requests:
         if request.id in seen:
-            raise BadInput(f"request {request.id}: expected ids unique in a call to submit, got this one twice")
+            raise BadInput(f"request {request.id}: expected ids unique among those in flight, got this one again")
         seen.add(request.id)
         _check(request, about, vocab_size)
 

@@ -84,11 +84,8 @@ class WorkerEngine:
         return self._ready
 
     def submit(self, requests: Sequence[Request]) -> None:
-        check_requests(requests, self.capabilities, self._vocab_size)
-        flying = set().union(*(w.flying for w in self._workers))
-        for request in requests:
-            if request.id in flying:
-                raise BadInput(f"request {request.id}: expected ids unique among those in flight, got this one again")
+        flying = [i for worker in self._workers for i in worker.flying]
+        check_requests(requests, flying, self.capabilities, self._vocab_size)
         living = self._living()
         shares = np.array_split(np.arange(len(requests)), len(living))
         for worker, share in zip(living, shares, strict=True):

@@ -51,6 +51,8 @@ def render(run_dir: str | Path) -> Path:
     """
     run = read_run(run_dir)
     drawn = charts(run.rows)
+    # Where each stage of each step began matters after a kill only, and is in events.jsonl.
+    events = [e for i, e in enumerate(run.events) if e.get("event") != "stage" or i == len(run.events) - 1]
     template = _environment().get_template("template.html.j2")
     html = ""
     for budget in _TOKEN_BUDGETS:
@@ -69,8 +71,8 @@ def render(run_dir: str | Path) -> Path:
             samples=samples,
             sample_facts=_sample_facts,
             metrics=metric_table(run.rows),
-            events=event_table(run.events),
-            events_hidden=max(len(run.events) - _MAX_EVENTS, 0),
+            events=event_table(events),
+            events_hidden=max(len(events) - _MAX_EVENTS, 0),
             config_text=run.config_text[:_MAX_CONFIG],
             rendered=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         )

@@ -144,6 +144,10 @@ def test_bad_requests_are_refused_whole_with_one_line(model: Any) -> None:
         assert not engine.busy
     with pytest.raises(BadInput, match="unique"):
         engine.submit([good, good])
+    engine.submit([good])
+    with pytest.raises(BadInput, match="in flight"):
+        engine.submit([good])
+    assert sorted(drain(engine)) == [good.id]
     with pytest.raises(BadInput, match="cannot return experts"):
         engine_of(model_of("tiny-qwen3")).submit([replace(good, sampling=SamplingParams(return_experts=True))])
 

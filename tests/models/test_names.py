@@ -1,0 +1,122 @@
+"""Publication writes through checkpoint names: a view that is not the tensor the file would hold sends wrong weights with right checksums.
+
+Views against what `save_pretrained` writes, for many architectures; writing through a view changes the model. Checksums:
+they add up over parts and notice every change of bits, order or place. Not covered: sharded or quantised checkpoints.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from test_forward import CASES, build
+
+from rollkeel.errors import BadInput
+from rollkeel.models.checksum import MASK, tensor_checksum
+from rollkeel.models.names import _as_view, checkpoint_views
+from rollkeel.models.presets import PRESETS, build_preset
+
+FAMILIES = [
+    "llama",
+    "llama-tied",
+    "qwen2",
+    "qwen3-moe",
+    "qwen3-moe-mixed",
+    "olmoe",
+    "mixtral",
+    "deepseek-v3",
+    "gpt-oss",
+]
+
+
+def models() -> dict[str, Any]:
+    return {**dict.fromkeys(FAMILIES), **{f"preset:{p}": None for p in PRESETS}}
+
+
+def make(name: str) -> Any:
+    return build_preset(name.removeprefix("preset:"))[0] if name.startswith("preset:") else build(CASES[name][0])
+
+
+@pytest.mark.parametrize("name", models())
+def test_views_are_what_save_pretrained_writes(name: str, tmp_path: Path) -> None:
+    model = make(name)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    views = checkpoint_views(model)
+    assert set(views) == set(saved)
+    for key, tensor in saved.items():
+        assert views[key].shape == tensor.shape
+        assert torch.equal(views[key], tensor), key
+
+
+@pytest.mark.parametrize("name", models())
+def test_writing_through_views_writes_every_parameter_once(name: str) -> None:
+    model = make(name)
+    views = checkpoint_views(model)
+    for number, view in enumerate(views.values(), 1):
+        view.fill_(number)
+    again = checkpoint_views(model)
+    for number, view in enumerate(again.values(), 1):
+        assert (view == number).all()
+    # Nothing is left over, and nothing was written twice: element counts match.
+    parameters = {p.data_ptr(): p for p in model.state_dict().values() if p.is_floating_point()}
+    assert sum(v.numel() for v in views.values()) == sum(p.numel() for p in parameters.values())
+    assert all((p >= 1).all() for p in parameters.values())
+
+
+def test_an_index_that_is_no_strided_piece_is_refused_by_name() -> None:
+    base = torch.arange(12.0)
+    with pytest.raises(BadInput, match=r"weight w: not a strided piece"):
+        _as_view("w", base, torch.tensor([0, 1, 3]))
+    with pytest.raises(BadInput, match="not a strided piece"):
+        _as_view("w", base.view(3, 4).t(), torch.tensor([0, 1, 2]))
+    view = _as_view("w", base, torch.tensor([[1, 5, 9], [3, 7, 11]]))
+    assert view.tolist() == [[1, 5, 9], [3, 7, 11]]
+    assert view.data_ptr() == base[1:].data_ptr()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    size=st.integers(2, 200),
+    cut=st.integers(1, 199),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.float8_e4m3fn]),
+)
+def test_checksums_add_up_over_parts(seed: int, size: int, cut: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 50).to(dtype)
+    cut = min(cut, size - 1)
+    parts = tensor_checksum("w", x[:cut]) + tensor_checksum("w", x[cut:], cut)
+    assert parts & MASK == tensor_checksum("w", x)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10**6), byte=st.integers(0, 4 * 60 - 1), bit=st.integers(0, 7))
+def test_every_flipped_bit_is_noticed(seed: int, byte: int, bit: int) -> None:
+    x = torch.randn(60, generator=torch.Generator().manual_seed(seed))
+    before = tensor_checksum("w", x)
+    x.view(torch.uint8)[byte] ^= 1 << bit
+    assert tensor_checksum("w", x) != before
+
+
+def test_swaps_shifts_names_and_missing_zeros_are_noticed() -> None:
+    x = torch.randn(40, generator=torch.Generator().manual_seed(0))
+    sums = {"plain": tensor_checksum("w", x)}
+    swapped = x.clone()
+    swapped[[3, 29]] = x[[29, 3]]
+    sums["swapped"] = tensor_checksum("w", swapped)
+    sums["rolled"] = tensor_checksum("w", x.roll(1))
+    sums["offset"] = tensor_checksum("w", x, 1)
+    sums["other name"] = tensor_checksum("v", x)
+    sums["shorter"] = tensor_checksum("w", x[:-1])
+    sums["zero behind"] = tensor_checksum("w", torch.cat((x, torch.zeros(1))))
+    sums["bfloat16"] = tensor_checksum("w", x.bfloat16())
+    sums["negative zero"] = tensor_checksum("w", torch.cat((x, -torch.zeros(1))))
+    assert len(set(sums.values())) == len(sums)
+    assert all(0 <= s <= MASK for s in sums.values())
+    assert tensor_checksum("w", x.view(8, 5).t().contiguous().t()) == sums["plain"]  # strides are no content
+    assert tensor_checksum("w", x[:0]) == 0
