@@ -75,13 +75,13 @@ def variants(side: str, stage: Stage, layouts: Sequence[str] = LAYOUTS) -> list[
     return [Variant(side, p, t, o) for p, t in sizes for o in choices]
 
 
-def run_once(variant: Variant, stage: Stage, python: str, model: str, repeats: int) -> dict[str, Any]:
+def run_once(variant: Variant, stage: Stage, python: str, model: str, repeats: int, tuned_peer: bool) -> dict[str, Any]:
     """One measurement in a fresh process. Raises `RuntimeError` with the end of its stderr when it fails."""
     command = [python, "-W", "ignore", "-m", f"benchmarks.peer.{variant.side}_side", "--what", stage.what]
     command += ["--lengths", stage.lengths, "--model", model, "--repeats", str(repeats), *variant.options]
     command += ["--processes", str(variant.processes), "--threads", str(variant.threads)]
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "MKL_", "GOMP_", "KMP_"))}
-    env |= {"PYTHONPATH": str(ROOT), **w.allocator()}
+    env |= {"PYTHONPATH": str(ROOT), **(w.allocator() if tuned_peer and variant.side == "trl" else {})}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or len(lines) != 1:
@@ -151,7 +151,7 @@ def _alternate(sides: dict[str, list[Variant]]) -> list[Variant]:
 
 def _run(variant: Variant, stage: Stage, args: argparse.Namespace, model: str) -> dict[str, Any]:
     python = args.peer_python if variant.side == "trl" else args.python
-    result = run_once(variant, stage, python, model, args.repeats)
+    result = run_once(variant, stage, python, model, args.repeats, args.tuned_peer)
     rate = result["tokens"] / median(result["seconds"])
     note = (
         f"{stage.name:16} {variant.side:9} {variant.name:16} {rate:9,.0f} tokens/s  {result['memory_peak_mb']:7,.0f} MB"
@@ -195,6 +195,9 @@ def parse() -> argparse.Namespace:
     p.add_argument("--rounds", type=int, default=3, help="measurements of each kept variant")
     p.add_argument("--repeats", type=int, default=3, help="timings in each measurement, after one for warm-up")
     p.add_argument("--cores", type=int, nargs="+", help="cores to use; default the first two this process may use")
+    p.add_argument(
+        "--tuned-peer", action="store_true", help="give TRL, too, the allocator settings that rollkeel makes for itself"
+    )
     p.add_argument("--out", default=str(ROOT / "benchmarks" / "results"), help="folder for peer.json and peer.md")
     args = p.parse_args()
     for name, python in (("--python", args.python), ("--peer-python", args.peer_python)):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.peer import workload as w
+from rollkeel.host import keep_freed_memory
 
 if TYPE_CHECKING:
     from rollkeel.batch.build import TrainingBatch
@@ -31,6 +32,7 @@ def main() -> None:
     p.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides to try")
     args = p.parse_args()
     w.set_threads(args.threads)
+    keep_freed_memory()  # as the command line and every worker do
     measure(args)
 
 
