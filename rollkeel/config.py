@@ -116,7 +116,8 @@ class EngineConfig(Node):
     prefix_sharing: bool = True
     """Compute and store a prompt's KV once for all requests with the same prompt."""
     forward: Literal["auto", "fast", "transformers"] = "auto"
-    """`fast` is rollkeel's own inference forward (Llama/Qwen2/Qwen3/Qwen3-MoE-like); others fall back to transformers."""
+    """`fast` is rollkeel's own inference forward (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE); others fall back to transformers.
+    `auto` takes the fastest that fits: `fast` with compiled decode steps (extra `cpu`), `fast`, `transformers`."""
     deadline_s: float = Field(default=600.0, gt=0)
     """Longest silence before the engine counts as hung."""
 

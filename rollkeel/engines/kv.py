@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from rollkeel.errors import EngineFailure
@@ -101,6 +102,13 @@ class PagedCache:
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
         self._buffers: dict[int, torch.Tensor] = {}
+
+    def arrays(self, layer: int, kv_heads: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Key and value blocks of a layer as float32 arrays that share its memory (CPU only)."""
+        for store in (self._keys, self._values):
+            if layer not in store:
+                store[layer] = torch.zeros(self.num_blocks * kv_heads, self.block_size, width)
+        return self._keys[layer].numpy(), self._values[layer].numpy()
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block in every layer: the last, half-filled block of a shared prompt."""

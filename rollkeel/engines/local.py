@@ -27,6 +27,7 @@ from rollkeel.engines.sampling import SamplingRows, sample
 from rollkeel.engines.slots import Slots
 from rollkeel.engines.weights import apply_update
 from rollkeel.errors import BadInput, EngineFailure
+from rollkeel.models.compiled import compiled_decode
 from rollkeel.models.forward import FastForward, supports
 from rollkeel.models.forward_transformers import TransformersForward
 from rollkeel.models.numerics import is_quantised, weight_rounder
@@ -83,6 +84,7 @@ class LocalEngine:
         if weight_rounder(config.dtype) and not any(is_quantised(n, w) for n, w in self._forward.destinations.items()):
             raise BadInput(f"engine.dtype={config.dtype}: would round no weight of {text.model_type}; use fp32 or bf16")
         self._config = config
+        self._compiled = compiled_decode(self._forward) if config.forward == "auto" else None
         block = config.block_size
         max_blocks = -(-self._max_length // block)
         self._pool = BlockPool(self._affordable_blocks(text, config.slots * (max_blocks + 1) + 1))
@@ -331,10 +333,14 @@ class LocalEngine:
         ids, positions = slots.token[active], slots.position[active]
         width = int(positions.max()) // size + 1
         table = slots.table[active, :width]
-        written = table.gather(1, (positions // size)[:, None])[:, 0] * size + positions % size
-        step = Step(slots=written, table=table, query_positions=positions[:, None], scatter=None)
         experts: list[torch.Tensor] | None = [] if want_experts else None
-        logits = self._forward.logits(self._run(ids, positions, step, experts))
+        if self._compiled is not None:
+            hidden = self._compiled.hidden(ids, positions, table, self._cache.arrays, experts)
+        else:
+            written = table.gather(1, (positions // size)[:, None])[:, 0] * size + positions % size
+            step = Step(slots=written, table=table, query_positions=positions[:, None], scatter=None)
+            hidden = self._run(ids, positions, step, experts)
+        logits = self._forward.logits(hidden)
         drawn = sample(logits, rows, uniforms(slots.key[active], slots.drawn[active]))
         ended = slots.record(active, drawn, topk, experts)
         self.steps += 1

@@ -110,6 +110,7 @@ class FastForward:
         self.dtype = compute_dtype(mode)
         self.device = device
         self._round = activation_rounder(mode)
+        self.exact_activations = self._round is None
         self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
         self.num_layers = int(config.num_hidden_layers)
@@ -141,8 +142,8 @@ class FastForward:
             inverse, factor = 1.0 / rope["rope_theta"] ** steps, 1.0
         else:
             inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-        self._inverse_frequency = inverse.to(self.device)
-        self._rope_factor = float(factor)
+        self.inverse_frequency = inverse.to(self.device)
+        self.rope_factor = float(factor)
 
     def refresh(self) -> None:
         """Rebuild what is derived from the weights; call after writing to `destinations`."""
@@ -157,8 +158,8 @@ class FastForward:
         `experts`, when given, receives one `[N, top_k]` tensor of expert ids per MoE layer.
         """
         x = self.embedding.index_select(0, ids)
-        angle = positions[:, None].float() * self._inverse_frequency
-        cos, sin = angle.cos() * self._rope_factor, angle.sin() * self._rope_factor
+        angle = positions[:, None].float() * self.inverse_frequency
+        cos, sin = angle.cos() * self.rope_factor, angle.sin() * self.rope_factor
         cos = torch.cat((cos, cos), -1).to(self.dtype)[:, None]
         # rotate_half as a roll: the sign lives in the sine.
         sin = torch.cat((-sin, sin), -1).to(self.dtype)[:, None]
