@@ -163,7 +163,7 @@ def show(
 ) -> None:
     """Knobs and a few items of a task."""
     task = _task(name, options)
-    print(f"{name}: {task.summary}\nknobs: {json.dumps(task.describe(), default=str)}")
+    print(f"{name}: {task.summary}\nknobs: {task.describe()}")
     for index in range(count):
         item = task.item(seed, split, index)
         print(f"{index}: {item.text!r} → {task.gold(item)!r}   near miss {task.near_miss(item)!r}")
@@ -199,6 +199,8 @@ def guarded(call: Callable[[], Any]) -> int:
     """Run `call`; returns the exit code, having printed one line for an error that a user can act on."""
     try:
         result = call()
+        if result == 130:  # typer turns a KeyboardInterrupt into this code and says nothing
+            raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
     except RollkeelError as error:
         print(f"rollkeel: {error}", file=sys.stderr)

@@ -108,7 +108,7 @@ class EngineConfig(Node):
     block_size: int = Field(default=16, ge=1)
     """Tokens per KV block."""
     max_length: int | None = None
-    """Longest prompt + response; None takes the model's context or what the run needs, whichever is smaller."""
+    """Longest prompt + response, tokens, at most the model's context; None takes that context."""
     kv_memory_gb: float = Field(default=4.0, gt=0)
     """Most memory for the KV cache, per process; when it runs out the youngest sequence waits and is recomputed."""
     prefill_tokens: int = Field(default=8192, ge=1)
@@ -257,8 +257,9 @@ def load(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Con
 
 def merge(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """`tree` with `a.b=c` overrides written into it. Raises `BadInput` for an override that is not of that form."""
+    given: set[str] = set()
     for text in overrides:
-        _apply(tree, text)
+        _apply(tree, text, given)
     return tree
 
 
@@ -298,7 +299,8 @@ def _read(recipe: str | Path) -> dict[str, Any]:
     return tree
 
 
-def _apply(tree: dict[str, Any], text: str) -> None:
+def _apply(tree: dict[str, Any], text: str, given: set[str]) -> None:
+    """Write one override into `tree` and its key into `given`."""
     key, sep, raw = text.partition("=")
     if not sep or not key.strip():
         raise BadInput(f"override {text!r}: expected key=value, for example train.lr=1e-4")
@@ -309,14 +311,18 @@ def _apply(tree: dict[str, Any], text: str) -> None:
     parts = key.strip().split(".")
     node = tree
     for part in parts[:-1]:
-        child = node.setdefault(part, {})
+        if node.get(part) is None:  # absent, or a section left empty in the YAML
+            node[part] = {}
+        child = node[part]
         if not isinstance(child, dict):
             raise BadInput(f"override {text!r}: {part!r} is a value, not a section")
         node = child
-    if parts[:-1] == ["objective"] and parts[-1] == "name" and value != tree["objective"].get("name"):
-        # Options of another objective mean nothing to this one.
-        tree["objective"].clear()
+    if parts == ["objective", "name"] and value != node.get("name", ObjectiveConfig().name):
+        # The recipe's options of another objective mean nothing to this one; those typed before the name do.
+        for option in [k for k in node if f"objective.{k}" not in given]:
+            del node[option]
     node[parts[-1]] = value
+    given.add(".".join(parts))
 
 
 def _check_keys(tree: Any, model: type[BaseModel], where: str) -> None:

@@ -60,7 +60,7 @@ class StopFlag:
             raise KeyboardInterrupt
         self._set = True
         if self._view is not None:
-            self._view.note("stopping: a checkpoint is written at the next safe point (again to stop at once)")
+            self._view.note("stopping at the next safe point (again to stop at once)")
 
 
 @dataclass

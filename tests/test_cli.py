@@ -271,11 +271,23 @@ def test_success_is_zero_and_a_negative_verdict_one(capsys: pytest.CaptureFixtur
     assert cli_module.guarded(lambda: 1) == 1
 
 
+def test_a_second_ctrl_c_inside_a_verb_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> list[str]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rollkeel.tasks.names", interrupted)
+    code, _, err = cli(capsys, "tasks", "list")
+    assert (code, err.strip()) == (130, "rollkeel: stopped")
+
+
 def test_tasks_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
     out = cli(capsys, "tasks", "list")[1]
     assert [line.split()[0] for line in out.splitlines()] == ["runsum", "addition", "countdown"]
     out = cli(capsys, "tasks", "show", "runsum", "digits=3", "-n", "2")[1]
     assert len([line for line in out.splitlines() if "→" in line]) == 2
+    assert "knobs: digits=3\n" in out
 
 
 # -- without torch -----------------------------------------------------------------------------------------------------

@@ -114,6 +114,18 @@ def test_options_of_another_objective_are_dropped_with_its_name() -> None:
     assert (other.name, other.options) == ("icepop", {"high": 3})
 
 
+def test_options_typed_before_the_objective_name_are_kept() -> None:
+    for recipe in (None, "default"):
+        typed = load(recipe, ["objective.clip_low=0.3", "objective.name=grpo"]).objective
+        assert (typed.name, typed.options) == ("grpo", {"clip_low": 0.3})
+
+
+def test_a_section_left_empty_takes_overrides(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("train:\nobjective: {phi: 0.3}\n")
+    config = load(tmp_path / "r.yaml", ["train.lr=1e-2", "objective.name=kpop"])
+    assert (config.train.lr, config.objective.options) == (1e-2, {"phi": 0.3})
+
+
 def test_an_objective_section_may_be_absent() -> None:
     assert load(None, ["objective.name=grpo"]).objective.name == "grpo"
 

@@ -309,8 +309,7 @@ def _load(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         got = list(weights[name].shape) if name in weights else None
         expected = list(live[name].shape) if name in live else None
         if got != expected:
-            raise BadInput(
-                f"weight {name}: the model has shape {expected}, the checkpoint {got}; resume with the same model"
-            )
+            ours, theirs = (f"shape {s}" if s is not None else "no such weight" for s in (expected, got))
+            raise BadInput(f"weight {name}: the model has {ours}, the checkpoint {theirs}; resume with the same model")
     for name, tensor in live.items():
         tensor.copy_(weights[name])
