@@ -115,9 +115,9 @@ class EngineConfig(Node):
     """Tokens (with padding) prefilled in one forward pass."""
     prefix_sharing: bool = True
     """Compute and store a prompt's KV once for all requests with the same prompt."""
-    forward: Literal["auto", "fast", "transformers"] = "auto"
-    """`fast` is rollkeel's own inference forward (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE); others fall back to transformers.
-    `auto` takes the fastest that fits: `fast` with compiled decode steps (extra `cpu`), `fast`, `transformers`."""
+    forward: Literal["auto", "fast", "compiled", "transformers"] = "auto"
+    """`fast` is rollkeel's own inference forward (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE), which `auto` takes where it fits;
+    `compiled` is `fast` with compiled decode steps (CPU, extra `cpu`, seconds of compilation); `transformers` fits the rest."""
     deadline_s: float = Field(default=600.0, gt=0)
     """Longest silence before the engine counts as hung."""
 

@@ -75,7 +75,7 @@ class LocalEngine:
         text = hf_config.get_text_config()
         context = int(getattr(text, "max_position_embeddings", 2**20))
         self._max_length = min(context, config.max_length or max_length or context)
-        fast = supports(text) if config.forward == "auto" else config.forward == "fast"
+        fast = supports(text) if config.forward == "auto" else config.forward in ("fast", "compiled")
         if fast and not supports(text):
             raise BadInput(
                 f"engine.forward: expected a family the fast forward computes, got {text.model_type}; use auto"
@@ -84,7 +84,7 @@ class LocalEngine:
         if weight_rounder(config.dtype) and not any(is_quantised(n, w) for n, w in self._forward.destinations.items()):
             raise BadInput(f"engine.dtype={config.dtype}: would round no weight of {text.model_type}; use fp32 or bf16")
         self._config = config
-        self._compiled = compiled_decode(self._forward) if config.forward == "auto" else None
+        self._compiled = compiled_decode(self._forward) if config.forward == "compiled" else None
         block = config.block_size
         max_blocks = -(-self._max_length // block)
         self._pool = BlockPool(self._affordable_blocks(text, config.slots * (max_blocks + 1) + 1))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from rollkeel.errors import BadInput
 from rollkeel.models.forward import FastForward
 
 if TYPE_CHECKING:
@@ -40,8 +41,9 @@ if not FOUND and not TYPE_CHECKING:
         return lambda function: function
 
 
-# No `nnan`/`ninf`: a diverged model must show as NaN, not as whatever is left when NaN is assumed away.
-_jit = njit(cache=True, nogil=True, boundscheck=False, fastmath={"reassoc", "contract", "arcp", "nsz"})
+# Not cached on disk: code linked from cached pieces rounds differently from code compiled whole, and a resumed run must
+# repeat the bits of the run that compiled. No `nnan`/`ninf`: a diverged model must show as NaN, not as whatever is left when NaN is assumed away.
+_jit = njit(nogil=True, boundscheck=False, fastmath={"reassoc", "contract", "arcp", "nsz"})
 
 
 @_jit
@@ -241,17 +243,21 @@ def _layer(x, w, shape, keys, values, table, positions, cos, sin, eps, scale, no
     _experts(h, up, down, chosen, weights, x, call)
 
 
-def compiled_decode(forward: object) -> CompiledDecode | None:
-    """`CompiledDecode` of `forward` where it computes the same and can run; else None."""
-    fits = (
-        FOUND
-        and isinstance(forward, FastForward)
-        and forward.device.type == "cpu"
-        and forward.dtype == torch.float32
-        and forward.exact_activations
-        and all(layer.out_bias is None for layer in forward.layers)
-    )
-    return CompiledDecode(forward) if fits and isinstance(forward, FastForward) else None
+def compiled_decode(forward: object) -> CompiledDecode:
+    """`CompiledDecode` of `forward`. Raises `BadInput` where it cannot run or would compute something else."""
+    if not FOUND:
+        raise BadInput(
+            "engine.forward=compiled: expected numba and torch's BLAS on x86-64 Linux; pip install rollkeel[cpu] or use auto"
+        )
+    if (
+        not isinstance(forward, FastForward)
+        or forward.device.type != "cpu"
+        or forward.dtype != torch.float32
+        or not forward.exact_activations
+        or any(layer.out_bias is not None for layer in forward.layers)
+    ):
+        raise BadInput("engine.forward=compiled: expected float32 arithmetic on a CPU without output biases; use auto")
+    return CompiledDecode(forward)
 
 
 class CompiledDecode:

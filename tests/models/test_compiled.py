@@ -1,7 +1,7 @@
 """Compiled decode steps must be the PyTorch decode steps: same log-probs, experts and tokens, at every batch size.
 
-Matters because it is what runs by default on a CPU while the PyTorch path runs on GPUs. Does not cover speed, nor agreement
-with the trainer (see the engine tests, which use it too).
+Matters because the two are exchangeable by one config key. Does not cover speed, nor agreement with the trainer beyond that
+of the PyTorch path (see the engine tests), nor the same bits in two processes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from rollkeel.config import EngineConfig
 from rollkeel.engines.local import LocalEngine
+from rollkeel.errors import BadInput
 from rollkeel.models import compiled
 from rollkeel.models.forward import FastForward
 from rollkeel.models.names import checkpoint_views
@@ -64,7 +65,7 @@ def test_same_tokens_log_probs_and_experts_as_pytorch(name: str, dtype: str) -> 
     net = model(name)
     moe = "moe" in name
     fast, with_torch = sample(net, "fast", dtype, moe)
-    auto, with_numba = sample(net, "auto", dtype, moe)
+    auto, with_numba = sample(net, "compiled", dtype, moe)
     assert with_torch._compiled is None
     assert with_numba._compiled is not None
     for a, b in zip(fast, auto, strict=True):
@@ -76,9 +77,10 @@ def test_same_tokens_log_probs_and_experts_as_pytorch(name: str, dtype: str) -> 
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_modes_with_other_arithmetic_stay_in_pytorch(dtype: str) -> None:
+def test_modes_with_other_arithmetic_are_refused(dtype: str) -> None:
     forward = FastForward(model("tiny-qwen3-moe").config, dtype, torch.device("cpu"))
-    assert compiled.compiled_decode(forward) is None
+    with pytest.raises(BadInput, match=r"engine\.forward=compiled"):
+        compiled.compiled_decode(forward)
 
 
 def test_exponential_is_exact_to_float32_over_its_range() -> None:
@@ -94,6 +96,6 @@ def test_silu_survives_large_inputs() -> None:
     for layer in net.model.layers:
         layer.mlp.gate_proj.weight.data *= 300  # pre-activations far beyond ±80
     fast, _ = sample(net, "fast", "fp32", False)
-    auto, _ = sample(net, "auto", "fp32", False)
+    auto, _ = sample(net, "compiled", "fp32", False)
     assert all(np.array_equal(a.span.token_ids, b.span.token_ids) for a, b in zip(fast, auto, strict=True))
     assert all(np.isfinite(s.span.logprobs).all() for s in auto)
