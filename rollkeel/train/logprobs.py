@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers.modeling_utils import PreTrainedModel
 
+from rollkeel.batch.packing import MicroBatch
 from rollkeel.errors import BadInput
 from rollkeel.models.packed import PackedModel
 
@@ -279,3 +280,16 @@ class PolicyForward:
             scale=self.head.scale,
             softcap=self.head.softcap,
         )
+
+    def score(self, micro: MicroBatch, *, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies `[t]` of a micro-batch's response tokens."""
+        logprobs, entropy = self(
+            micro.input_ids,
+            micro.position_ids,
+            micro.cu_seqlens,
+            micro.predict_index,
+            micro.targets,
+            temperature=temperature,
+        )
+        assert entropy is not None
+        return logprobs, entropy

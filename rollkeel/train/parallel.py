@@ -184,15 +184,7 @@ def _pass(
         p.grad = None
     with torch.set_grad_enabled(differentiate):
         for micro in map(_tensors, micros):
-            p, h = forward(
-                micro.input_ids,
-                micro.position_ids,
-                micro.cu_seqlens,
-                micro.predict_index,
-                micro.targets,
-                temperature=temperature,
-            )
-            assert h is not None
+            p, h = forward.score(micro, temperature=temperature)
             pipe.send((p.detach().numpy(), h.detach().numpy()))
             if not differentiate:
                 continue

@@ -81,10 +81,7 @@ def _step(
     stepper.zero_grad()
     for members in plan([len(s) for s in sequences], max_tokens):
         micro = pack(members, sequences, prompts, starts, device)
-        logprobs, entropy = forward(
-            micro.input_ids, micro.position_ids, micro.cu_seqlens, micro.predict_index, micro.targets
-        )
-        assert entropy is not None
+        logprobs, entropy = forward.score(micro)
         c = weights.index_select(0, micro.indices)
         loss = -(c * logprobs).sum()
         if not math.isfinite(loss.item()):

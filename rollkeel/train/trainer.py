@@ -159,7 +159,7 @@ class LocalTrainer:
                 helper.start(share, self.temperature, _by_logprobs(loss_of, "entropy" in objective.needs), None)
             try:
                 for micro in own:
-                    loss_of(micro, *self._run(self._forward, micro)).backward()
+                    loss_of(micro, *self._forward.score(micro, temperature=self.temperature)).backward()
             finally:
                 self._finish_helpers()
             for helper in self._helpers:
@@ -217,22 +217,10 @@ class LocalTrainer:
             helper.start(share, self.temperature, None, keep)
         try:
             for micro in own:
-                keep(micro, *self._run(forward, micro))
+                keep(micro, *forward.score(micro, temperature=self.temperature))
         finally:
             self._finish_helpers()
         return logprobs, entropy
-
-    def _run(self, forward: PolicyForward, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        p, h = forward(
-            micro.input_ids,
-            micro.position_ids,
-            micro.cu_seqlens,
-            micro.predict_index,
-            micro.targets,
-            temperature=self.temperature,
-        )
-        assert h is not None
-        return p, h
 
     def _shares(self, batch: TrainingBatch, count: int | None = None) -> list[list[MicroBatch]]:
         """Micro-batches of each process, the trainer's own first; several processes get pieces small enough to balance."""
