@@ -30,6 +30,10 @@ app = typer.Typer(
 )
 tasks_app = typer.Typer(no_args_is_help=True, help="Verifiable task families.")
 app.add_typer(tasks_app, name="tasks")
+objectives_app = typer.Typer(
+    no_args_is_help=True, help="Objectives: masks, weights and surrogates under their papers' names."
+)
+app.add_typer(objectives_app, name="objectives")
 
 Words = Annotated[
     list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe (file or name) and overrides.")
@@ -182,6 +186,46 @@ def check(
     print(f"{name}: {result.items} items, {result.scored} answers scored, {len(result.failures)} failures")
     if not result.passed:
         raise typer.Exit(1)
+
+
+@objectives_app.command(name="list")
+def list_objectives() -> None:
+    """Names of the recipes."""
+    from rollkeel.stages import objective_summaries
+
+    for name, summary in objective_summaries():
+        print(f"{name:22} {summary}")
+
+
+ObjectiveOptions = Annotated[
+    list[str] | None, typer.Argument(metavar="[OPTION=VALUE]...", help="Options of the recipe, as under `objective`.")
+]
+
+
+@objectives_app.command(name="show")
+def show_objective(name: str, options: ObjectiveOptions = None) -> None:
+    """Formula, source, options with their defaults, and what they resolve to."""
+    from rollkeel.stages import objective_description
+
+    print(objective_description(name, load(None, [f"objective.{o}" for o in options or []]).objective.options))
+
+
+@objectives_app.command()
+def plot(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]... [OPTION=VALUE]...", help="Recipes (all) and options for them."),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for NAME.svg and index.html; may exist.")] = Path(
+        "objectives"
+    ),
+) -> None:
+    """Draw acceptance regions over the two probabilities of a token, by calling the objectives."""
+    names = [w for w in words or [] if "=" not in w]
+    options = load(None, [f"objective.{w}" for w in words or [] if "=" in w]).objective.options
+    from rollkeel.stages import plot_objectives
+
+    print(plot_objectives(names, options, out)[-1])
 
 
 def main(argv: list[str] | None = None) -> None:

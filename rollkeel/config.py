@@ -137,8 +137,28 @@ class RolloutConfig(Node):
     """Rollouts per prompt."""
     drop_zero_variance: bool = False
     """Leave groups whose rewards are all equal out of the batch (they are counted either way)."""
+    dynamic_rounds: int = Field(default=0, ge=0)
+    """DAPO's dynamic sampling: draw further prompts, in at most this many rounds, until `prompts` groups have rewards that
+    differ, and train on those alone. 0 is off."""
+    return_experts: bool = True
+    """Record the experts each token was routed to, where engine and model can, for `routing/flip_rate`."""
     failure_budget: float = Field(default=0.05, ge=0, le=1)
     """Share of a step's rollouts that may fail in engine or grader before the run stops."""
+
+
+class OverlongConfig(Node):
+    """Soft overlong punishment (DAPO, Yu et al. 2025, eq. 13)."""
+
+    buffer: int = Field(default=0, ge=0)
+    """Tokens before `sampling.max_new_tokens` over which the penalty grows from 0 to its full size; 0 is off."""
+    penalty: float = Field(default=1.0, ge=0)
+    """Taken off the reward of a response of full length."""
+
+
+class RewardConfig(Node):
+    """What is added to the grader's rewards before they become advantages. `reward/mean` stays the grader's."""
+
+    overlong: OverlongConfig = OverlongConfig()
 
 
 class ObjectiveConfig(BaseModel):
@@ -180,6 +200,8 @@ class TrainConfig(Node):
     kl_coefficient: float = Field(default=0.0, ge=0)
     """γ: weight of KL(p‖ref); above 0 keeps a frozen copy of the start model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    """`reward` takes γ·Σ_t KL_t of the old policy off a rollout's reward instead (k1 is the unbiased choice there)."""
     entropy_coefficient: float = Field(default=0.0, ge=0)
 
 
@@ -217,6 +239,7 @@ class Config(Node):
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     advantages: AdvantageConfig = AdvantageConfig()
     train: TrainConfig = TrainConfig()

@@ -1,14 +1,15 @@
 """The whole system, read aloud: sample, grade, learn, publish. Start here.
 
-    prompts ─▶ collect ─▶ grade ─▶ credit ─▶ old log-probs ─▶ objective × updates ─▶ publish ─▶ (evaluate, checkpoint)
+    prompts ─▶ collect ─▶ grade ─▶ old log-probs ─▶ credit ─▶ objective × updates ─▶ publish ─▶ (evaluate, checkpoint)
 
-One step is a function of the weights, the seed and the step number; nothing else is carried along. That is why a run that
-was killed continues bit for bit: reload the weights of step s and do step s + 1.
+One step is a function of the weights, the seed, the step number, the prompts consumed so far and the objective's state;
+nothing else is carried along. That is why a run that was killed continues bit for bit: reload those of step s and do s + 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,11 +18,17 @@ from rollkeel import advantages
 from rollkeel.batch.build import TrainingBatch, build_batch, split_by_groups
 from rollkeel.diagnostics.mismatch import mismatch_metrics
 from rollkeel.diagnostics.rollout_store import write_step
+from rollkeel.diagnostics.routing import routing_metrics
 from rollkeel.errors import Interrupted, RunStopped
+from rollkeel.objectives.kl import ESTIMATORS
+from rollkeel.rewards.overlong import overlong_penalty
 from rollkeel.rollout.collect import collect, issue
+from rollkeel.rollout.dynamic import Drawn, draw_once, draw_varied
 from rollkeel.rollout.evaluate import evaluate
 from rollkeel.run import Clock, Run
 from rollkeel.train.checkpoint import step_name
+from rollkeel.train.scores import Scores
+from rollkeel.train.trainer import UpdateOutput
 from rollkeel.types import Rollout
 
 BARREN_STEPS = 20
@@ -75,102 +82,156 @@ def start(run: Run) -> None:
 def step_once(run: Run, step: int) -> bool:
     """One step: everything between two versions of the weights. False if there was nothing to learn from."""
     config, clock = run.config, run.clock(step)
-    with clock.stage("rollout"):
-        sampled = sample(run, step)
-    with clock.stage("reward"):
-        graded = run.grader.grade([r for r in sampled if r.status.complete])
-        failed = [r for r in sampled if not r.status.complete]
-        metrics = run.budget.check([*graded, *failed])
-    good = [r for r in graded if r.reward is not None]
-    learnt = learn(run, step, good, metrics, clock)
+    metrics: dict[str, float] = {}
+    drawn = sample(run, metrics, clock)
+    learnt = learn(run, step, drawn, metrics, clock)
     with clock.stage("sync"):
         run.publish()
     if step == config.run.steps or (config.eval.every and step % config.eval.every == 0):
         with clock.stage("eval"):
             metrics |= held_out(run)
-    tokens = sum(len(r.span) for r in sampled)
-    metrics |= describe(good) | clock.metrics({"rollout": tokens, "update": sum(len(r.span) for r in good)})
+    tokens = {"rollout": drawn.rollouts, "update": drawn.batch}
+    metrics |= describe([r for r in drawn.rollouts if r.reward is not None])
+    metrics |= clock.metrics({stage: sum(len(r.span) for r in rollouts) for stage, rollouts in tokens.items()})
     run.record({"step": step, "version": run.trainer.version, **metrics})
     if step == config.run.steps or (config.checkpoint.every and step % config.checkpoint.every == 0):
         save(run, step)
     return learnt
 
 
-def sample(run: Run, step: int) -> list[Rollout]:
-    """The step's rollouts, from prompts that follow from the step number."""
-    size = run.config.rollout
-    first = (step - 1) * size.prompts
-    prompts = run.source.prompts(range(first, first + size.prompts))
-    issued = issue(prompts, size.samples, run.sampling, first, run.engine)
-    return collect(
-        run.engine, issued, run.policy.tokenizer, deadline_s=run.config.engine.deadline_s, should_stop=run.stop
-    )
+def sample(run: Run, metrics: dict[str, float], clock: Clock) -> Drawn:
+    """The step's graded rollouts, of the prompts behind those that earlier steps consumed."""
+    size, deadline_s = run.config.rollout, run.config.engine.deadline_s
+    seen: list[Rollout] = []
+
+    def draw(first: int, count: int) -> Sequence[Rollout]:
+        with clock.stage("rollout"):
+            prompts = run.source.prompts(range(first, first + count))
+            issued = issue(prompts, size.samples, run.sampling, first, run.engine)
+            found = collect(run.engine, issued, run.policy.tokenizer, deadline_s=deadline_s, should_stop=run.stop)
+        with clock.stage("reward"):
+            graded = iter(run.grader.grade([r for r in found if r.status.complete]))
+            found = [next(graded) if r.status.complete else r for r in found]
+            seen.extend(found)
+            metrics.update(run.budget.check(seen))
+        return found
+
+    if size.dynamic_rounds:
+        drawn = draw_varied(draw, run.consumed, size.prompts, size.dynamic_rounds)
+        metrics |= drawn.metrics()
+    else:
+        drawn = draw_once(draw, run.consumed, size.prompts, varied_only=size.drop_zero_variance)
+    run.consumed += drawn.consumed  # only now: an interrupted step is repeated from its first prompt
+    return drawn
 
 
-def learn(run: Run, step: int, rollouts: Sequence[Rollout], metrics: dict[str, float], clock: Clock) -> bool:
-    """Credit, old log-probs, updates; adds to `metrics` and writes the step's rollouts. False if nothing was learnt."""
-    config, objective, trainer = run.config, run.objective, run.trainer
-    credit, kept = credit_of(run, step, rollouts, metrics)
-    chosen = [r for r, keep in zip(rollouts, kept, strict=True) if keep]
-    batches = split_by_groups(chosen, config.train.updates_per_step) if chosen else []
-    values = dict(zip((r.id for r in rollouts), credit, strict=True))
-    version = trainer.version
-    whole = (
-        build_batch(chosen, [values[r.id] for r in chosen], objective.aggregate).to(trainer.device) if chosen else None
-    )
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What other policies say about the step's tokens, `[T]` each, where somebody needs it."""
+
+    old: Scores | None = None
+    """The weights at the start of the step."""
+    ref: torch.Tensor | None = None
+    """Log-probs of the frozen start model."""
+
+    def of(self, part: slice) -> dict[str, torch.Tensor | None]:
+        """Arguments of `LocalTrainer.update` for a part of the tokens."""
+        old = (None, None) if self.old is None else (self.old.logprobs, self.old.topk_logprobs)
+        named = {"old_logprobs": old[0], "old_topk_logprobs": old[1], "ref_logprobs": self.ref}
+        return {name: None if value is None else value[part] for name, value in named.items()}
+
+
+def learn(run: Run, step: int, drawn: Drawn, metrics: dict[str, float], clock: Clock) -> bool:
+    """Passes, credit, updates; adds to `metrics` and writes the step's rollouts. False if nothing was learnt."""
+    config, objective = run.config, run.objective
+    graded = [r for r in drawn.rollouts if r.reward is not None]
+    metrics |= advantages.group_metrics([r.reward for r in graded], [r.group for r in graded])
+    groups = split_by_groups(drawn.batch, config.train.updates_per_step)
+    chosen = [r for group in groups for r in group]
+    credit: dict[int, float] = {}
     logprobs = keep = None
-    if whole is not None:
-        # One update on all tokens sees exactly the weights that "old" means: its own first pass is the old pass.
-        old = ref = None
-        if "old_logprobs" in objective.needs and len(batches) > 1:
-            with clock.stage("logprob"):
-                old, _ = trainer.logprobs(whole)
-        if "ref_logprobs" in objective.needs:
-            with clock.stage("logprob"):
-                ref = trainer.ref_logprobs(whole)
+    if chosen:
+        version = run.trainer.version
+        whole = build_batch(chosen, np.zeros(len(chosen)), objective.aggregate).to(run.trainer.device)
+        known = passes(run, whole, len(groups), clock)
+        credit = credit_of(run, step, chosen, known, metrics)
         with clock.stage("update"):
-            parts = [build_batch(b, [values[r.id] for r in b], objective.aggregate) for b in batches]
-            logprobs, keep = update(run, parts, old, ref, metrics)
-        # Without an old pass only the first update's pass saw the weights that `version` names.
-        seen = whole if old is not None else parts[0]
-        metrics |= mismatch_metrics(seen.to(trainer.device).tokens(logprobs[: len(seen)], old_logprobs=old), version)
-        logprobs = old if old is not None else logprobs
-    metrics["optimizer/updates"] = float(len(batches))
+            parts = [build_batch(g, [credit[r.id] for r in g], objective.aggregate) for g in groups]
+            outputs = update(run, parts, known, metrics)
+        metrics |= watch(run, whole, parts, known, outputs, version)
+        logprobs = known.old.logprobs if known.old else torch.cat([o.logprobs for o in outputs])
+        keep = torch.cat([o.keep for o in outputs])
+    metrics["optimizer/updates"] = float(len(groups))
     if config.report.rollouts:
         with clock.stage("record"):
-            store(run, step, rollouts, chosen, values, logprobs, keep)
-    return bool(batches)
+            store(run, step, graded, chosen, credit, logprobs, keep)
+    return bool(groups)
 
 
-def update(
-    run: Run,
-    parts: Sequence[TrainingBatch],
-    old: torch.Tensor | None,
-    ref: torch.Tensor | None,
-    metrics: dict[str, float],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One optimizer update per part; metrics are means over updates weighted by tokens (maxima for `…max`).
+def passes(run: Run, whole: TrainingBatch, updates: int, clock: Clock) -> Known:
+    """Forward passes over all tokens before the first update, as far as somebody needs them."""
+    needs, in_reward = run.objective.needs, run.config.train.kl_in == "reward" and run.config.train.kl_coefficient > 0
+    old = ref = None
+    # One update on all tokens sees exactly the weights that "old" means: its own first pass is the old pass, unless
+    # a rule must look at the whole batch before that.
+    ahead = run.objective.denominator == "kept" or any(rule.threshold.adaptive for _, rule in run.objective.rules())
+    if in_reward or ((updates > 1 or ahead) and needs & {"old_logprobs", "old_topk_logprobs"}):
+        with clock.stage("logprob"):
+            old = run.trainer.score(whole)
+    if in_reward or "ref_logprobs" in needs:
+        with clock.stage("logprob"):
+            ref = run.trainer.ref_logprobs(whole)
+    return Known(old=old, ref=ref)
 
-    Returns the log-probs each part's pass saw and the tokens its masks kept, both `[T]` over all parts in order.
-    """
+
+def credit_of(
+    run: Run, step: int, rollouts: Sequence[Rollout], known: Known, metrics: dict[str, float]
+) -> dict[int, float]:
+    """Advantage of each rollout by id, from its reward with what the config adds to it."""
+    config, n = run.config, len(rollouts)
+    lengths = np.array([len(r.span) for r in rollouts])
+    reward = np.array([r.reward for r in rollouts], dtype=np.float64)
+    limit, overlong = config.sampling.max_new_tokens, config.reward.overlong
+    added = np.zeros(n)
+    if overlong.buffer:
+        penalty = overlong_penalty(lengths, limit, overlong.buffer, overlong.penalty)
+        metrics |= {
+            "reward/overlong_penalty": abs(float(penalty.mean())),
+            "reward/overlong_share": float((penalty < 0).mean()),
+        }
+        added += penalty
+    if config.train.kl_in == "reward" and known.old is not None and known.ref is not None:
+        per_token = ESTIMATORS[config.train.kl_estimator](known.old.logprobs.double(), known.ref.double())
+        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+        penalty = config.train.kl_coefficient * np.add.reduceat(per_token.cpu().numpy(), starts)
+        metrics["reward/kl_penalty"] = float(penalty.mean())
+        added -= penalty
+    if added.any():
+        metrics["reward/shaped_mean"] = float((reward + added).mean())
+    name = config.advantages.name or run.objective.advantage
+    credit = advantages.compute(name, reward + added, [r.group for r in rollouts])
+    if config.advantages.shuffle:
+        credit = advantages.shuffle(credit, config.run.seed, step)
+    return {r.id: float(c) for r, c in zip(rollouts, credit, strict=True)}
+
+
+def update(run: Run, parts: Sequence[TrainingBatch], known: Known, metrics: dict[str, float]) -> list[UpdateOutput]:
+    """One optimizer update per part; adds their metrics: means over updates weighted by tokens, maxima for `…max`, sums
+    for counts, the last for what the next update begins with."""
     outputs, start = [], 0
     for part in parts:
         window = slice(start, start + len(part))
         start += len(part)
+        current = "old_logprobs" in run.objective.needs and known.old is None
+        first = not outputs
         outputs.append(
-            run.trainer.update(
-                part,
-                run.objective,
-                old_logprobs=None if old is None else old[window],
-                ref_logprobs=None if ref is None else ref[window],
-                old_is_current="old_logprobs" in run.objective.needs and old is None,
-            )
+            run.trainer.update(part, run.objective, **known.of(window), old_is_current=current, experts=first)
         )
     for name in dict.fromkeys(k for o in outputs for k in o.metrics):
         have = [(o.metrics[name], len(p)) for o, p in zip(outputs, parts, strict=True) if name in o.metrics]
         if name.endswith("max"):
             metrics[name] = max(v for v, _ in have)
-        elif name == "optimizer/lr":
+        elif name == "optimizer/lr" or (name.startswith("controller/") and name.endswith(("bound", "target"))):
             metrics[name] = have[-1][0]
         elif name.endswith(("clamped_log_ratios", "floored")):
             metrics[name] = sum(v for v, _ in have)
@@ -180,28 +241,32 @@ def update(
             metrics[name] = min(
                 max(mean, low), high
             )  # a constant (φ, say) stays what it is, without a rounding residue
-    return torch.cat([o.logprobs for o in outputs]), torch.cat([o.keep for o in outputs])
+    return outputs
 
 
-def credit_of(
-    run: Run, step: int, rollouts: Sequence[Rollout], metrics: dict[str, float]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Advantage of each rollout and whether it enters the batch, both `[R]`."""
-    config = run.config
-    if not rollouts:
-        metrics |= advantages.group_metrics([], [])
-        return np.zeros(0), np.zeros(0, bool)
-    reward = np.array([r.reward for r in rollouts], dtype=np.float64)
-    groups = np.array([r.group for r in rollouts])
-    credit = advantages.compute(config.advantages.name or run.objective.advantage, reward, groups)
-    metrics |= advantages.group_metrics(reward, groups)
-    kept = np.ones(len(rollouts), bool)
-    if config.rollout.drop_zero_variance:
-        for group in np.unique(groups):
-            kept[groups == group] = np.ptp(reward[groups == group]) > 0
-    if config.advantages.shuffle:
-        credit[kept] = advantages.shuffle(credit[kept], config.run.seed, step)
-    return credit, kept
+def watch(
+    run: Run,
+    whole: TrainingBatch,
+    parts: Sequence[TrainingBatch],
+    known: Known,
+    outputs: Sequence[UpdateOutput],
+    version: int,
+) -> dict[str, float]:
+    """Engine against trainer, at the weights `version` that sampled."""
+    # Without an old pass only the first update's pass saw them.
+    seen = outputs if known.old is not None else outputs[:1]
+    logprobs = torch.cat([o.logprobs for o in seen])
+    credited = replace(whole, advantages=torch.cat([p.advantages for p in parts]).to(whole.advantages.device))
+    tokens = credited.tokens(
+        logprobs,
+        old_logprobs=known.old.logprobs if known.old else None,
+        ref_logprobs=known.ref,
+        indices=torch.arange(len(logprobs), device=logprobs.device),
+    )
+    weight = torch.cat([o.weight for o in seen]) if run.objective.weight is not None else None
+    engine = parts[0].experts
+    routed = routing_metrics(engine if engine is None else engine.to(logprobs.device), outputs[0].experts)
+    return mismatch_metrics(tokens, version, weight=weight) | routed
 
 
 def describe(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -212,6 +277,7 @@ def describe(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {
         "rollout/length_mean": float(lengths.mean()),
         "rollout/length_max": float(lengths.max()),
+        "rollout/length_min": float(lengths.min()),
         "rollout/truncated": float(np.mean([r.status == "length" for r in rollouts])),
         "rollout/tokens": float(lengths.sum()),
         "rollout/count": float(len(rollouts)),
@@ -254,7 +320,7 @@ def store(
     logprobs: torch.Tensor | None,
     keep: torch.Tensor | None,
 ) -> None:
-    """Write the step's rollouts with what the trainer thought of every token."""
+    """Write the step's rollouts with what the trainer thought of every token of those it was trained on."""
     trained: dict[int, np.ndarray] = {}
     masks: dict[int, np.ndarray] = {}
     if logprobs is not None and keep is not None:
@@ -263,7 +329,7 @@ def store(
             window = slice(start, start + len(r.span))
             trained[r.id], masks[r.id] = p[window], k[window]
             start += len(r.span)
-    spread = {r.id: np.full(len(r.span), credit[r.id], np.float32) for r in rollouts}
+    spread = {r.id: np.full(len(r.span), credit[r.id], np.float32) for r in chosen}
     tokenizer = run.policy.tokenizer
     write_step(
         run.folder.rollouts(step),

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -110,11 +110,17 @@ class Run:
     view: LiveView
     stop: StopFlag
     trackers: Sequence[Tracker] = ()
+    consumed: int = 0
+    """Prompts taken from `source` so far: the next step draws those behind them."""
 
     @property
     def sampling(self) -> SamplingParams:
-        """Sampling parameters of training rollouts."""
-        return sampling_params(self.config, self.policy.stop_token_ids)
+        """Sampling parameters of training rollouts, with the facts per token that the objective and the metrics need."""
+        return replace(
+            sampling_params(self.config, self.policy.stop_token_ids),
+            return_topk=self.objective.topk,
+            return_experts=self.config.rollout.return_experts and self.engine.capabilities.returns_experts,
+        )
 
     @property
     def eval_sampling(self) -> SamplingParams:
@@ -134,7 +140,12 @@ class Run:
 
         def write(path: Path) -> None:
             save_policy(self.policy, path / "model")
-            state = {"step": step, "trainer": self.trainer.state_dict(), "objective": self.objective.state_dict()}
+            state = {
+                "step": step,
+                "consumed": self.consumed,
+                "trainer": self.trainer.state_dict(),
+                "objective": self.objective.state_dict(),
+            }
             checkpoint.save_state(path / "state", state)
 
         info = {"objective": self.objective.describe(), "version": self.trainer.version}
@@ -145,6 +156,7 @@ class Run:
         state = checkpoint.load_state(saved.state)
         self.trainer.load_state_dict(state["trainer"])
         self.objective.load_state_dict(state["objective"])
+        self.consumed = state["consumed"]
 
     def track(self, resume_step: int | None) -> None:
         """Open the optional trackers; steps after `resume_step` are dropped from them."""
@@ -210,11 +222,11 @@ def eval_prompts(config: Config, policy: Policy) -> list[Prompt]:
 
 
 def build_objective(config: Config) -> Objective:
-    """The config's objective with the trainer's KL and entropy terms."""
+    """The config's objective with the trainer's KL and entropy terms; KL in the reward is none of its business."""
     return objectives.build(
         config.objective.name,
         config.objective.options,
-        kl_coefficient=config.train.kl_coefficient,
+        kl_coefficient=config.train.kl_coefficient if config.train.kl_in == "loss" else 0.0,
         kl_estimator=config.train.kl_estimator,
         entropy_coefficient=config.train.entropy_coefficient,
     )
@@ -231,6 +243,11 @@ def validate(config: Config) -> None:
         raise BadInput(
             "sampling.temperature: expected > 0 for training, got 0; greedy rollouts of a prompt are all equal"
         )
+    if config.reward.overlong.buffer > config.sampling.max_new_tokens:
+        raise BadInput(
+            f"reward.overlong.buffer: expected at most sampling.max_new_tokens={config.sampling.max_new_tokens}, got"
+            f" {config.reward.overlong.buffer}; it is the last part of that limit"
+        )
     if config.rollout.samples < 2:
         raise BadInput(f"rollout.samples: expected at least 2 for a group baseline, got {config.rollout.samples}")
 
@@ -240,6 +257,11 @@ def assemble(config: Config, folder: RunFolder, policy: Policy, view: LiveView, 
     device = resolve_device(config.run.device)
     torch.set_num_threads(config.run.threads)
     objective = build_objective(config)
+    if objective.topk > policy.vocab_size:
+        raise BadInput(
+            f"objective {objective.name}: needs the {objective.topk} most likely tokens, the vocabulary has"
+            f" {policy.vocab_size}; lower its k"
+        )
     source = prompt_source(config, policy, "train")
     held_out = eval_prompts(config, policy)
     trainer = LocalTrainer(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from rollkeel import rewards
+from rollkeel import objectives, rewards
 from rollkeel.config import Config
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.rollout_store import read_step, to_rollouts, write_step
@@ -15,6 +19,7 @@ from rollkeel.errors import BadInput, Interrupted
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers, resolve_device, save_policy
 from rollkeel.models.names import checkpoint_views
 from rollkeel.pipeline import sft
+from rollkeel.report import regions
 from rollkeel.rewards import FailureBudget, Graders
 from rollkeel.rollout.collect import collect, issue
 from rollkeel.rollout.evaluate import evaluate
@@ -106,6 +111,27 @@ def eval_stage(config: Config, out: Path | None) -> dict[str, float]:
     return metrics
 
 
+def objective_summaries() -> list[tuple[str, str]]:
+    """Name and first paragraph, on one line, of every objective recipe."""
+    docs = {name: inspect.getdoc(recipe) or "" for name, recipe in objectives.RECIPES.items()}
+    return [(name, " ".join(doc.split("\n\n")[0].split())) for name, doc in docs.items()]
+
+
+def objective_description(name: str, options: Mapping[str, Any]) -> str:
+    """What a recipe's docstring says, its options with their defaults, and the composition it resolves to."""
+    built = objectives.build(name, options)
+    recipe = objectives.RECIPES[name]
+    defaults = ", ".join(f"{option}={value!r}" for option, value in (recipe.__kwdefaults__ or {}).items())
+    resolved = "\n".join(f"  {key}: {json.dumps(value)}" for key, value in built.describe().items())
+    return f"{name}\n\n{inspect.getdoc(recipe)}\n\nDefaults: {defaults}\n\nResolved:\n{resolved}"
+
+
+def plot_objectives(names: Sequence[str], options: Mapping[str, Any], out: Path) -> list[Path]:
+    """Draw the acceptance regions of these recipes (all of them when none is named); the page is the last file."""
+    chosen = names or list(objectives.RECIPES)
+    return regions.write({name: objectives.build(name, options) for name in chosen}, out)
+
+
 def _policy(config: Config) -> Policy:
     quiet_transformers()
     torch.set_num_threads(config.run.threads)
@@ -130,4 +156,12 @@ def _make_parent(out: Path) -> None:
         raise BadInput(f"cannot write {out}: {error.strerror or error}; choose another --out") from None
 
 
-__all__ = ["eval_stage", "rollout_stage", "score_stage", "sft_stage"]
+__all__ = [
+    "eval_stage",
+    "objective_description",
+    "objective_summaries",
+    "plot_objectives",
+    "rollout_stage",
+    "score_stage",
+    "sft_stage",
+]

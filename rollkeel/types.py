@@ -264,6 +264,8 @@ class TokenBatch:
     """`[T, K]` float, log p at `topk_ids`."""
     rollout_topk_logprobs: torch.Tensor | None = None
     """`[T, K]` float, log q at `topk_ids`."""
+    old_topk_logprobs: torch.Tensor | None = None
+    """`[T, K]` float, log o at `topk_ids`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tiny_run import TINY, rows, weights
 
 from rollkeel import rewards
 from rollkeel.config import load
 from rollkeel.diagnostics.rollout_store import per_token, read_step, to_rollouts
-from rollkeel.errors import GraderFailure, RunStopped
+from rollkeel.errors import BadInput, GraderFailure, RunStopped
+from rollkeel.loop import Known, credit_of
 from rollkeel.pipeline import train
 from rollkeel.run import Run
-from rollkeel.types import Rollout
+from rollkeel.train.scores import Scores
+from rollkeel.types import Rollout, TokenSpan
 
 SHORT = [*TINY, "run.steps=3", "eval.every=0", "checkpoint.every=0"]
 
@@ -95,8 +100,10 @@ def test_metrics_rows_hold_the_promised_names(plain: Path) -> None:
         "staleness/mean",
         "staleness/max",
         "staleness/span",
+        "routing/flip_rate",
         "policy/entropy",
         "policy/prob_mean",
+        "policy/kl_base",
         "optimizer/grad_norm",
         "optimizer/lr",
         "optimizer/updates",
@@ -110,6 +117,7 @@ def test_metrics_rows_hold_the_promised_names(plain: Path) -> None:
         "failures/engine",
         "rollout/length_mean",
         "rollout/length_max",
+        "rollout/length_min",
         "rollout/truncated",
         "rollout/count",
         *(f"time/{k}_s" for k in ("rollout", "reward", "logprob", "update", "sync", "record", "step")),
@@ -139,7 +147,7 @@ def test_one_update_per_step_needs_no_old_pass_and_changes_nothing(
 
     from rollkeel.train.trainer import LocalTrainer
 
-    update, logprobs = LocalTrainer.update, LocalTrainer.logprobs
+    update, score = LocalTrainer.update, LocalTrainer.score
 
     def explicit(self: LocalTrainer, batch: Any, objective: Any, **more: Any) -> Any:
         assert more["old_is_current"]
@@ -149,13 +157,13 @@ def test_one_update_per_step_needs_no_old_pass_and_changes_nothing(
         return update(self, batch, objective, **more)
 
     def counted(self: LocalTrainer, batch: Any) -> Any:
-        passes["logprobs"] += 1
-        return logprobs(self, batch)
+        passes["score"] += 1
+        return score(self, batch)
 
     monkeypatch.setattr(LocalTrainer, "update", explicit)
-    monkeypatch.setattr(LocalTrainer, "logprobs", counted)
+    monkeypatch.setattr(LocalTrainer, "score", counted)
     explicitly = run(tmp_path / "with", *words)
-    assert passes == {"update": 3, "logprobs": 3}  # the loop itself asked for none
+    assert passes == {"update": 3, "score": 3}  # the loop itself asked for none
     assert weights(tmp_path / "with") == weights(tmp_path / "without")
     assert explicitly == without
 
@@ -278,6 +286,26 @@ def test_fp8_sampling_is_a_real_mismatch_and_fp32_is_none(plain: Path, tmp_path:
     assert max(r["mismatch/ratio_std"] for r in rows(plain)[1:]) < 1e-3
     assert min(r["mismatch/ratio_std"] for r in low[1:]) > 1e-2
     assert min(r["mismatch/pearson"] for r in low[1:]) < 0.9999 < min(r["mismatch/pearson"] for r in rows(plain)[1:])
+    # Routers stay exact in fp8; what they see does not.
+    assert max(r["routing/flip_rate"] for r in rows(plain)[1:]) == 0
+    assert min(r["routing/flip_rate"] for r in low[1:]) > 0
+
+
+def test_experts_are_recorded_where_there_are_any_and_wanted(plain: Path, tmp_path: Path) -> None:
+    def spans(path: Path) -> list[Any]:
+        return [r.span.experts for r in to_rollouts(read_step(path / "rollouts" / "step_000001.parquet"))]
+
+    assert all(e.shape[1:] == (2, 2) for e in spans(plain))
+    without = run(tmp_path / "without", "rollout.return_experts=false")
+    assert spans(tmp_path / "without") == [None] * 32
+    routed = {"routing/flip_rate", "routing/flipped_tokens"}
+    assert without == [{k: v for k, v in row.items() if k not in routed} for row in rows(plain)]
+    # An engine that runs any architecture through transformers sees its routers too.
+    general = run(tmp_path / "general", "engine.forward=transformers", "run.steps=1")
+    assert general[1]["routing/flip_rate"] == 0
+    dense = run(tmp_path / "dense", "model.path=preset:tiny-qwen3", "run.steps=1", "sft.enabled=false")
+    assert not routed & set(dense[1])
+    assert spans(tmp_path / "dense") == [None] * 32
 
 
 @pytest.mark.parametrize("mode", ["rollout", "mask_only"])
@@ -299,3 +327,148 @@ def test_a_run_is_made_of_the_pieces_of_its_config(tmp_path: Path, monkeypatch: 
     assert made.sampling.seed != made.eval_sampling.seed
     assert len(made.eval_prompts) == 8
     assert {p.id for p in made.eval_prompts}.isdisjoint(p.id for p in made.source.prompts(range(50)))
+
+
+@pytest.mark.parametrize("words", [[], ["objective.anchor=old"], ["objective.anchor=old", "train.updates_per_step=1"]])
+def test_the_best_tokens_travel_from_the_engine_to_the_objective(words: list[str], tmp_path: Path) -> None:
+    found = run(tmp_path / "run", "objective.name=dppo_topk_tv", "objective.k=5", "engine.dtype=fp8", *words)
+    for row in found[1:]:
+        assert row["optimizer/grad_norm"] > 0
+        assert 0 <= row["mask/dppo_topk_tv/dropped"] < 1
+    for r in to_rollouts(read_step(tmp_path / "run" / "rollouts" / "step_000002.parquet")):
+        assert r.span.topk_ids is not None
+        assert r.span.topk_logprobs is not None
+        assert r.span.topk_ids.shape == r.span.topk_logprobs.shape == (len(r.span), 5)
+        assert (np.diff(r.span.topk_logprobs) <= 0).all()
+        listed = r.span.topk_ids == r.span.token_ids[:, None]
+        mine = np.broadcast_to(r.span.logprobs[:, None], listed.shape)[listed]
+        assert np.allclose(r.span.topk_logprobs[listed], mine, atol=1e-5)
+
+
+def test_more_best_tokens_than_there_are_is_refused_before_anything_is_sampled(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="needs the 300 most likely tokens, the vocabulary has 288"):
+        run(tmp_path / "run", "objective.name=dppo_topk_tv", "objective.k=300", "sft.enabled=false")
+
+
+def test_effective_sample_size_is_that_of_the_weight_that_is_used(tmp_path: Path) -> None:
+    """Under fp8 ρ varies; a weight cut off at 0.5 hardly does."""
+    words = ["engine.dtype=fp8", "run.steps=1", "objective.name=tis"]
+    loose, tight = (run(tmp_path / cap, *words, f"objective.cap={cap}")[1] for cap in ("100", "0.5"))
+    assert loose["mismatch/second_moment"] == tight["mismatch/second_moment"]
+    rho = loose["mismatch/ratio_mean"] ** 2 / loose["mismatch/second_moment"]
+    assert loose["mismatch/ess"] == pytest.approx(rho, rel=1e-5)
+    assert rho + 1e-6 < tight["mismatch/ess"] <= 1
+
+
+def credited(words: list[str], rollouts: list[Rollout], known: Known) -> tuple[dict[int, float], dict[str, float]]:
+    config = load(None, [*SHORT, *words])
+    metrics: dict[str, float] = {}
+    fake: Any = SimpleNamespace(config=config, objective=SimpleNamespace(advantage="dr_grpo"))
+    return credit_of(fake, 1, rollouts, known, metrics), metrics
+
+
+def test_kl_and_length_enter_the_reward_by_hand(plain: Path) -> None:
+    """R − mean over one group of three, of rewards that lose γ·Σ(log o − log ref) and the overlong penalty."""
+    some = to_rollouts(read_step(plain / "rollouts" / "step_000001.parquet"))[:3]
+    span = next(r.span for r in some if len(r.span) >= 3)
+    cut = {n: getattr(span, n) for n in ("token_ids", "logprobs", "kept_mass", "versions", "kv_versions")}
+    rollouts = [
+        replace(r, group=0, reward=reward, span=TokenSpan(**{k: v[:n] for k, v in cut.items()}))
+        for r, reward, n in zip(some, (1.0, 0.0, 0.0), (1, 2, 3), strict=True)
+    ]
+    old, ref = torch.tensor([-1.0, -1, -2, -3, -1, -1]), torch.tensor([-1.5, -1, -1, -3, -1, -3])
+    known = Known(old=Scores(old, old), ref=ref)  # Σ(log o − log ref): 0.5; −1; 2
+    ids = [r.id for r in rollouts]
+    credit, metrics = credited([], rollouts, known)
+    assert [credit[i] for i in ids] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+    assert metrics == {}
+    words = ["train.kl_in=reward", "train.kl_estimator=k1", "train.kl_coefficient=0.1"]
+    credit, metrics = credited(words, rollouts, known)
+    shaped = np.array([0.95, 0.1, -0.2])
+    assert [credit[i] for i in ids] == pytest.approx(shaped - shaped.mean(), abs=1e-6)
+    assert metrics == pytest.approx({"reward/kl_penalty": 0.05, "reward/shaped_mean": shaped.mean()})
+    # k2 is ½(log o − log ref)²: 0.125, 0.5, 2. max_new_tokens is 4: lengths 1, 2, 3 lose 0, 0, 0.5 with a buffer of 2.
+    words = ["train.kl_in=reward", "train.kl_estimator=k2", "train.kl_coefficient=0.1", "reward.overlong.buffer=2"]
+    credit, metrics = credited(words, rollouts, known)
+    shaped = np.array([1 - 0.0125, -0.05, -0.2 - 0.5])
+    assert [credit[i] for i in ids] == pytest.approx(shaped - shaped.mean(), abs=1e-6)
+    assert metrics["reward/overlong_penalty"] == pytest.approx(0.5 / 3)
+    assert metrics["reward/overlong_share"] == pytest.approx(1 / 3)
+
+
+def test_kl_in_the_reward_leaves_the_loss_and_pulls_to_the_start(tmp_path: Path) -> None:
+    words = ["train.kl_in=reward", "train.kl_estimator=k1", "run.steps=16", "advantages.name=dr_grpo"]
+    free, held = (run(tmp_path / c, *words, f"train.kl_coefficient={c}") for c in ("1e-9", "0.3"))
+    for row in held[1:]:
+        assert {"reward/kl_penalty", "policy/kl_base", "reward/mean"} <= set(row)
+        assert "loss/kl" not in row
+    assert held[1]["reward/kl_penalty"] == 0  # the start model against itself
+    far, near = (np.mean([row["policy/kl_base"] for row in found[9:]]) for found in (free, held))
+    assert near < 0.6 * far
+
+
+def test_the_length_penalty_changes_credit_and_not_the_reported_reward(plain: Path, tmp_path: Path) -> None:
+    found = run(tmp_path / "run", "reward.overlong={buffer: 3, penalty: 0.25}", "run.steps=1")
+    credit, reward = advantages(tmp_path / "run", 1)
+    assert found[1]["reward/mean"] == rows(plain)[1]["reward/mean"]
+    drawn = to_rollouts(read_step(tmp_path / "run" / "rollouts" / "step_000001.parquet"))
+    lost = {r.id: 0.25 * max(len(r.span) - 1, 0) / 3 for r in drawn}
+    assert found[1]["reward/overlong_penalty"] == pytest.approx(np.mean(list(lost.values())))
+    assert found[1]["reward/overlong_share"] == pytest.approx(np.mean([v > 0 for v in lost.values()]))
+    for r in drawn:
+        group = np.array([reward[o.id] - lost[o.id] for o in drawn if o.group == r.group])
+        spread = group.std(ddof=1)
+        expected = 0 if np.ptp(group) == 0 else (reward[r.id] - lost[r.id] - group.mean()) / (spread + 1e-6)
+        assert credit[r.id] == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(BadInput, match=r"reward\.overlong\.buffer: expected at most sampling\.max_new_tokens=4, got 5"):
+        run(tmp_path / "long", "reward.overlong.buffer=5")
+
+
+def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(plain: Path, tmp_path: Path) -> None:
+    found = run(tmp_path / "run", "rollout.dynamic_rounds=4")
+    at = 0
+    for step, row in enumerate(found[1:], 1):
+        table = read_step(tmp_path / "run" / "rollouts" / f"step_{step:06d}.parquet")
+        groups: dict[int, list[Rollout]] = {}
+        for r in to_rollouts(table):
+            groups.setdefault(r.group, []).append(r)
+        assert list(groups) == list(range(at, at + len(groups)))  # every prompt once, none skipped
+        assert [g[0].prompt.index for g in groups.values()] == list(groups)
+        at += len(groups)
+        varied = [i for i, g in groups.items() if len({r.reward for r in g}) > 1]
+        trained = {r.group for r in to_rollouts(table) if r.id in per_token(table, "advantages")}
+        assert trained == set(varied[:8])
+        assert row["rollout/dynamic_discarded"] == len(groups) - len(trained)
+        assert row["groups/count"] == len(groups)
+        assert row["groups/zero_variance"] == len(groups) - len(varied)
+        assert 1 <= row["rollout/dynamic_rounds"] <= 4
+    # The first round is what a run without it samples.
+    assert max(row["rollout/dynamic_rounds"] for row in found[1:]) > 1
+    one = run(tmp_path / "one", "rollout.dynamic_rounds=1", "run.steps=1")
+    dropped = run(tmp_path / "dropped", "rollout.drop_zero_variance=true", "run.steps=1")
+    extra = {"rollout/dynamic_rounds", "rollout/dynamic_discarded"}
+    assert [{k: v for k, v in row.items() if k not in extra} for row in one] == dropped
+
+
+def test_rounds_of_failures_stop_the_run_in_the_first_one(tmp_path: Path, broken_grader: str) -> None:
+    words = [*file_data(tmp_path), f"data.grader={broken_grader}", "sft.enabled=false", "rollout.dynamic_rounds=9"]
+    with pytest.raises(GraderFailure, match=r"32 of 32 rollouts failed"):
+        run(tmp_path / "run", *words, "run.steps=5")
+
+
+def test_a_controller_sees_the_mismatch_even_where_one_update_is_the_old_pass(tmp_path: Path) -> None:
+    """With ρ = o/q taken for 1 everywhere, the bound would be 1 and drop what it should keep."""
+    words = ["objective={name: icepop, high: {drop_rate: 0.05}}", "engine.dtype=fp8"]
+    found = run(tmp_path / "run", *words, "train.updates_per_step=1")
+    bounds = [row[k] for row in found[1:] for k in row if k.startswith("controller/") and k.endswith("bound")]
+    assert bounds
+    assert all(bound > 1.001 for bound in bounds)
+
+
+def test_the_dapo_recipe_uses_what_dapo_needs(tmp_path: Path) -> None:
+    config = load("dapo", [*SHORT, f"run.dir={tmp_path / 'run'}"])
+    assert config.objective.name == "dapo"
+    assert config.rollout.dynamic_rounds > 1
+    train(load("dapo", [*SHORT, "reward.overlong.buffer=2", f"run.dir={tmp_path / 'run'}"]))
+    for row in rows(tmp_path / "run")[1:]:
+        assert {"rollout/dynamic_rounds", "reward/overlong_penalty", "clip/high", "clip/low"} <= set(row)

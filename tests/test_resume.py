@@ -235,6 +235,38 @@ def test_more_steps_on_resume_go_on_as_one_run_and_are_remembered(
     assert load(run / "config.yaml").run.steps == STEPS
 
 
+STATEFUL = {
+    "controller": ["objective={name: ac_mis_po, steps: 8}"],
+    "controllers, draws and dynamic sampling": [
+        "objective={name: icepop, high: {drop_rate: 0.02}, perturb: [{weight_noise: {sigma: 0.2}}]}",
+        "rollout.dynamic_rounds=3",
+        "reward.overlong.buffer=2",
+        "train.kl_in=reward",
+    ],
+    "best tokens": ["objective={name: dppo_topk_kl, k: 5, delta: {drop_rate: 0.05}}"],
+}
+
+
+@pytest.mark.parametrize("words", STATEFUL.values(), ids=STATEFUL)
+def test_what_an_objective_and_the_data_source_remember_survives_a_kill(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Thresholds, counters of draws and the place in the prompts: the resumed run goes on with the same bounds."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    common = [*TINY, "run.steps=6", "eval.every=0", "checkpoint.keep=9", "engine.dtype=fp8", *words]
+    train(load(None, [*common, f"run.dir={whole}"]))
+    shutil.copytree(whole, killed)
+    for step in (4, 5, 6):  # as if it had died behind step 3
+        shutil.rmtree(killed / "checkpoints" / f"step_{step:06d}")
+    shutil.rmtree(killed / "model")
+    code, out, err = cli(capsys, "train", "--resume", killed)
+    assert (code, err) == (0, "")
+    assert "resumed at step 3" in out
+    bounds = [{k: v for k, v in row.items() if k.startswith("controller/")} for row in rows(whole)]
+    assert bounds[1] != bounds[4] != bounds[6]
+    assert_same(killed, whole)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

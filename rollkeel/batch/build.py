@@ -39,6 +39,12 @@ class TrainingBatch:
     kv_versions: torch.Tensor
     rollout_ids: torch.Tensor
     token_index: torch.Tensor
+    topk_ids: torch.Tensor | None = None
+    """`[T, K]` int64: the K tokens that the sampling distribution held most likely."""
+    rollout_topk_logprobs: torch.Tensor | None = None
+    """`[T, K]` float32, log q at `topk_ids`; −inf for a token that truncation left out."""
+    experts: torch.Tensor | None = None
+    """`[T, layers, k]` int16: experts the engine chose at the position that produced the token."""
 
     def __len__(self) -> int:
         return self.rollout_logprobs.numel()
@@ -50,32 +56,33 @@ class TrainingBatch:
 
     def to(self, device: torch.device | str) -> TrainingBatch:
         """The same batch with its tensors on `device`."""
-        moved = {
-            f.name: getattr(self, f.name).to(device)
-            for f in fields(self)
-            if f.name not in ("sequences", "prompt_lengths")
-        }
-        return replace(self, **moved)
+        held = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sequences", "prompt_lengths")}
+        return replace(self, **{name: value.to(device) for name, value in held.items() if value is not None})
 
     def micro_batches(self, max_tokens: int) -> Iterator[MicroBatch]:
         """Whole sequences packed to at most `max_tokens` tokens each (see `packing.plan`), on the batch's device."""
         starts = np.concatenate([[0], np.cumsum(self.response_lengths)]).tolist()
         for members in plan([len(s) for s in self.sequences], max_tokens):
-            yield pack(members, self.sequences, self.prompt_lengths, starts, self.advantages.device)
+            micro = pack(members, self.sequences, self.prompt_lengths, starts, self.advantages.device)
+            if self.topk_ids is not None:
+                micro = replace(micro, topk_ids=self.topk_ids.index_select(0, micro.indices))
+            yield micro
 
     def tokens(
         self,
         logprobs: torch.Tensor,
         *,
         entropy: torch.Tensor | None = None,
+        topk_logprobs: torch.Tensor | None = None,
         old_logprobs: torch.Tensor | None = None,
+        old_topk_logprobs: torch.Tensor | None = None,
         ref_logprobs: torch.Tensor | None = None,
         indices: torch.Tensor | None = None,
     ) -> TokenBatch:
         """What an objective sees: the whole batch, or the tokens `indices [t]` of a micro-batch.
 
-        `logprobs` and `entropy` are given for the selected tokens (`[T]` or `[t]`), `old_logprobs` and `ref_logprobs` for
-        the whole batch. `sequence_ids` and `group_ids` of a micro-batch stay those of the optimizer batch.
+        `logprobs`, `entropy` and `topk_logprobs` are given for the selected tokens (`[T]` or `[t]`), what is old or of the
+        reference for the whole batch. `sequence_ids` and `group_ids` of a micro-batch stay those of the optimizer batch.
         """
 
         def pick(tensor: torch.Tensor | None) -> Any:
@@ -96,6 +103,10 @@ class TrainingBatch:
             kv_versions=pick(self.kv_versions),
             rollout_ids=pick(self.rollout_ids),
             token_index=pick(self.token_index),
+            topk_ids=pick(self.topk_ids),
+            topk_logprobs=topk_logprobs,
+            rollout_topk_logprobs=pick(self.rollout_topk_logprobs),
+            old_topk_logprobs=pick(old_topk_logprobs),
         )
 
 
@@ -139,7 +150,23 @@ def build_batch(
         kv_versions=cat([s.kv_versions for s in spans], np.int64),
         rollout_ids=each([r.id for r in rollouts], np.int64),
         token_index=cat([np.arange(n) for n in sizes], np.int64),
+        topk_ids=_optional(rollouts, "topk_ids", np.int64),
+        rollout_topk_logprobs=_optional(rollouts, "topk_logprobs", np.float32),
+        experts=_optional(rollouts, "experts", np.int16),
     )
+
+
+def _optional(rollouts: Sequence[Rollout], name: str, dtype: Any) -> torch.Tensor | None:
+    """What every rollout carries, or none; `BadInput` where some do and others do not, or not as many of it."""
+    values = [getattr(r.span, name) for r in rollouts]
+    shapes = [None if v is None else v.shape[1:] for v in values]
+    for rollout, shape in zip(rollouts, shapes, strict=True):
+        if shape != shapes[0]:
+            raise BadInput(
+                f"rollout {rollout.id}: expected {name} of shape {shapes[0]} per token like rollout {rollouts[0].id}, got"
+                f" {shape}; sample a batch with one set of parameters"
+            )
+    return None if shapes[0] is None else torch.from_numpy(np.concatenate(values).astype(dtype))
 
 
 def _refuse(rollout: Rollout) -> None:

@@ -32,6 +32,8 @@ class MicroBatch:
     """`[t]` int64: the response tokens."""
     indices: torch.Tensor
     """`[t]` int64: place of each response token in the flat tensors of the optimizer batch."""
+    topk_ids: torch.Tensor | None = None
+    """`[t, K]` int64: further tokens whose log-probs are wanted at each of these positions."""
 
 
 def plan(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

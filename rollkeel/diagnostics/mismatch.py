@@ -13,23 +13,25 @@ first pass at the old weights stands in its place.
 | `mismatch/pearson` | correlation of (o, q); left out when either has a variance under 1e-12 |
 | `mismatch/kl`, `/kl_k3` | mean(log q − log o); mean(ρ − 1 − log ρ) |
 | `mismatch/inverse_ratio_mean`, `/second_moment` | mean 1/ρ; mean ρ² |
-| `mismatch/ess` | (Σρ)² / (n Σρ²), effective sample size as a fraction |
+| `mismatch/ess` | (Σw)² / (n Σw²), effective sample size as a fraction; w is the objective's weight if it has one, else ρ |
 | `mismatch/equal_version/*` | the same over tokens sampled by the trainer's version; `/share` is their fraction |
 | `mismatch/by_probability/{o,q}_<low>/{share,mean,std}` | ρ in ten bins [low, low+0.1) of o and of q; empty bins left out |
 | `mask/bad_updates` | fraction with A < 0 and q − p > 0.5 |
 | `staleness/mean`, `/max` | trainer version − version that sampled the token |
 | `staleness/span`, `/span_mean` | newest − oldest version inside one rollout: largest, and mean over rollouts |
 | `policy/prob_mean`, `policy/entropy` | mean p of the sampled tokens; mean entropy, nats |
+| `policy/kl_base` | mean of k3 = ref/p − 1 − log(ref/p), nats per token: KL(p‖ref), where there is a reference |
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from rollkeel.errors import BadInput
-from rollkeel.objectives.reductions import Reductions
 from rollkeel.objectives.terms import LOG_RATIO_LIMIT
 from rollkeel.types import TokenBatch
 
@@ -37,58 +39,80 @@ BINS = 10
 MIN_VARIANCE = 1e-12
 """Below it a correlation in float64 sums is rounding."""
 BAD_UPDATE_GAP = 0.5
+_BASE = ("one", "excess", "o", "q")
+"""Rows whose products with each other are summed too; the objective's weight comes behind them when there is one."""
+_LINEAR = ("prob_abs_diff", "logprob_abs_diff", "log_ratio", "clamped", "inverse_ratio_mean")
+_LENGTHS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "sequence_ids", "entropy", "kept_mass")
 
 
 @dataclass(frozen=True)
 class _Gap:
-    """Per-token `[T]` float64; tokens that are not finite hold harmless values and `valid` 0."""
+    """Per-token float64; tokens that are not finite hold harmless values and `valid` 0."""
 
     valid: torch.Tensor
-    o: torch.Tensor
-    q: torch.Tensor
-    log_ratio: torch.Tensor
-    clamped: torch.Tensor
-    excess: torch.Tensor
-    """ρ − 1, exact near 0."""
+    """`[T]` 0 or 1."""
+    rows: torch.Tensor
+    """`[R, T]`: `_BASE`, the weight if there is one, `_LINEAR`. `excess` is ρ − 1, exact near 0."""
+    base: int
+    """Rows before `_LINEAR`."""
 
 
-def mismatch_metrics(tokens: TokenBatch, trainer_version: int) -> dict[str, float]:
+def mismatch_metrics(
+    tokens: TokenBatch, trainer_version: int, *, weight: torch.Tensor | None = None
+) -> dict[str, float]:
     """Every mismatch, staleness and policy metric that a token batch holds; finite floats, see the module's table.
 
     Args: `tokens`: `[T]` tensors of the global batch, T ≥ 1, gradients ignored; `trainer_version`: version of the weights
-    that o was computed with. A metric whose fields are None, or that is a mean over no tokens, is left out.
+    that o was computed with; `weight`: `[T]` ≥ 0, the objective's correction weight if it has one. A metric whose fields
+    are None, or that is a mean over no tokens, is left out.
     A few passes over `[T]` in float64 and one device synchronisation. Raises `BadInput` for lengths that differ.
     """
-    _check_lengths(tokens)
+    _check_lengths(tokens, weight)
     if tokens.logprobs.numel() == 0:
         return {"mismatch/tokens": 0.0}
     with torch.no_grad():
-        gap = _measure(tokens)
-        scalars = Reductions()
-        recomputed = float(tokens.old_logprobs is not None)
-        scalars.add("mismatch/source", gap.valid.new_tensor(recomputed))
-        scalars.add("mismatch/non_finite", (1 - gap.valid).sum())
-        scalars.add("mismatch/clamped_log_ratios", (gap.valid * (gap.log_ratio != gap.clamped)).sum())
-        _add_gap(scalars, "mismatch", gap, gap.valid)
-        if tokens.kept_mass is not None:
-            scalars.add("mismatch/expected_ratio", (gap.valid * tokens.kept_mass).sum(), gap.valid.sum())
+        gap = _measure(tokens, weight)
+        selected = [gap.valid]
         if tokens.versions is not None:
-            equal = gap.valid * (tokens.versions == trainer_version)
-            scalars.add("mismatch/equal_version/share", equal.sum(), gap.valid.sum())
-            _add_gap(scalars, "mismatch/equal_version", gap, equal)
-            _add_staleness(scalars, tokens, tokens.versions, trainer_version)
-        _add_bins(scalars, "mismatch/by_probability/o", gap.o, gap)
-        _add_bins(scalars, "mismatch/by_probability/q", gap.q, gap)
-        _add_policy(scalars, tokens, gap)
-    found = scalars.read()
-    for prefix in ("mismatch", "mismatch/equal_version"):
-        _finish(found, prefix)
-    return found
+            selected.append(gap.valid * (tokens.versions == trainer_version))
+        # All sums of rows and of products of base rows in one product, for every selection of tokens.
+        weighted = torch.cat([gap.rows[: gap.base] * s for s in selected])
+        sums = gap.rows @ weighted.T
+        maxima = torch.stack(
+            [torch.stack([((1 + gap.rows[1]) * s).max(), (gap.rows[gap.base] * s).max()]) for s in selected]
+        )
+        bins = _bins(gap, weighted[1] * gap.rows[1])
+        means = _means(tokens, trainer_version, gap.valid)
+        # The one synchronisation.
+        flat = torch.cat([sums.flatten(), maxima.flatten(), bins.flatten(), torch.stack([*means.values()]).flatten()])
+        numbers = iter(flat.tolist())
+    found: dict[str, float] = {"mismatch/source": float(tokens.old_logprobs is not None)}
+    table = _take(numbers, len(sums), len(selected) * gap.base)
+    for i, prefix in enumerate(("mismatch", "mismatch/equal_version")[: len(selected)]):
+        part = [row[i * gap.base : (i + 1) * gap.base] for row in table]
+        found |= _moments(prefix, part, gap.base)
+    for prefix, (ratio, difference) in zip(
+        ("mismatch", "mismatch/equal_version"), _take(numbers, len(selected), 2), strict=False
+    ):
+        if found[f"{prefix}/tokens"]:
+            found |= {f"{prefix}/ratio_max": ratio, f"{prefix}/prob_abs_diff_max": difference}
+    for name, rows in (("o", _take(numbers, BINS, 3)), ("q", _take(numbers, BINS, 3))):
+        found |= _bin_metrics(f"mismatch/by_probability/{name}", rows)
+    found |= {
+        name: total / over for name, (total, over) in zip(means, _take(numbers, len(means), 2), strict=True) if over
+    }
+    if len(selected) > 1 and found["mismatch/tokens"]:
+        found["mismatch/equal_version/share"] = found["mismatch/equal_version/tokens"] / found["mismatch/tokens"]
+    return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
-def _check_lengths(tokens: TokenBatch) -> None:
-    for name in ("rollout_logprobs", "old_logprobs", "advantages", "sequence_ids", "entropy", "kept_mass", "versions"):
-        value = getattr(tokens, name)
+def _take(numbers: Iterator[float], rows: int, columns: int) -> list[list[float]]:
+    return [[next(numbers) for _ in range(columns)] for _ in range(rows)]
+
+
+def _check_lengths(tokens: TokenBatch, weight: torch.Tensor | None) -> None:
+    given = {name: getattr(tokens, name) for name in (*_LENGTHS, "versions")} | {"weight": weight}
+    for name, value in given.items():
         if value is not None and value.shape != tokens.logprobs.shape:
             raise BadInput(
                 f"mismatch metrics: expected {name} of shape {list(tokens.logprobs.shape)} like logprobs,"
@@ -96,92 +120,111 @@ def _check_lengths(tokens: TokenBatch) -> None:
             )
 
 
-def _measure(tokens: TokenBatch) -> _Gap:
+def _measure(tokens: TokenBatch, weight: torch.Tensor | None) -> _Gap:
     old = tokens.old_logprobs if tokens.old_logprobs is not None else tokens.logprobs
-    log_o, log_q = old.detach().double(), tokens.rollout_logprobs.detach().double()
+    log_o, log_q = old.detach(), tokens.rollout_logprobs.detach()
     finite = torch.isfinite(log_o) & torch.isfinite(log_q)
-    log_o, log_q = torch.where(finite, log_o, 0.0), torch.where(finite, log_q, 0.0)
-    log_ratio = log_o - log_q
-    clamped = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return _Gap(finite.double(), log_o.exp(), log_q.exp(), log_ratio, clamped, clamped.expm1())
+    log_o, log_q = torch.where(finite, log_o, 0.0).double(), torch.where(finite, log_q, 0.0).double()
+    base = len(_BASE) + (weight is not None)
+    # Written row by row into one block: stacking would copy every row once more.
+    rows = torch.empty(base + len(_LINEAR), log_o.numel(), dtype=torch.float64, device=log_o.device)
+    _, excess, o, q = rows[:4].unbind()
+    difference, magnitude, log_ratio, clamped, inverse = rows[base:].unbind()
+    rows[0] = 1.0
+    torch.exp(log_o, out=o)
+    torch.exp(log_q, out=q)
+    torch.sub(log_o, log_q, out=log_ratio)
+    torch.clamp(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT, out=clamped)
+    torch.expm1(clamped, out=excess)
+    torch.sub(o, q, out=difference).abs_()
+    torch.abs(log_ratio, out=magnitude)
+    torch.add(excess, 1.0, out=inverse).reciprocal_()
+    if weight is not None:
+        rows[4] = weight.detach()
+    return _Gap(finite.double(), rows, base)
 
 
-def _add_gap(scalars: Reductions, prefix: str, gap: _Gap, selected: torch.Tensor) -> None:
-    """Moments over the tokens where `selected` is 1. `_finish` turns the private sums into the remaining metrics."""
-    n = selected.sum()
-    difference = (gap.o - gap.q).abs()
-    features = {
-        "_excess": gap.excess,
-        "_excess2": gap.excess.square(),
-        "prob_abs_diff": difference,
-        "logprob_abs_diff": gap.log_ratio.abs(),
-        "kl": -gap.log_ratio,
-        "kl_k3": gap.excess - gap.clamped,
-        "inverse_ratio_mean": torch.exp(-gap.clamped),
-        "_o": gap.o,
-        "_q": gap.q,
-        "_oo": gap.o.square(),
-        "_qq": gap.q.square(),
-        "_oq": gap.o * gap.q,
-    }
-    sums = torch.stack(list(features.values())) @ selected
-    scalars.add(f"{prefix}/tokens", n)
-    for name, total in zip(features, sums.unbind(), strict=True):
-        scalars.add(f"{prefix}/{name}", total, n)
-    some = selected.max()
-    scalars.add(f"{prefix}/ratio_max", (selected * (gap.excess + 1)).max() * some, some)
-    scalars.add(f"{prefix}/prob_abs_diff_max", (selected * difference).max() * some, some)
-
-
-def _finish(found: dict[str, float], prefix: str) -> None:
-    """Metrics that are functions of moments; replaces the private ones."""
-    private = ("_excess", "_excess2", "_o", "_q", "_oo", "_qq", "_oq")
-    moments = {name: found.pop(f"{prefix}/{name}") for name in private if f"{prefix}/{name}" in found}
-    if len(moments) < len(private):
-        return
-    mean, square = moments["_excess"], moments["_excess2"]
+def _moments(prefix: str, sums: Sequence[Sequence[float]], base: int) -> dict[str, float]:
+    """Metrics from `sums [R][base]`: of rows times base rows over a selection of n tokens."""
+    n = sums[0][0]
+    found = {f"{prefix}/tokens": n}
+    if not n:
+        return found
+    linear = {name: row[0] / n for name, row in zip(_LINEAR, sums[base:], strict=True)}
+    for name in ("prob_abs_diff", "logprob_abs_diff", "inverse_ratio_mean"):
+        found[f"{prefix}/{name}"] = linear[name]
+    found[f"{prefix}/kl"] = -linear["log_ratio"]
+    one, excess, o, q = ([value / n for value in row] for row in sums[:4])
+    mean, square = excess[0], excess[1]
     second = 1 + 2 * mean + square
+    found[f"{prefix}/kl_k3"] = mean - linear["clamped"]
     found[f"{prefix}/ratio_mean"] = 1 + mean
     found[f"{prefix}/ratio_std"] = max(square - mean * mean, 0.0) ** 0.5
     found[f"{prefix}/second_moment"] = second
-    found[f"{prefix}/ess"] = min((1 + mean) ** 2 / second, 1.0)
-    var_o, var_q = moments["_oo"] - moments["_o"] ** 2, moments["_qq"] - moments["_q"] ** 2
+    first, of_square = (1 + mean, second) if base == len(_BASE) else (one[4], sums[4][4] / n)
+    if of_square > 0:
+        found[f"{prefix}/ess"] = min(first**2 / of_square, 1.0)
+    var_o, var_q = o[2] - o[0] ** 2, q[3] - q[0] ** 2
     if min(var_o, var_q) > MIN_VARIANCE:
-        covariance = moments["_oq"] - moments["_o"] * moments["_q"]
-        found[f"{prefix}/pearson"] = max(-1.0, min(1.0, covariance / (var_o * var_q) ** 0.5))
+        found[f"{prefix}/pearson"] = max(-1.0, min(1.0, (o[3] - o[0] * q[0]) / (var_o * var_q) ** 0.5))
+    return found
 
 
-def _add_bins(scalars: Reductions, prefix: str, probability: torch.Tensor, gap: _Gap) -> None:
-    index = (probability * BINS).long().clamp(0, BINS - 1)
+def _bins(gap: _Gap, square: torch.Tensor) -> torch.Tensor:
+    """`[2·BINS, 3]`: tokens, Σ excess and Σ excess² in each bin of o, then of q; `square [T]`: valid · excess²."""
+    index = (gap.rows[2:4] * BINS).to(torch.uint8).clamp_(max=BINS - 1)
     # A product with the one-hot matrix adds in a fixed order on every device; scattered adds do not on CUDA.
-    member = torch.nn.functional.one_hot(index, BINS).double() * gap.valid[:, None]
-    sums = member.T @ torch.stack([gap.valid, gap.excess, gap.excess.square()], dim=1)
-    total = gap.valid.sum()
-    for k in range(BINS):
-        name, (n, first, second) = f"{prefix}_{k / BINS:.1f}", sums[k].unbind()
-        scalars.add(f"{name}/share", torch.where(n > 0, n / total, torch.nan))
-        scalars.add(f"{name}/mean", first + n, n)
-        scalars.add(f"{name}/std", (second * n - first * first).clamp(min=0.0).sqrt(), n)
+    member = index[:, None] == torch.arange(BINS, dtype=torch.uint8, device=index.device)[:, None]
+    values = torch.stack([gap.valid, gap.valid * gap.rows[1], square])
+    return member.flatten(0, 1).double() @ values.T
 
 
-def _add_staleness(scalars: Reductions, tokens: TokenBatch, versions: torch.Tensor, trainer_version: int) -> None:
-    lag = (trainer_version - versions).double()
-    scalars.add("staleness/mean", lag.mean())
-    scalars.add("staleness/max", lag.max())
-    ids = tokens.sequence_ids
-    # Runs numbered here rather than by `ids`, which may be larger than T in a part of a batch.
-    run = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).long().cumsum(0)])
-    low = torch.full_like(lag, torch.inf).scatter_reduce(0, run, lag, "amin")
-    high = torch.full_like(lag, -torch.inf).scatter_reduce(0, run, lag, "amax")
-    span = (high - low).clamp(min=0.0)  # places without a sequence are −∞ − ∞
-    scalars.add("staleness/span", span.max())
-    scalars.add("staleness/span_mean", span.sum(), (run[-1] + 1))
+def _bin_metrics(prefix: str, rows: Sequence[Sequence[float]]) -> dict[str, float]:
+    total, found = sum(row[0] for row in rows), {}
+    for k, (n, first, second) in enumerate(rows):
+        if n:
+            name = f"{prefix}_{k / BINS:.1f}"
+            spread = max(second / n - (first / n) ** 2, 0.0) ** 0.5
+            found |= {f"{name}/share": n / total, f"{name}/mean": 1 + first / n, f"{name}/std": spread}
+    return found
 
 
-def _add_policy(scalars: Reductions, tokens: TokenBatch, gap: _Gap) -> None:
+def _means(tokens: TokenBatch, trainer_version: int, valid: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Name → `[2]` float64: a total and what it is divided by."""
+    one = valid.new_ones(())
+    count = valid.sum()
+    ratio = tokens.logprobs if tokens.old_logprobs is None else tokens.old_logprobs
+    beyond = (ratio.detach() - tokens.rollout_logprobs.detach()).abs() > LOG_RATIO_LIMIT
     p = tokens.logprobs.detach().double().exp()
-    bad = (tokens.advantages < 0) & (gap.q - p > BAD_UPDATE_GAP)
-    scalars.add("mask/bad_updates", (gap.valid * bad).sum(), gap.valid.sum())
-    scalars.add("policy/prob_mean", p.mean())
+    bad = (tokens.advantages < 0) & (tokens.rollout_logprobs.detach().double().exp() - p > BAD_UPDATE_GAP)
+    pairs = {
+        "mismatch/non_finite": ((1 - valid).sum(), one),
+        "mismatch/clamped_log_ratios": ((valid * beyond).sum(), one),
+        "mask/bad_updates": ((valid * bad).sum(), count),
+        "policy/prob_mean": (p.mean(), one),
+    }
+    if tokens.kept_mass is not None:
+        pairs["mismatch/expected_ratio"] = (valid @ tokens.kept_mass.double(), count)
     if tokens.entropy is not None:
-        scalars.add("policy/entropy", tokens.entropy.detach().double().mean())
+        pairs["policy/entropy"] = (tokens.entropy.detach().double().mean(), one)
+    if tokens.ref_logprobs is not None:
+        log_ratio = (tokens.ref_logprobs.detach() - tokens.logprobs.detach()).double()
+        log_ratio.clamp_(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        pairs["policy/kl_base"] = ((log_ratio.expm1() - log_ratio).mean(), one)
+    if tokens.versions is not None:
+        pairs |= _staleness(tokens.sequence_ids, trainer_version - tokens.versions, one)
+    return {name: torch.stack([total.double(), over]) for name, (total, over) in pairs.items()}
+
+
+def _staleness(ids: torch.Tensor, lag: torch.Tensor, one: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    # Runs numbered here rather than by `ids`, which may be larger than T in a part of a batch.
+    run = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).cumsum(0)])
+    low = torch.zeros_like(lag).scatter_reduce(0, run, lag, "amin", include_self=False)
+    high = torch.zeros_like(lag).scatter_reduce(0, run, lag, "amax", include_self=False)
+    span = high - low  # 0 in places without a sequence
+    return {
+        "staleness/mean": (lag.double().mean(), one),
+        "staleness/max": (lag.max(), one),
+        "staleness/span": (span.max(), one),
+        "staleness/span_mean": (span.sum(), (run[-1] + 1).double()),
+    }

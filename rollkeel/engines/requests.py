@@ -34,5 +34,7 @@ def _check(request: Request, about: Capabilities, vocab_size: int) -> None:
         raise BadInput(
             f"request {request.id}: return_topk={request.sampling.return_topk} is more than the vocabulary of {vocab_size}"
         )
+    if request.sampling.return_topk and not about.returns_topk:
+        raise BadInput(f"request {request.id}: this engine cannot return the most likely tokens")
     if request.sampling.return_experts and not about.returns_experts:
         raise BadInput(f"request {request.id}: this engine cannot return experts for this model")

@@ -16,7 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from rollkeel.errors import BadInput
 from rollkeel.models.forward import Attend
 from rollkeel.models.names import checkpoint_views
-from rollkeel.models.numerics import activation_rounder, compute_dtype, is_router
+from rollkeel.models.numerics import activation_rounder, compute_dtype, stays_precise
+from rollkeel.models.routers import expert_layers, record_experts
 
 _NAME = "rollkeel_paged"
 _current = threading.local()
@@ -71,6 +72,8 @@ class TransformersForward:
             raise BadInput(f"engine: {config.model_type} scales its logits, which the embedded engine does not support")
         self.vocab_size = int(config.vocab_size)
         self.num_layers = int(config.num_hidden_layers)
+        self._expert_layers = expert_layers(self._model)
+        self.num_moe_layers = len(self._expert_layers)
         self.destinations = checkpoint_views(self._model)
         rounder = activation_rounder(mode)
         if rounder is not None:
@@ -83,7 +86,7 @@ class TransformersForward:
 
         for name, module in self._model.named_modules():
             projection = isinstance(module, torch.nn.Linear) or type(module).__name__.endswith("Experts")
-            if "layers." in name and projection and not is_router(name):
+            if "layers." in name and projection and not stays_precise(name):
                 module.register_forward_pre_hook(hook)
 
     def refresh(self) -> None:
@@ -92,11 +95,16 @@ class TransformersForward:
     def hidden(
         self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, experts: list[torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Final-norm hidden states `[N, D]`. Raises `BadInput` if a layer's attention went elsewhere."""
-        _ = experts
+        """Final-norm hidden states `[N, D]`; `experts` as in `FastForward.hidden`.
+
+        Raises `BadInput` if a layer's attention went elsewhere.
+        """
         _current.attend, _current.calls = attend, 0
         try:
-            out = self._base(input_ids=ids[None], position_ids=positions[None], attention_mask=None, use_cache=False)
+            with record_experts(self._expert_layers if experts is not None else ()) as chosen:
+                out = self._base(
+                    input_ids=ids[None], position_ids=positions[None], attention_mask=None, use_cache=False
+                )
         finally:
             _current.attend = None
         if _current.calls != self.num_layers:
@@ -104,6 +112,8 @@ class TransformersForward:
                 f"engine: {_current.calls} of {self.num_layers} layers of {self._model.config.model_type} use standard attention; "
                 "the embedded engine cannot serve this architecture"
             )
+        if experts is not None:
+            experts += chosen
         return out.last_hidden_state[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -7,15 +7,14 @@ embeddings and output head stay in high precision, as deployments keep them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import torch
 
+from rollkeel.models.routers import is_router
+
 MODES = ("fp32", "bf16", "fp8", "fp8_weights", "int8", "int4")
 INT4_GROUP = 32
-
-_ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)\.|e_score_correction_bias|(^|\.)(gate|router)$")
 
 
 def compute_dtype(mode: str) -> torch.dtype:
@@ -23,14 +22,23 @@ def compute_dtype(mode: str) -> torch.dtype:
     return torch.bfloat16 if mode == "bf16" else torch.float32
 
 
-def is_router(name: str) -> bool:
-    """True for router weights and biases by checkpoint or module name (`mlp.gate`, `router`), not for `gate_proj`."""
-    return _ROUTER.search(name) is not None
+def stays_precise(name: str) -> bool:
+    """True for the projections inside the layers that deployments never round: routers and gates of shared experts.
+
+    Both are a few rows that multiply everything behind them.
+    """
+    return is_router(name) or "shared_expert_gate" in name
 
 
 def is_quantised(name: str, tensor: torch.Tensor) -> bool:
     """True for the projection weights that the quantised modes round: attention, MLP and experts inside the layers."""
-    return "layers." in name and tensor.dim() >= 2 and "norm" not in name and "bias" not in name and not is_router(name)
+    return (
+        "layers." in name
+        and tensor.dim() >= 2
+        and "norm" not in name
+        and "bias" not in name
+        and not stays_precise(name)
+    )
 
 
 def weight_rounder(mode: str) -> Callable[[torch.Tensor], torch.Tensor] | None:

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from rollkeel.errors import BadInput
 from rollkeel.models.experts import SORTED_EXPERTS
+from rollkeel.models.routers import expert_layers, record_experts
 
 VARLEN_ATTENTION = "rollkeel_varlen"
 """Name of the implementation in transformers' attention interface. No mask function is registered under it on purpose:
@@ -180,14 +181,21 @@ class PackedModel:
         config = model.config.get_text_config()
         self._pad = int(getattr(config, "pad_token_id", None) or 0)
         self._embedding: Any = model.get_input_embeddings()
+        self._expert_layers = expert_layers(self.backbone)
+        self.num_moe_layers = len(self._expert_layers)
         self.varlen = _replaceable(model, config) and self._probe()
 
     def __call__(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, cu_seqlens: torch.Tensor | Sequence[int]
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        cu_seqlens: torch.Tensor | Sequence[int],
+        experts: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Final hidden states (after the last norm) `[N, D]` of `input_ids [N]`, `position_ids [N]` restarting at 0.
 
         `cu_seqlens [S + 1]`: first token of each sequence, then N. Equal, to rounding, to each sequence run alone.
+        `experts`, when given, receives one `[N, k]` tensor of expert ids per mixture-of-experts layer.
         """
         cu = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else list(cu_seqlens)
         lengths = [b - a for a, b in itertools.pairwise(cu)]
@@ -195,9 +203,14 @@ class PackedModel:
             raise BadInput(
                 f"packed batch: cu_seqlens expected rising from 0 to {input_ids.numel()}, got {cu[:4]}…{cu[-1:]}"
             )
-        if self.varlen:
-            return self._packed(input_ids, position_ids, lengths)
-        return self._padded(input_ids, position_ids, lengths)
+        with record_experts(() if experts is None else self._expert_layers) as chosen:
+            if self.varlen:
+                hidden, inside = self._packed(input_ids, position_ids, lengths), None
+            else:
+                hidden, inside = self._padded(input_ids, position_ids, lengths)
+        if experts is not None:
+            experts += chosen if inside is None else [c[inside.flatten()] for c in chosen]
+        return hidden
 
     def _packed(self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         token = _LAYOUT.set(Layout.build(lengths, input_ids.device))
@@ -208,7 +221,10 @@ class PackedModel:
             _LAYOUT.reset(token)
         return out.last_hidden_state[0]
 
-    def _padded(self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    def _padded(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states `[N, D]`, and the places `[S, Lmax]` of the padded batch that are no padding."""
         sizes = torch.tensor(lengths, device=input_ids.device)
         inside = torch.arange(max(lengths), device=input_ids.device) < sizes.unsqueeze(1)
         ids = torch.full(inside.shape, self._pad, dtype=input_ids.dtype, device=input_ids.device)
@@ -216,7 +232,7 @@ class PackedModel:
         ids[inside], positions[inside] = input_ids, position_ids
         with _implementations(self.model, None, input_ids.device):
             out = self.backbone(input_ids=ids, attention_mask=inside.long(), position_ids=positions, use_cache=False)
-        return out.last_hidden_state[inside]
+        return out.last_hidden_state[inside], inside
 
     @torch.no_grad()
     def _probe(self) -> bool:
@@ -229,7 +245,7 @@ class PackedModel:
         training = self.model.training
         self.model.eval()
         try:
-            padded = self._padded(ids, positions, _PROBE_LENGTHS).float()
+            padded = self._padded(ids, positions, _PROBE_LENGTHS)[0].float()
             packed = self._try_packed(ids, positions)
         finally:
             self.model.train(training)

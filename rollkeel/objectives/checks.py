@@ -21,8 +21,8 @@ OPTIONAL = (
     "rollout_ids",
     "token_index",
 )
-TOPK = ("topk_ids", "topk_logprobs", "rollout_topk_logprobs")
-LOGPROBS = frozenset({"logprobs", "rollout_logprobs", "old_logprobs", "ref_logprobs"})
+TOPK = ("topk_ids", "topk_logprobs", "rollout_topk_logprobs", "old_topk_logprobs")
+LOGPROBS = frozenset({"logprobs", "rollout_logprobs", "old_logprobs", "ref_logprobs", *TOPK[1:]})
 ROUNDING = 1e-4
 """A log-prob up to this far above 0 is a float32 rounding of log-softmax; beyond, it is not a log-prob."""
 
@@ -37,11 +37,14 @@ def check_tokens(tokens: TokenBatch, needs: Iterable[str], who: str) -> None:
     _check_layout(tokens, needs, who)
     if tokens.logprobs.numel() == 0:
         return
-    names = [n for n in (*REQUIRED, *OPTIONAL) if n in (*REQUIRED[:4], *needs)]
+    names = [n for n in (*REQUIRED, *OPTIONAL, *TOPK[1:]) if n in (*REQUIRED[:4], *needs)]
     # NaN propagates through both ends, so two numbers per tensor decide; which token it is, only a failure asks.
     ends = [torch.stack(torch.aminmax(getattr(tokens, n).detach())).double() for n in names]
     for name, (low, high) in zip(names, torch.stack(ends).tolist(), strict=True):
-        if not (math.isfinite(low) and math.isfinite(high)):
+        if name in TOPK:  # a token that truncation left out has log q = −∞
+            if math.isnan(high):
+                _refuse(tokens, name, getattr(tokens, name).isnan(), "no NaN in", NonFinite, who)
+        elif not (math.isfinite(low) and math.isfinite(high)):
             _refuse(tokens, name, ~torch.isfinite(getattr(tokens, name)), "finite", NonFinite, who)
         if name in LOGPROBS and high > ROUNDING:
             _refuse(tokens, name, getattr(tokens, name) > ROUNDING, "log-probs ≤ 0 in", BadInput, who)
@@ -64,6 +67,13 @@ def _check_layout(tokens: TokenBatch, needs: tuple[str, ...], who: str) -> None:
                 f"objective {who}: expected {name} to have one entry per token like logprobs {list(tokens.logprobs.shape)},"
                 f" got shape {list(value.shape)}; flatten the batch to response tokens"
             )
+        if name in TOPK and (
+            value.dim() != 2 or value.shape != (value if tokens.topk_ids is None else tokens.topk_ids).shape
+        ):
+            raise BadInput(
+                f"objective {who}: expected {name} of shape [T, K] like topk_ids, got {list(value.shape)}; give the log-probs"
+                " at the ids of every position"
+            )
         if value.device != device:
             raise BadInput(
                 f"objective {who}: expected {name} on {device} like logprobs, got {value.device}; move the batch"
@@ -77,7 +87,8 @@ def _check_layout(tokens: TokenBatch, needs: tuple[str, ...], who: str) -> None:
 def _refuse(
     tokens: TokenBatch, name: str, bad: torch.Tensor, what: str, error: type[BadInput] | type[NonFinite], who: str
 ) -> None:
-    where = int(bad.nonzero()[0, 0])
+    first = tuple(bad.nonzero()[0].tolist())
+    where = first[0]
     sequence = int(tokens.sequence_ids[where])
     if tokens.token_index is not None:
         position = int(tokens.token_index[where])
@@ -85,6 +96,6 @@ def _refuse(
         position = where - int((tokens.sequence_ids == sequence).nonzero()[0, 0])
     rollout = f" (rollout {int(tokens.rollout_ids[where])})" if tokens.rollout_ids is not None else ""
     raise error(
-        f"objective {who}: expected {what} {name}, got {float(getattr(tokens, name)[where])} in sequence {sequence}{rollout}"
+        f"objective {who}: expected {what} {name}, got {float(getattr(tokens, name)[first])} in sequence {sequence}{rollout}"
         f" at position {position} and {int(bad.sum()) - 1} more; look at that rollout in the engine or the trainer"
     )

@@ -18,15 +18,20 @@ import torch
 from rollkeel.errors import BadInput
 from rollkeel.objectives.checks import check_tokens
 from rollkeel.objectives.kl import ESTIMATORS
-from rollkeel.objectives.masks import Mask
-from rollkeel.objectives.reductions import Reductions
-from rollkeel.objectives.surrogates import Surrogate, SurrogateValue
-from rollkeel.objectives.terms import Anchor, Terms, beyond_limit, make_terms, wide
+from rollkeel.objectives.masks import Mask, Rule
+from rollkeel.objectives.metrics import Parts, measure
+from rollkeel.objectives.perturbations import Factor
+from rollkeel.objectives.segments import sequence_sum
+from rollkeel.objectives.statistics import Gather
+from rollkeel.objectives.surrogates import Surrogate
+from rollkeel.objectives.terms import Anchor, Terms, make_terms, wide
 from rollkeel.objectives.weights import Weight
 from rollkeel.types import TokenBatch
 
 AGGREGATES = re.compile(r"token_mean|sequence_mean|sequence_sum|constant_length\([1-9]\d*\)")
+DENOMINATORS = ("original", "kept")
 _ALWAYS = frozenset({"logprobs", "rollout_logprobs"})
+_NOT_A_FIELD = frozenset({"prepare"})
 
 
 @dataclass(frozen=True)
@@ -43,24 +48,13 @@ class ObjectiveOutput:
     """Finite floats; the keys of a mean over no tokens are left out."""
 
 
-@dataclass(frozen=True)
-class _Parts:
-    terms: Terms
-    keeps: tuple[torch.Tensor, ...]
-    keep: torch.Tensor | None
-    weight: torch.Tensor | None
-    surrogate: SurrogateValue
-    policy: torch.Tensor
-    kl: torch.Tensor | None
-    entropy: torch.Tensor | None
-    loss: torch.Tensor
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """anchor × masks × weight × surrogate, plus the KL and entropy terms. Immutable; see `rollkeel.objectives` for recipes.
+    """anchor × masks × weight × factors × surrogate, plus the KL and entropy terms; see `rollkeel.objectives` for recipes.
 
+    The composition is immutable; thresholds that follow the batches and counters of random draws live inside its parts,
+    change in `prepare` alone and are in `state_dict`.
     Raises `BadInput` when a correction weight meets a surrogate whose ratio already is p/q, unless
     `allow_double_correction`; and for an unknown aggregate, estimator or a negative coefficient.
     """
@@ -70,6 +64,8 @@ class Objective:
     surrogate: Surrogate
     masks: tuple[Mask, ...] = ()
     weight: Weight | None = None
+    factors: tuple[Factor, ...] = ()
+    """Perturbations: detached multipliers of S."""
     aggregate: str = "sequence_mean"
     """How `batch/` makes coefficients: token_mean, sequence_mean, sequence_sum or constant_length(n)."""
     advantage: str = "grpo"
@@ -79,9 +75,16 @@ class Objective:
     kl_estimator: str = "k3"
     entropy_coefficient: float = 0.0
     """η ≥ 0."""
+    gap_penalty: float = 0.0
+    """τ ≥ 0 of a further term τ·(log p − log q)², not masked, that pulls p back to q."""
+    denominator: str = "original"
+    """`kept`: rescale coefficients so that kept tokens carry what all tokens carried, over the batch for token_mean and
+    inside each sequence for sequence_mean."""
     allow_double_correction: bool = False
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """The recipe's resolved options, for logs."""
+    _batch: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
+    """What `prepare` found for the current optimizer batch."""
 
     def __post_init__(self) -> None:
         if self.weight and self.weight.corrects_gap and self.anchor.corrects_gap and not self.allow_double_correction:
@@ -98,41 +101,79 @@ class Objective:
             raise BadInput(
                 f"objective {self.name}: kl_estimator expected {', '.join(ESTIMATORS)}, got {self.kl_estimator!r}"
             )
+        if self.denominator not in DENOMINATORS:
+            raise BadInput(f"objective {self.name}: denominator expected original or kept, got {self.denominator!r}")
+        if self.denominator == "kept" and self.aggregate not in ("token_mean", "sequence_mean"):
+            raise BadInput(
+                f"objective {self.name}: denominator=kept expected aggregate token_mean or sequence_mean, got"
+                f" {self.aggregate}; their sums have no denominator of kept tokens"
+            )
+        names = [mask.name for mask in self.masks]
+        if len(set(names)) < len(names):
+            raise BadInput(f"objective {self.name}: expected masks of different names, got {', '.join(names)}")
 
     @property
     def needs(self) -> frozenset[str]:
-        """Optional `TokenBatch` fields that must be filled; `entropy` must then carry its gradient."""
+        """Optional `TokenBatch` fields that must be filled; `entropy` must then carry its gradient.
+
+        With `prepare` among them, `prepare` must be given log-probs of the current weights and not a stand-in.
+        """
         names = self.anchor.fields | (self.weight.needs if self.weight else frozenset())
+        names = names.union(*(mask.reads(self.anchor) for mask in self.masks), *(f.needs for f in self.factors))
+        if any(rule.threshold.adaptive for rule in self.surrogate.rules):
+            names |= {"prepare"}
+        if self._kept_over_batch and any("logprobs" in mask.reads(self.anchor) for mask in self.masks):
+            names |= {"prepare"}
         if self.kl_coefficient > 0:
             names |= {"ref_logprobs"}
         if self.entropy_coefficient > 0:
             names |= {"entropy"}
         return names - _ALWAYS
 
-    def prepare(self, batch: TokenBatch) -> None:
+    @property
+    def topk(self) -> int:
+        """Most likely tokens per position that rollouts must bring with their log-probs (`topk_ids`); 0 for none."""
+        return max((rule.topk for _, rule in self.rules()), default=0)
+
+    def prepare(self, batch: TokenBatch, gather: Gather | None = None) -> None:
         """See the whole optimizer batch once, without gradient, before its first micro-batch.
 
         Refuses a batch with a hole in it (`BadInput`, `NonFinite`) while the weights are still untouched. `entropy`
-        belongs to the differentiated pass and is not asked for here.
+        belongs to the differentiated pass and is not asked for here. Then finds the thresholds of this batch: controllers,
+        M2PO's cutoff, random draws, the kept share. `gather`: with data parallelism, a function that concatenates a 1-D
+        tensor over all ranks; every rank must call `prepare` then.
         """
-        check_tokens(batch, self.needs - {"entropy"}, self.name)
+        check_tokens(batch, self.needs - _NOT_A_FIELD - {"entropy"}, self.name)
+        gather = gather or (lambda values: values)
+        with torch.no_grad():
+            terms = make_terms(batch, self.anchor)
+            for _, rule in self.rules():
+                rule.prepare(terms, gather)
+            for factor in self.factors:
+                if factor.draw is not None:
+                    factor.draw.advance()
+            if self._kept_over_batch:
+                keep = self._keep(terms)[1]
+                sums = _carried(batch.coefficients.detach(), keep)
+                everything, kept = (gather(total[None].double()).sum().item() for total in sums)
+                self._batch["kept_scale"] = everything / kept if kept > 0 else 0.0
 
     def loss(self, tokens: TokenBatch) -> torch.Tensor:
         """0-d loss of a micro-batch: checked, one synchronisation, no metrics. Sums over micro-batches to the batch's loss.
 
         Raises `BadInput` (missing field, lengths, positive log-probs) or `NonFinite`, naming sequence and position.
         """
-        check_tokens(tokens, self.needs, self.name)
+        check_tokens(tokens, self.needs - _NOT_A_FIELD, self.name)
         self._check_entropy_gradient(tokens)
         return self._evaluate(tokens).loss
 
     def __call__(self, tokens: TokenBatch) -> ObjectiveOutput:
         """Loss, masks, weights and metrics of a batch (`[T]` tensors). Raises as `loss` does."""
-        check_tokens(tokens, self.needs, self.name)
+        check_tokens(tokens, self.needs - _NOT_A_FIELD, self.name)
         self._check_entropy_gradient(tokens)
         parts = self._evaluate(tokens)
         with torch.no_grad():
-            metrics = self._metrics(tokens, parts)
+            metrics = measure(self, tokens, parts)
         ones = torch.ones_like(parts.terms.logprobs, requires_grad=False)
         return ObjectiveOutput(
             loss=parts.loss,
@@ -142,15 +183,19 @@ class Objective:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values that, loaded into an objective built alike, continue this one."""
-        return {"name": self.name}
+        """JSON values that, loaded into an objective built alike, continue this one with the same bounds and draws."""
+        state = {label: part.state_dict() for label, part in self._stateful()}
+        state = {label: part for label, part in state.items() if part}
+        return {"name": self.name, **({"state": state} if state else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises `BadInput` if `state` is that of another objective."""
-        if dict(state) != self.state_dict():
-            raise BadInput(
-                f"objective {self.name}: expected state {self.state_dict()}, got {dict(state)}; resume with the same"
-            )
+        own = self.state_dict()
+        if state.get("name") != self.name or set(state.get("state", {})) != set(own.get("state", {})):
+            raise BadInput(f"objective {self.name}: expected state {own}, got {dict(state)}; resume with the same")
+        for label, part in self._stateful():
+            if label in state.get("state", {}):
+                part.load_state_dict(state["state"][label])
 
     def describe(self) -> dict[str, Any]:
         """Resolved parameters as JSON values, for the log's first lines."""
@@ -161,11 +206,14 @@ class Objective:
             "surrogate": self.surrogate.name,
             "masks": [m.name for m in self.masks],
             "weight": self.weight.name if self.weight else None,
+            "perturb": [{f.name: dict(f.parameters)} for f in self.factors],
             "aggregate": self.aggregate,
             "advantage": self.advantage,
             "kl_coefficient": self.kl_coefficient,
             "kl_estimator": self.kl_estimator,
             "entropy_coefficient": self.entropy_coefficient,
+            "gap_penalty": self.gap_penalty,
+            "denominator": self.denominator,
             "allow_double_correction": self.allow_double_correction,
         }
 
@@ -178,79 +226,68 @@ class Objective:
                 " got a detached one that would change nothing; compute it inside the differentiated pass"
             )
 
-    def _evaluate(self, tokens: TokenBatch) -> _Parts:
+    @property
+    def _kept_over_batch(self) -> bool:
+        return self.denominator == "kept" and self.aggregate == "token_mean" and bool(self.masks)
+
+    def rules(self) -> list[tuple[str, Rule]]:
+        """Every rule under the name of its mask, or of the surrogate."""
+        rules = [(mask.name, rule) for mask in self.masks for rule in mask.rules]
+        return rules + [(self.surrogate.name, rule) for rule in self.surrogate.rules]
+
+    def _stateful(self) -> list[tuple[str, Any]]:
+        parts: list[tuple[str, Any]] = [(f"{name}/{rule.parameter}", rule) for name, rule in self.rules()]
+        return parts + [(f.name, f.draw) for f in self.factors if f.draw is not None]
+
+    def _keep(self, terms: Terms) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """What each mask keeps, and all of them together; None without masks."""
+        keeps = tuple(mask.keep(terms) for mask in self.masks)
+        return keeps, (torch.stack(keeps).all(0) if len(keeps) > 1 else (keeps[0] if keeps else None))
+
+    def _rescaled(self, tokens: TokenBatch, keep: torch.Tensor | None) -> torch.Tensor:
+        """Coefficients under `denominator`."""
+        coefficients = tokens.coefficients.detach()
+        if keep is None or self.denominator == "original":
+            return coefficients
+        if self._kept_over_batch:
+            if "kept_scale" in self._batch:
+                return coefficients * self._batch["kept_scale"]
+            everything, kept = _carried(coefficients, keep)
+        else:
+            kept = sequence_sum(torch.where(keep, coefficients, 0.0), tokens.sequence_ids)
+            everything = sequence_sum(coefficients, tokens.sequence_ids)
+        return coefficients * torch.where(kept > 0, everything / kept, 0.0)
+
+    def _evaluate(self, tokens: TokenBatch) -> Parts:
         terms = make_terms(tokens, self.anchor)
         with torch.no_grad():
-            keeps = tuple(mask.keep(terms) for mask in self.masks)
-            keep = torch.stack(keeps).all(0) if len(keeps) > 1 else (keeps[0] if keeps else None)
+            keeps, keep = self._keep(terms)
             weight = self.weight.weight(terms) if self.weight else None
-            scale = tokens.coefficients.detach()
+            scale = self._rescaled(tokens, keep)
+            for factor in self.factors:
+                scale = scale * factor.multiplier(terms)
             scale = scale if weight is None else scale * weight
             # `where` and not a product: a dropped token contributes exactly nothing, whatever its weight.
             scale = scale if keep is None else torch.where(keep, scale, torch.zeros_like(scale))
         surrogate = self.surrogate.evaluate(terms)
-        policy = -(scale * surrogate.value).sum()
-        loss, kl, entropy = policy, None, None
+        extra, c = {}, tokens.coefficients.detach()
         if self.kl_coefficient > 0:
             assert tokens.ref_logprobs is not None  # in `needs`
             estimate = ESTIMATORS[self.kl_estimator](terms.logprobs, wide(tokens.ref_logprobs).detach())
-            kl = self.kl_coefficient * (tokens.coefficients.detach() * estimate).sum()
-            loss = loss + kl
+            extra["kl"] = self.kl_coefficient * (c * estimate).sum()
+        if self.gap_penalty > 0:
+            gap = terms.logprobs - wide(tokens.rollout_logprobs).detach()
+            extra["gap_penalty"] = self.gap_penalty * (c * gap.square()).sum()
         if self.entropy_coefficient > 0:
             assert tokens.entropy is not None  # in `needs`
-            entropy = -self.entropy_coefficient * (tokens.coefficients.detach() * wide(tokens.entropy)).sum()
-            loss = loss + entropy
-        return _Parts(terms, keeps, keep, weight, surrogate, policy, kl, entropy, loss)
-
-    def _metrics(self, tokens: TokenBatch, parts: _Parts) -> dict[str, float]:
-        scalars = Reductions()
-        count = torch.tensor(float(tokens.logprobs.numel()), device=tokens.logprobs.device)
-        scalars.add("loss/total", parts.loss)
-        scalars.add("loss/policy", parts.policy)
-        if parts.kl is not None:
-            scalars.add("loss/kl", parts.kl)
-        if parts.entropy is not None:
-            scalars.add("loss/entropy", parts.entropy)
-        scalars.add("objective/clamped_log_ratios", self._clamped(tokens, parts.terms))
-        if parts.surrogate.clipped_high is not None and parts.surrogate.clipped_low is not None:
-            scalars.add("clip/high", parts.surrogate.clipped_high.sum(), count)
-            scalars.add("clip/low", parts.surrogate.clipped_low.sum(), count)
-        for mask, keep in zip(self.masks, parts.keeps, strict=True):
-            _mask_metrics(scalars, mask, ~keep, tokens, parts.terms, count)
-        if parts.weight is not None and tokens.logprobs.numel():
-            kept = parts.weight if parts.keep is None else torch.where(parts.keep, parts.weight, 0.0)
-            scalars.add("weight/mean", kept.sum(), count if parts.keep is None else parts.keep.sum())
-            scalars.add("weight/max", kept.max())
-        found = scalars.read()
-        for mask in self.masks:
-            found.update({f"mask/{mask.name}/{key}": float(value) for key, value in mask.parameters.items()})
-        return found
-
-    def _clamped(self, tokens: TokenBatch, terms: Terms) -> torch.Tensor:
-        """Clamps among the log-ratios this objective exponentiates, each counted once."""
-        total = beyond_limit(terms.log_ratio)
-        pairs = {(self.anchor.target, self.anchor.reference)} if self.masks else set()
-        if self.weight:
-            pairs.add(("old_logprobs", "rollout_logprobs"))
-        for target, reference in sorted(pairs - {("logprobs", self.anchor.base)}):
-            total = total + beyond_limit(wide(getattr(tokens, target)) - wide(getattr(tokens, reference)))
-        if tokens.ref_logprobs is not None and self.kl_coefficient > 0 and self.kl_estimator == "k3":
-            total = total + beyond_limit(terms.logprobs - wide(tokens.ref_logprobs))
-        return total
+            extra["entropy"] = -self.entropy_coefficient * (c * wide(tokens.entropy)).sum()
+        policy = -(scale * surrogate.value).sum()
+        loss = policy
+        for term in extra.values():
+            loss = loss + term
+        return Parts(terms, keeps, keep, weight, surrogate, {"policy": policy, **extra}, loss)
 
 
-def _mask_metrics(
-    scalars: Reductions, mask: Mask, dropped: torch.Tensor, tokens: TokenBatch, terms: Terms, count: torch.Tensor
-) -> None:
-    """Fraction, mean entropy and mean training probability of dropped tokens, and their share of Σ|A|(1−p)."""
-    name = f"mask/{mask.name}"
-    lost = dropped.sum()
-    scalars.add(f"{name}/dropped", lost, count)
-    if tokens.entropy is not None:
-        scalars.add(f"{name}/dropped_entropy", torch.where(dropped, wide(tokens.entropy), 0.0).sum(), lost)
-    probability = terms.logprobs.clamp(max=0.0).exp()
-    scalars.add(f"{name}/dropped_probability", torch.where(dropped, probability, 0.0).sum(), lost)
-    mass = terms.advantages.abs() * -torch.expm1(terms.logprobs.clamp(max=0.0))
-    scalars.add(f"{name}/dropped_gradient_mass", torch.where(dropped, mass, 0.0).sum(), mass.sum())
-    for key, value in (mask.counts(terms) if mask.counts else {}).items():
-        scalars.add(f"{name}/{key}", value)
+def _carried(coefficients: torch.Tensor, keep: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """0-d: the sum of all coefficients, and of the kept ones."""
+    return coefficients.sum(), (coefficients if keep is None else torch.where(keep, coefficients, 0.0)).sum()

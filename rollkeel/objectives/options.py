@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollkeel.errors import BadInput
+from rollkeel.objectives.thresholds import Controller, Fixed, Threshold
 
 
 def number(
@@ -50,3 +52,51 @@ def nearest(value: Any, known: Sequence[str]) -> str:
     """`; did you mean X?` or the list of what there is."""
     close = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
+
+
+RATE_OPTIONS = ("drop_rate", "steps", "momentum", "low", "high", "initial")
+
+
+def threshold(name: str, value: Any, *, default: float, side: str = "upper", **range_: float) -> Threshold:
+    """A number in its range (see `number`) as a `Fixed` threshold, or a drop rate as a `Controller`; a `Threshold` as it is.
+
+    A drop rate is a mapping with `drop_rate` in [0, 1) or `[first, last]` over `steps` updates, and optionally `momentum`
+    (0.9), clamps `low` and `high`, and the bound before the first batch, `initial` (`default`).
+    """
+    if isinstance(value, Threshold):
+        return value
+    if not isinstance(value, Mapping):
+        return Fixed(number(name, value, **range_), side)
+    for key in value:
+        if key not in RATE_OPTIONS:
+            raise BadInput(f"{name}.{key}: not an option of a drop rate{nearest(key, RATE_OPTIONS)}")
+    if "drop_rate" not in value:
+        raise BadInput(f"{name}: expected a number or a mapping with drop_rate, got {dict(value)}")
+    rate = value["drop_rate"]
+    rates = list(rate) if isinstance(rate, (list, tuple)) else [rate, rate]
+    if len(rates) != 2:
+        raise BadInput(f"{name}.drop_rate: expected a number or [first, last], got {rate!r}")
+    first, last = (1 - number(f"{name}.drop_rate", r, at_least=0, at_most=1) for r in rates)
+    if min(first, last) <= 0:
+        raise BadInput(f"{name}.drop_rate: expected less than 1, got {rate!r}")
+    steps = number(f"{name}.steps", value.get("steps", 0), at_least=0)
+    if steps == 0 and first != last:
+        raise BadInput(f"{name}.steps: expected the number of updates from the first to the last drop rate, got none")
+    numbers = {key: number(f"{name}.{key}", value[key]) for key in ("low", "high") if key in value}
+    momentum = number(f"{name}.momentum", value.get("momentum", 0.9), at_least=0, at_most=1)
+    initial = number(f"{name}.initial", value.get("initial", default))
+    return Controller(first, last, int(steps), momentum, initial=initial, side=side, **numbers)
+
+
+def named(what: str, entry: Any, known: Mapping[str, Callable[..., Any]]) -> Any:
+    """Call the function that `entry` names: `name`, or `{name: {options}}`. Raises `BadInput` naming the nearest."""
+    name, options = next(iter(entry.items())) if isinstance(entry, Mapping) and len(entry) == 1 else (entry, None)
+    if not isinstance(name, str) or name not in known:
+        raise BadInput(f"{what}: expected a name or {{name: {{options}}}}, got {entry!r}{nearest(name, list(known))}")
+    if options is not None and not isinstance(options, Mapping):
+        raise BadInput(f"{what}.{name}: expected a mapping of options, got {options!r}")
+    parameters = list(inspect.signature(known[name]).parameters)
+    for option in options or {}:
+        if option not in parameters:
+            raise BadInput(f"{what}.{name}.{option}: not an option{nearest(option, parameters)}")
+    return known[name](**(options or {}))

@@ -1,14 +1,21 @@
-"""Surrogates S_t(p): the only part of an objective that carries the policy gradient, each a pure function of `Terms`."""
+"""Surrogates S_t(p): the only part of an objective that carries the policy gradient, each a pure function of `Terms`.
+
+Every clip takes a number or a drop rate (`{drop_rate: 0.01}`), as masks do.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from rollkeel.objectives.masks import outside
-from rollkeel.objectives.terms import Terms, bounded_exp
+from rollkeel.objectives.masks import Rule, outside
+from rollkeel.objectives.options import number, optional_number, threshold
+from rollkeel.objectives.statistics import Statistic
+from rollkeel.objectives.terms import Terms, bounded_exp, bounded_expm1
 
 
 @dataclass(frozen=True)
@@ -26,35 +33,159 @@ class Surrogate:
 
     name: str
     evaluate: Callable[[Terms], SurrogateValue]
+    rules: tuple[Rule, ...] = ()
+    """The clips, whose thresholds may follow a drop rate."""
 
 
-def ppo_clip(clip_low: float, clip_high: float) -> Surrogate:
+def ppo_clip(clip_low: Any = 0.2, clip_high: Any = 0.2) -> Surrogate:
     """min(r·A, clip(r, 1−clip_low, 1+clip_high)·A) with r = p/base (Schulman et al. 2017, eq. 7).
 
     Gradient with respect to log p: r·A, and 0 where A > 0 and r > 1+clip_high or A < 0 and r < 1−clip_low.
     At a band edge the token still counts.
     """
-    low, high = 1.0 - clip_low, 1.0 + clip_high
+    high, low = _clips("ppo_clip", clip_low, clip_high, _token_ratio, "token", bounded_expm1, 1.0)
 
     def evaluate(terms: Terms) -> SurrogateValue:
-        ratio = bounded_exp(terms.log_ratio)
-        cut_high, cut_low = outside(terms.advantages, ratio.detach(), low, high)
-        value = torch.where(cut_high, high, torch.where(cut_low, low, ratio)) * terms.advantages
-        return SurrogateValue(value, cut_high, cut_low)
+        return _clipped(bounded_exp(terms.log_ratio), terms, 1.0 - _value(low), 1.0 + _value(high))
 
-    return Surrogate("ppo_clip", evaluate)
+    return Surrogate("ppo_clip", evaluate, (high, low))
+
+
+def sequence_ppo_clip(clip_low: Any = 3e-4, clip_high: Any = 4e-4) -> Surrogate:
+    """PPO's clip on the sequence ratio s = exp(mean over the sequence of log r) (GSPO; stability study eq. 16).
+
+    Each token's value is min(s_t·A, clip(s_t)·A) with s_t = stop_grad(s/p_t)·p_t (GSPO's token form). Its gradient
+    coefficient is s·A, and 0 for a sequence that is cut. With one advantage, coefficient and factor per sequence that is
+    the gradient of min(s·A, clip(s)·A); otherwise each token's own count, which is what a perturbation of tokens needs.
+    """
+    high, low = _clips("sequence_ppo_clip", clip_low, clip_high, _mean_log_ratio, "sequence", bounded_expm1, 1.0)
+
+    def evaluate(terms: Terms) -> SurrogateValue:
+        ratio = bounded_exp(terms.sequence_mean(terms.log_ratio.detach()))
+        return _clipped(ratio * _one(terms), terms, 1.0 - _value(low), 1.0 + _value(high))
+
+    return Surrogate("sequence_ppo_clip", evaluate, (high, low))
+
+
+def geometric_ppo_clip(clip_low: Any = 0.4, clip_high: Any = 0.4) -> Surrogate:
+    """A times the geometric mean over the sequence of r, each token's log r clipped where PPO would (GMPO, eq. 4).
+
+    log r is held at +clip_high where A > 0 and at −clip_low where A < 0 beyond it, so the band is [e^−clip_low, e^clip_high].
+    Gradient coefficient of a token that is not cut: geometric mean · A, of one that is cut: 0.
+    """
+    high, low = _clips("geometric_ppo_clip", clip_low, clip_high, _token_ratio, "token", lambda log: log, math.inf)
+
+    def evaluate(terms: Terms) -> SurrogateValue:
+        log_ratio, top, bottom = terms.log_ratio, _value(high), -_value(low)
+        cut_high, cut_low = outside(terms.advantages, log_ratio.detach(), bottom, top)
+        held = torch.where(cut_high, top, torch.where(cut_low, bottom, log_ratio))
+        return SurrogateValue(bounded_exp(terms.sequence_mean(held)) * terms.advantages, cut_high, cut_low)
+
+    return Surrogate("geometric_ppo_clip", evaluate, (high, low))
 
 
 def ratio(cap: float | None = None) -> Surrogate:
     """u·A with u = p/base; under a cap the value and the gradient coefficient are min(u, cap)·A.
 
-    The cap is C of the stability study's eq. 23: beyond it u is a constant and log p carries the gradient.
+    The cap is C of the DPPO paper's eq. 23: beyond it u is a constant and log p carries the gradient.
     """
+    cap = optional_number("ratio.cap", cap, above=0)
 
     def evaluate(terms: Terms) -> SurrogateValue:
         u = bounded_exp(terms.log_ratio)
         if cap is not None:
-            u = u.detach().clamp(max=cap) * torch.exp(terms.logprobs - terms.logprobs.detach())
+            u = u.detach().clamp(max=cap) * _one(terms)
         return SurrogateValue(u * terms.advantages)
 
     return Surrogate("ratio", evaluate)
+
+
+def weighted_logprob(low: float = 0.0, high: float | None = None) -> Surrogate:
+    """stop_grad(clip(p/base, low, high))·log p·A (CISPO, MiniMax-M1 eqs. 4–5): a clipped token keeps its gradient.
+
+    Gradient coefficient of A·∇log p: the clipped ratio. `clip/*` counts ratios beyond the bounds, whatever A's sign.
+    """
+    low, high = number("weighted_logprob.low", low, at_least=0), optional_number("weighted_logprob.high", high, above=0)
+
+    def evaluate(terms: Terms) -> SurrogateValue:
+        u = bounded_exp(terms.log_ratio.detach())
+        value = u.clamp(min=low, max=high) * terms.logprobs * terms.advantages
+        return SurrogateValue(value, u > (torch.inf if high is None else high), u < low)
+
+    return Surrogate("weighted_logprob", evaluate)
+
+
+def soft_gate(tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
+    """(4/τ)·σ(τ(r−1))·A with r = p/base and τ by the sign of A (SAPO, eqs. 4–6): a gate in the place of a clip.
+
+    Gradient coefficient of A·∇log p: 4σ(1−σ)·r, which is 1 at r = 1 and falls smoothly on both sides.
+    """
+    positive = number("soft_gate.tau_positive", tau_positive, above=0)
+    negative = number("soft_gate.tau_negative", tau_negative, above=0)
+
+    def evaluate(terms: Terms) -> SurrogateValue:
+        tau = torch.where(terms.advantages > 0, positive, negative).to(terms.log_ratio.dtype)
+        return SurrogateValue(4.0 / tau * torch.sigmoid(tau * bounded_expm1(terms.log_ratio)) * terms.advantages)
+
+    return Surrogate("soft_gate", evaluate)
+
+
+SURROGATES: dict[str, Callable[..., Surrogate]] = {
+    f.__name__: f for f in (ppo_clip, sequence_ppo_clip, geometric_ppo_clip, ratio, weighted_logprob, soft_gate)
+}
+
+
+def _one(terms: Terms) -> torch.Tensor:
+    """1 with the gradient of log p."""
+    return torch.exp(terms.logprobs - terms.logprobs.detach())
+
+
+def _token_ratio(terms: Terms) -> torch.Tensor:
+    return terms.log_ratio.detach()
+
+
+def _mean_log_ratio(terms: Terms) -> torch.Tensor:
+    return terms.sequence_mean(terms.log_ratio.detach())
+
+
+def _value(rule: Rule) -> float:
+    assert rule.threshold.value is not None  # a number or a controller, which starts with one
+    return rule.threshold.value
+
+
+def _clipped(ratio: torch.Tensor, terms: Terms, low: float, high: float) -> SurrogateValue:
+    cut_high, cut_low = outside(terms.advantages, ratio.detach(), low, high)
+    value = torch.where(cut_high, high, torch.where(cut_low, low, ratio)) * terms.advantages
+    return SurrogateValue(value, cut_high, cut_low)
+
+
+def _clips(
+    name: str,
+    clip_low: Any,
+    clip_high: Any,
+    log_ratio: Callable[[Terms], torch.Tensor],
+    level: str,
+    distance: Callable[[torch.Tensor], torch.Tensor],
+    lowest: float,
+) -> tuple[Rule, Rule]:
+    """Rules (clip_high, clip_low): how far the ratio has moved the way A pushes, `distance` of its log."""
+
+    def up(terms: Terms) -> torch.Tensor:
+        return torch.where(terms.advantages > 0, distance(log_ratio(terms)), -torch.inf)
+
+    def down(terms: Terms) -> torch.Tensor:
+        return torch.where(terms.advantages < 0, -distance(log_ratio(terms)), -torch.inf)
+
+    needs = frozenset({"logprobs"})
+    return (
+        Rule(
+            "clip_high",
+            Statistic("clip_high", up, level, pair=False, needs=needs),
+            threshold(f"{name}.clip_high", clip_high, default=0.2, at_least=0),
+        ),
+        Rule(
+            "clip_low",
+            Statistic("clip_low", down, level, pair=False, needs=needs),
+            threshold(f"{name}.clip_low", clip_low, default=0.2, at_least=0, at_most=lowest),
+        ),
+    )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
+from rollkeel.objectives import segments
 from rollkeel.types import TokenBatch
 
 LOG_RATIO_LIMIT = 20.0
@@ -63,6 +65,15 @@ DECOUPLED = Anchor("decoupled", "old_logprobs", "old_logprobs", "rollout_logprob
 """Masks and weights look at ρ = o/q, the surrogate uses r = p/o (IcePop, KPop, TIS)."""
 ROLLOUT = Anchor("rollout", "rollout_logprobs", "logprobs", "rollout_logprobs")
 """Everything uses u = p/q; no recomputed o is needed."""
+MASK_OLD = Anchor("mask_old", "rollout_logprobs", "logprobs", "old_logprobs")
+"""The ratio is u = p/q and masks judge p against o (MiniRL; the DPPO paper's Fig. 4 ablation)."""
+ANCHORS = {anchor.name: anchor for anchor in (OLD, DECOUPLED, ROLLOUT, MASK_OLD)}
+TOPK_OF = {
+    "logprobs": "topk_logprobs",
+    "old_logprobs": "old_topk_logprobs",
+    "rollout_logprobs": "rollout_topk_logprobs",
+}
+"""Log-probs of the sampled tokens → those of the same policy at `topk_ids`."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +90,38 @@ class Terms:
     reference: torch.Tensor
     tokens: TokenBatch
     """The batch itself, for factors that need other fields or the segment ids."""
+    anchor: Anchor
 
-    @property
+    @cached_property
     def log_correction(self) -> torch.Tensor:
         """log target − log reference, detached, unclamped."""
         return wide(self.target) - wide(self.reference)
+
+    @cached_property
+    def correction(self) -> torch.Tensor:
+        """target / reference, detached, bounded."""
+        return bounded_exp(self.log_correction)
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """`[N]` int64, tokens of each sequence."""
+        return segments.lengths(self.tokens.sequence_ids)
+
+    def sequence_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """`[T]`: the mean over each token's sequence."""
+        return segments.sequence_mean(values, self.tokens.sequence_ids, self.lengths)
+
+    def sequence_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """`[T]`: the sum over each token's sequence."""
+        return segments.sequence_sum(values, self.tokens.sequence_ids, self.lengths)
+
+    def sequence_max(self, values: torch.Tensor) -> torch.Tensor:
+        """`[T]`: the largest value of each token's sequence."""
+        return segments.sequence_max(values, self.tokens.sequence_ids, self.lengths)
+
+    def per_sequence(self, values: torch.Tensor) -> torch.Tensor:
+        """`[N]` from `[T]` values that are constant over a sequence."""
+        return values[self.lengths.cumsum(0) - self.lengths]
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
@@ -102,4 +140,5 @@ def make_terms(tokens: TokenBatch, anchor: Anchor) -> Terms:
         target=getattr(tokens, anchor.target).detach(),
         reference=getattr(tokens, anchor.reference).detach(),
         tokens=tokens,
+        anchor=anchor,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rollkeel.objectives.options import choice, optional_number
 from rollkeel.objectives.terms import Terms, bounded_exp, wide
 
 
@@ -23,12 +24,22 @@ class Weight:
     cap: float | None = None
 
 
-def mismatch(cap: float | None = None) -> Weight:
-    """w = ρ = o/q, or min(ρ, cap) (truncated importance sampling, Yao et al. 2025)."""
+def mismatch(cap: float | None = None, level: str = "token") -> Weight:
+    """w = ρ = o/q, or min(ρ, cap) (truncated importance sampling, Yao et al. 2025).
+
+    `level` sequence: ρ is the product over the sequence, for all of its tokens (Liu et al. 2025).
+    """
+    cap = optional_number("mismatch.cap", cap, above=0)
+    level = choice("mismatch.level", level, ("token", "sequence"))
 
     def weight(terms: Terms) -> torch.Tensor:
         assert terms.tokens.old_logprobs is not None  # in `needs`, so checked with the batch
-        rho = bounded_exp(wide(terms.tokens.old_logprobs.detach()) - wide(terms.tokens.rollout_logprobs.detach()))
+        gap = wide(terms.tokens.old_logprobs.detach()) - wide(terms.tokens.rollout_logprobs.detach())
+        rho = bounded_exp(terms.sequence_sum(gap) if level == "sequence" else gap)
         return rho if cap is None else rho.clamp(max=cap)
 
-    return Weight("mismatch", weight, frozenset({"old_logprobs", "rollout_logprobs"}), True, cap)
+    name = "mismatch" if level == "token" else "sequence_mismatch"
+    return Weight(name, weight, frozenset({"old_logprobs", "rollout_logprobs"}), True, cap)
+
+
+WEIGHTS: dict[str, Callable[..., Weight]] = {"mismatch": mismatch}

@@ -17,6 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 from rollkeel.batch.packing import MicroBatch
 from rollkeel.errors import BadInput
 from rollkeel.models.packed import PackedModel
+from rollkeel.train.scores import Scores
 
 KEEP_BYTES = 48 * 2**20
 """Probabilities up to this size are kept for the backward whatever the chunk."""
@@ -78,14 +79,16 @@ def token_logprobs(
     bias: torch.Tensor | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """log_softmax(logits / temperature) at `targets`, and the entropy of that distribution in nats.
+    topk_ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """log_softmax(logits / temperature) at `targets` and at `topk_ids`, and the entropy of that distribution in nats.
 
     Args: `hidden [T, D]`; `weight [V, D]`; `targets [T]` int64 in [0, V); `temperature` > 0, 0 counts as 1 (a greedy
     policy has no gradient, its untempered distribution has); `chunk` ≥ 1 tokens whose logits exist together; `bias [V]`;
-    `scale`, `softcap`: see `Head`.
+    `scale`, `softcap`: see `Head`; `topk_ids [T, K]` int64 in [0, V).
     Returns: `[T]` float32 log-probs ≤ 0 and `[T]` float32 entropies (None unless asked), both differentiable in `hidden`,
-    `weight` and `bias`. Peak memory above weights and gradients is about 2 · chunk · V · 4 bytes + 48 MB.
+    `weight` and `bias`; `[T, K]` float32 log-probs of `topk_ids` without gradient (None without them): they only feed
+    masks. Peak memory above weights, gradients and results is about 2 · chunk · V · 4 bytes + 48 MB.
     Raises `BadInput` for a negative temperature, a chunk below 1 or a shape that does not fit.
     """
     if temperature < 0 or chunk < 1:
@@ -95,13 +98,17 @@ def token_logprobs(
         or weight.dim() != 2
         or hidden.shape[1] != weight.shape[1]
         or targets.shape != hidden.shape[:1]
+        or (topk_ids is not None and (topk_ids.dim() != 2 or len(topk_ids) != len(hidden)))
     ):
+        extra = "" if topk_ids is None else f" and topk_ids {list(topk_ids.shape)}"
         raise BadInput(
-            f"token_logprobs: expected hidden [T, D], weight [V, D], targets [T], got {list(hidden.shape)}, {list(weight.shape)}, {list(targets.shape)}"
+            "token_logprobs: expected hidden [T, D], weight [V, D], targets [T], topk_ids [T, K], got"
+            f" {list(hidden.shape)}, {list(weight.shape)}, {list(targets.shape)}{extra}"
         )
     options = _Options(1.0 / (temperature or 1.0), scale, softcap, chunk, entropy)
-    logprobs, entropies = _TokenLogprobs.apply(hidden, weight, bias, targets, options)  # type: ignore[misc]
-    return logprobs, entropies if entropy else None
+    found = _TokenLogprobs.apply(hidden, weight, bias, targets, topk_ids, options)
+    logprobs, entropies, topk = found  # type: ignore[misc]
+    return logprobs, entropies if entropy else None, None if topk_ids is None else topk
 
 
 @dataclass(frozen=True)
@@ -136,12 +143,14 @@ class _TokenLogprobs(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
+        topk_ids: torch.Tensor | None,
         options: _Options,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
         total, vocab = hidden.shape[0], weight.shape[0]
         logprobs = hidden.new_empty(total, dtype=torch.float32)
         entropies = hidden.new_empty(total if options.entropy else 0, dtype=torch.float32)
+        topk = hidden.new_empty((0, 0) if topk_ids is None else topk_ids.shape, dtype=torch.float32)
         keep = any(ctx.needs_input_grad) and options.softcap is None
         keep = keep and (total <= options.chunk or total * vocab * 4 <= KEEP_BYTES)
         kept = []
@@ -152,6 +161,8 @@ class _TokenLogprobs(torch.autograd.Function):
             p = torch.softmax(z, -1)
             log_normaliser = z.amax(-1) - p.amax(-1).log()
             logprobs[part] = (z.gather(1, targets[part, None]).squeeze(1) - log_normaliser).clamp_(max=0.0)
+            if topk_ids is not None:
+                torch.sub(z.gather(1, topk_ids[part]), log_normaliser[:, None], out=topk[part])
             if options.entropy:
                 entropies[part] = (log_normaliser - z.mul_(p).sum(-1)).clamp_(min=0.0)
             if keep:
@@ -159,12 +170,13 @@ class _TokenLogprobs(torch.autograd.Function):
             del z, p
         ctx.save_for_backward(hidden, weight, bias, targets, *kept)
         ctx.options = options
-        return logprobs, entropies
+        ctx.mark_non_differentiable(topk)
+        return logprobs, entropies, topk.clamp_(max=0.0)
 
     @staticmethod
     def backward(
         ctx: Any, *grads: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None, None]:
         hidden, weight, bias, targets, *kept = ctx.saved_tensors
         options: _Options = ctx.options
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
@@ -174,7 +186,7 @@ class _TokenLogprobs(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias and bias is not None else None
         for number, a in enumerate(range(0, hidden.shape[0], options.chunk)):
             part = slice(a, min(a + options.chunk, hidden.shape[0]))
-            g = [None if grad is None or not grad.numel() else grad[part] for grad in grads]
+            g = [None if grad is None or not grad.numel() else grad[part] for grad in grads[:2]]
             dz = _logit_gradient(
                 hidden[part], weight, bias, targets[part], g[0], g[1], options, kept[number] if kept else None
             )
@@ -190,6 +202,7 @@ class _TokenLogprobs(torch.autograd.Function):
             d_hidden,
             None if d_weight is None else d_weight.to(weight.dtype),
             None if d_bias is None or bias is None else d_bias.to(bias.dtype),
+            None,
             None,
             None,
         )
@@ -256,40 +269,23 @@ class PolicyForward:
         self.head = head_of(model)
         self.chunk = chunk
 
-    def __call__(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        predict_index: torch.Tensor,
-        targets: torch.Tensor,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = True,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probs and entropies `[t]` of `targets [t]` predicted at flat positions `predict_index [t]` of the packed row."""
-        hidden = self.packed(input_ids, position_ids, cu_seqlens).index_select(0, predict_index)
-        return token_logprobs(
-            hidden,
+    def score(self, micro: MicroBatch, *, temperature: float = 1.0, experts: bool = False) -> Scores:
+        """What the model says about a micro-batch's response tokens, at its `topk_ids` too; with `experts`, its routing."""
+        chosen: list[torch.Tensor] | None = [] if experts and self.packed.num_moe_layers else None
+        hidden = self.packed(micro.input_ids, micro.position_ids, micro.cu_seqlens, chosen)
+        logprobs, entropy, topk = token_logprobs(
+            hidden.index_select(0, micro.predict_index),
             self.head.weight,
-            targets,
+            micro.targets,
             temperature=temperature,
             chunk=self.chunk,
-            entropy=entropy,
             bias=self.head.bias,
             scale=self.head.scale,
             softcap=self.head.softcap,
-        )
-
-    def score(self, micro: MicroBatch, *, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies `[t]` of a micro-batch's response tokens."""
-        logprobs, entropy = self(
-            micro.input_ids,
-            micro.position_ids,
-            micro.cu_seqlens,
-            micro.predict_index,
-            micro.targets,
-            temperature=temperature,
+            topk_ids=micro.topk_ids,
         )
         assert entropy is not None
-        return logprobs, entropy
+        routed = None
+        if chosen:
+            routed = torch.stack([c.index_select(0, micro.predict_index) for c in chosen], 1).to(torch.int16)
+        return Scores(logprobs, entropy, topk, routed)

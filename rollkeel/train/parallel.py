@@ -29,10 +29,12 @@ from rollkeel.batch.packing import MicroBatch
 from rollkeel.errors import RunStopped
 from rollkeel.host import keep_freed_memory
 from rollkeel.train.logprobs import PolicyForward
+from rollkeel.train.scores import Scores
 
 DEADLINE_S = 600.0
-LogprobGradient = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
-"""`(micro, logprobs [t], entropy [t])` → gradient of the loss by each; None for an entropy that is not differentiated."""
+LogprobGradient = Callable[[MicroBatch, Scores], tuple[torch.Tensor, torch.Tensor | None]]
+"""`(micro, scores)` → gradient of the loss by log-probs and entropies; None for an entropy that is not differentiated."""
+Sink = Callable[[MicroBatch, Scores], None]
 
 
 def shares(micros: Sequence[MicroBatch], count: int) -> list[list[MicroBatch]]:
@@ -69,11 +71,21 @@ class Helper:
         self._error: BaseException | None = None
 
     def start(
-        self, micros: Sequence[MicroBatch], temperature: float, gradient: LogprobGradient | None, sink: Any
+        self,
+        micros: Sequence[MicroBatch],
+        temperature: float,
+        gradient: LogprobGradient | None = None,
+        sink: Sink | None = None,
+        *,
+        experts: bool = False,
     ) -> None:
-        """Begin a pass over `micros`. With `gradient`, forward and backward; without, log-probs go to `sink(micro, p, h)`."""
+        """Begin a pass over `micros`. With `gradient`, forward and backward; without, scores go to `sink`.
+
+        `experts`: see `PolicyForward.score`.
+        """
         self._error = None
-        self._thread = threading.Thread(target=self._follow, args=(list(micros), temperature, gradient, sink))
+        job = ([_plain(m) for m in micros], temperature, gradient is not None, experts)
+        self._thread = threading.Thread(target=self._follow, args=(list(micros), job, gradient, sink))
         self._thread.start()
 
     def finish(self) -> None:
@@ -103,18 +115,19 @@ class Helper:
         if self._process.is_alive():
             self._process.kill()
 
-    def _follow(
-        self, micros: list[MicroBatch], temperature: float, gradient: LogprobGradient | None, sink: Any
-    ) -> None:
+    def _follow(self, micros: list[MicroBatch], job: Any, gradient: LogprobGradient | None, sink: Sink | None) -> None:
         try:
-            self._send(([_plain(m) for m in micros], temperature, gradient is not None))
+            self._send(job)
             for micro in micros:
-                p, h = (torch.from_numpy(a) for a in self._receive())
+                p, h, *more = self._receive()
+                rest = (None if a is None else torch.from_numpy(a) for a in more)
+                scores = Scores(torch.from_numpy(p), torch.from_numpy(h), *rest)
                 if gradient is None:
-                    sink(micro, p, h)
+                    assert sink is not None  # a pass has one of the two
+                    sink(micro, scores)
                     continue
                 try:
-                    by_p, by_h = gradient(micro, p, h)
+                    by_p, by_h = gradient(micro, scores)
                 except BaseException:
                     self._send(None)  # the helper drops the pass
                     raise
@@ -146,14 +159,16 @@ class Helper:
 
 def _plain(micro: MicroBatch) -> MicroBatch:
     """Tensors as arrays: a pipe copies those, where tensors would each open a file."""
-    arrays = {f.name: getattr(micro, f.name).numpy() for f in fields(micro) if f.name != "sequences"}
-    return replace(micro, **arrays)
+    return replace(micro, **{name: value.numpy() for name, value in _held(micro).items()})
 
 
 def _tensors(micro: MicroBatch) -> MicroBatch:
-    return replace(
-        micro, **{f.name: torch.from_numpy(getattr(micro, f.name)) for f in fields(micro) if f.name != "sequences"}
-    )
+    return replace(micro, **{name: torch.from_numpy(value) for name, value in _held(micro).items()})
+
+
+def _held(micro: MicroBatch) -> dict[str, Any]:
+    values = {f.name: getattr(micro, f.name) for f in fields(micro) if f.name != "sequences"}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _serve(pipe: connection.Connection, model: PreTrainedModel, flat: torch.Tensor, chunk: int, threads: int) -> None:
@@ -179,20 +194,24 @@ def _pass(
     micros: Sequence[MicroBatch],
     temperature: float,
     differentiate: bool,
+    experts: bool,
 ) -> None:
     for p in model.parameters():
         p.grad = None
     with torch.set_grad_enabled(differentiate):
         for micro in map(_tensors, micros):
-            p, h = forward.score(micro, temperature=temperature)
-            pipe.send((p.detach().numpy(), h.detach().numpy()))
+            scores = forward.score(micro, temperature=temperature, experts=experts)
+            pipe.send(tuple(None if s is None else s.detach().numpy() for s in scores))
             if not differentiate:
                 continue
             answer = pipe.recv()
             if answer is None:
                 return
             by_p, by_h = (None if a is None else torch.from_numpy(np.ascontiguousarray(a)) for a in answer)
-            torch.autograd.backward([p] if by_h is None else [p, h], [by_p] if by_h is None else [by_p, by_h])
+            if by_h is None:
+                torch.autograd.backward([scores.logprobs], [by_p])
+            else:
+                torch.autograd.backward([scores.logprobs, scores.entropy], [by_p, by_h])
     if differentiate:
         parts = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters() if p.requires_grad]
         torch.cat([g.reshape(-1).float() for g in parts], out=flat)

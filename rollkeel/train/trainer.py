@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -17,12 +16,13 @@ from rollkeel.config import TrainConfig
 from rollkeel.errors import BadInput, NonFinite
 from rollkeel.models.loading import Policy
 from rollkeel.models.names import checkpoint_views
+from rollkeel.models.routers import is_router
 from rollkeel.train.logprobs import PolicyForward
 from rollkeel.train.optimizer import Schedule, Stepper
 from rollkeel.train.parallel import Helper, LogprobGradient, shares
+from rollkeel.train.scores import Scores, ScoreSheet
 from rollkeel.types import TokenBatch
 
-_ROUTER = re.compile(r"(^|\.)(router|gate)\.(weight|bias|e_score_correction_bias)$|e_score_correction_bias$")
 PREPASS = "prepare"
 """In `objective.needs`: `prepare` must see log-probs of the current weights, not a stand-in."""
 
@@ -32,7 +32,7 @@ class TrainableObjective(Protocol):
 
     @property
     def needs(self) -> frozenset[str]: ...
-    def prepare(self, batch: TokenBatch) -> None: ...
+    def prepare(self, batch: TokenBatch) -> Any: ...
     def loss(self, tokens: TokenBatch) -> torch.Tensor: ...
     def __call__(self, tokens: TokenBatch) -> Any: ...
 
@@ -47,6 +47,10 @@ class UpdateOutput:
     """`[T]` log-probs of the update's own pass, before the step."""
     keep: torch.Tensor
     """`[T]` bool: tokens that every mask of the objective kept."""
+    weight: torch.Tensor
+    """`[T]` correction weight of the objective, 1 where it has none."""
+    experts: torch.Tensor | None = None
+    """`[T, layers, k]` int16: experts the update's own pass chose; None unless asked for."""
 
 
 class LocalTrainer:
@@ -103,17 +107,19 @@ class LocalTrainer:
         """Version of the weights: the number of updates made so far."""
         return self._stepper.updates
 
-    @torch.no_grad()
-    def logprobs(self, batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies of every response token under the current weights, `[T]` float32 each, without gradient."""
+    def score(self, batch: TrainingBatch) -> Scores:
+        """What the current weights say about every response token, without gradient; at the batch's `topk_ids` too."""
         return self._score(self._forward, batch)
 
-    @torch.no_grad()
+    def logprobs(self, batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies of `score`, `[T]` float32 each."""
+        return self.score(batch)[:2]
+
     def ref_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
         """`[T]` log-probs under the frozen start model. Raises `BadInput` if `kl_coefficient` is 0, which keeps none."""
         if self._reference is None:
             raise BadInput("ref_logprobs: expected train.kl_coefficient > 0, which keeps the reference model, got 0")
-        return self._score(self._reference, batch)[0]
+        return self._score(self._reference, replace(batch, topk_ids=None)).logprobs
 
     def update(
         self,
@@ -121,58 +127,70 @@ class LocalTrainer:
         objective: TrainableObjective,
         *,
         old_logprobs: torch.Tensor | None = None,
+        old_topk_logprobs: torch.Tensor | None = None,
         ref_logprobs: torch.Tensor | None = None,
         old_is_current: bool = False,
+        experts: bool = False,
     ) -> UpdateOutput:
         """One optimizer step on `batch`.
 
-        `old_logprobs`, `ref_logprobs`: `[T]`, when the objective needs them. `old_is_current`: the batch's old policy is the
-        current one (its only update), so the pass's own detached log-probs serve as `old_logprobs` and no extra pass is made. `objective.prepare` sees the whole batch
-        first, with log-probs of the current weights if `"prepare"` is in `needs` and else with `old_logprobs` (or
-        `rollout_logprobs`) standing in for them. Raises `NonFinite` for a log-prob, loss or gradient that is NaN or
-        infinite: weights and optimizer state are then untouched.
+        `old_logprobs`, `ref_logprobs`: `[T]`, `old_topk_logprobs`: `[T, K]`, when the objective needs them.
+        `old_is_current`: the batch's old policy is the current one (its only update), so the pass's own detached log-probs
+        serve as the old ones and no extra pass is made. `experts`: return the routing of the pass too.
+        `objective.prepare` sees the whole batch first, once, with log-probs of the current weights if `"prepare"` is in
+        `needs` and else with `old_logprobs` (or `rollout_logprobs`) standing in for them. Raises `NonFinite` for a
+        log-prob, loss or gradient that is NaN or infinite: weights and optimizer state are then untouched.
         """
         batch = batch.to(self.device)
-        shared = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
-        self._prepare(
-            batch, objective, {**shared, "old_logprobs": batch.rollout_logprobs} if old_is_current else shared
-        )
-        logprobs = torch.empty(len(batch), device=self.device)
-        entropy = torch.empty_like(logprobs)
+        shared = {
+            "old_logprobs": old_logprobs,
+            "old_topk_logprobs": old_topk_logprobs,
+            "ref_logprobs": ref_logprobs,
+        }
+        self._prepare(batch, objective, shared, old_is_current)
+        sheet = ScoreSheet(batch, experts=experts and self._forward.packed.num_moe_layers > 0)
         if old_is_current:
-            shared["old_logprobs"] = logprobs
+            shared |= {"old_logprobs": sheet.logprobs, "old_topk_logprobs": sheet.topk_logprobs}
 
-        def loss_of(micro: MicroBatch, p: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-            logprobs[micro.indices], entropy[micro.indices] = p.detach(), h.detach()
-            self._check(batch, micro.indices, p)
+        def loss_of(micro: MicroBatch, scores: Scores) -> torch.Tensor:
+            sheet.put(micro.indices, scores)
+            self._check(batch, micro.indices, scores.logprobs)
             # An entropy nobody differentiates must not make the backward compute the logits again.
-            h = h if "entropy" in objective.needs else h.detach()
-            loss = objective.loss(batch.tokens(p, entropy=h, indices=micro.indices, **shared))
+            entropy = scores.entropy if "entropy" in objective.needs else scores.entropy.detach()
+            about = {"entropy": entropy, "topk_logprobs": scores.topk_logprobs, "indices": micro.indices}
+            loss = objective.loss(batch.tokens(scores.logprobs, **about, **shared))
             if not math.isfinite(loss.item()):
                 raise NonFinite(f"update {self.version}: loss is {loss.item()}; weights left untouched")
             return loss
 
+        metrics = self._step(batch, loss_of, "entropy" in objective.needs, sheet.experts is not None)
+        seen = sheet.scores
+        with torch.no_grad():
+            about = {"entropy": seen.entropy, "topk_logprobs": seen.topk_logprobs}
+            found = objective(batch.tokens(seen.logprobs, **about, **shared))
+        metrics.update(found.metrics)
+        metrics["policy/entropy"] = float(seen.entropy.mean())
+        metrics["policy/prob_mean"] = float(seen.logprobs.exp().mean())
+        return UpdateOutput(metrics, seen.logprobs, found.keep, found.weight, seen.experts)
+
+    def _step(self, batch: TrainingBatch, loss_of: _LossOf, through_entropy: bool, experts: bool) -> dict[str, float]:
+        """Forward, backward and optimizer step over all micro-batches, here and in the helpers; `optimizer/*` metrics."""
         self._stepper.zero_grad()
         try:
             own, *others = self._shares(batch)
             for helper, share in zip(self._helpers, others, strict=True):
-                helper.start(share, self.temperature, _by_logprobs(loss_of, "entropy" in objective.needs), None)
+                helper.start(share, self.temperature, _by_logprobs(loss_of, through_entropy), experts=experts)
             try:
                 for micro in own:
-                    loss_of(micro, *self._forward.score(micro, temperature=self.temperature)).backward()
+                    scores = self._forward.score(micro, temperature=self.temperature, experts=experts)
+                    loss_of(micro, scores).backward()
             finally:
                 self._finish_helpers()
             for helper in self._helpers:
                 helper.add_gradients()
-            metrics = self._stepper.step()
+            return self._stepper.step()
         finally:
             self._stepper.zero_grad()
-        with torch.no_grad():
-            found = objective(batch.tokens(logprobs, entropy=entropy, **shared))
-        metrics.update(found.metrics)
-        metrics["policy/entropy"] = float(entropy.mean())
-        metrics["policy/prob_mean"] = float(logprobs.exp().mean())
-        return UpdateOutput(metrics, logprobs, found.keep)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face checkpoint name, view of the live weight): experts one by one, tied tensors once."""
@@ -202,25 +220,25 @@ class LocalTrainer:
             helper.close()
         self._helpers = []
 
-    def _score(self, forward: PolicyForward, batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    @torch.no_grad()
+    def _score(self, forward: PolicyForward, batch: TrainingBatch) -> Scores:
         batch = batch.to(self.device)
-        logprobs = torch.empty(len(batch), device=self.device)
-        entropy = torch.empty_like(logprobs)
+        sheet = ScoreSheet(batch)
 
-        def keep(micro: MicroBatch, p: torch.Tensor, h: torch.Tensor) -> None:
-            self._check(batch, micro.indices, p)
-            logprobs[micro.indices], entropy[micro.indices] = p, h
+        def keep(micro: MicroBatch, scores: Scores) -> None:
+            self._check(batch, micro.indices, scores.logprobs)
+            sheet.put(micro.indices, scores)
 
         helpers = self._helpers if forward is self._forward else []
         own, *others = self._shares(batch, 1 + len(helpers))
         for helper, share in zip(helpers, others, strict=True):
-            helper.start(share, self.temperature, None, keep)
+            helper.start(share, self.temperature, sink=keep)
         try:
             for micro in own:
-                keep(micro, *forward.score(micro, temperature=self.temperature))
+                keep(micro, forward.score(micro, temperature=self.temperature))
         finally:
             self._finish_helpers()
-        return logprobs, entropy
+        return sheet.scores
 
     def _shares(self, batch: TrainingBatch, count: int | None = None) -> list[list[MicroBatch]]:
         """Micro-batches of each process, the trainer's own first; several processes get pieces small enough to balance."""
@@ -243,16 +261,22 @@ class LocalTrainer:
             raise errors[0]
 
     def _prepare(
-        self, batch: TrainingBatch, objective: TrainableObjective, shared: Mapping[str, torch.Tensor | None]
+        self,
+        batch: TrainingBatch,
+        objective: TrainableObjective,
+        shared: Mapping[str, torch.Tensor | None],
+        old_is_current: bool,
     ) -> None:
-        entropy = None
-        if PREPASS in objective.needs:
-            logprobs, entropy = self.logprobs(batch)
-        else:
-            old = shared["old_logprobs"]
-            logprobs = batch.rollout_logprobs if old is None else old
+        """Show the whole batch to the objective. Without a pass, the newest log-probs there are stand in for the current."""
+        old, old_topk = shared["old_logprobs"], shared["old_topk_logprobs"]
+        scores = self.score(batch) if PREPASS in objective.needs else None
+        current = scores.logprobs if scores else batch.rollout_logprobs if old is None else old
+        topk = scores.topk_logprobs if scores else batch.rollout_topk_logprobs if old_topk is None else old_topk
+        if old_is_current:
+            shared = {**shared, "old_logprobs": current, "old_topk_logprobs": topk}
+        about = {"entropy": scores.entropy if scores else None, "topk_logprobs": topk}
         with torch.no_grad():
-            objective.prepare(batch.tokens(logprobs, entropy=entropy, **shared))
+            objective.prepare(batch.tokens(current, **about, **shared))
 
     def _check(self, batch: TrainingBatch, indices: torch.Tensor, logprobs: torch.Tensor) -> None:
         bad = (~torch.isfinite(logprobs.detach())).nonzero()
@@ -265,22 +289,20 @@ class LocalTrainer:
             )
 
 
-def _by_logprobs(
-    loss_of: Callable[[MicroBatch, torch.Tensor, torch.Tensor], torch.Tensor], entropy: bool
-) -> LogprobGradient:
+_LossOf = Callable[[MicroBatch, Scores], torch.Tensor]
+
+
+def _by_logprobs(loss_of: _LossOf, entropy: bool) -> LogprobGradient:
     """The loss's gradient by log-probs (and entropies) that another process computed."""
 
-    def gradient(micro: MicroBatch, p: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        leaves = [p.requires_grad_(), h.requires_grad_()] if entropy else [p.requires_grad_()]
-        by = torch.autograd.grad(loss_of(micro, p, h), leaves)
+    def gradient(micro: MicroBatch, scores: Scores) -> tuple[torch.Tensor, torch.Tensor | None]:
+        leaves = [scores.logprobs.requires_grad_()]
+        if entropy:
+            leaves.append(scores.entropy.requires_grad_())
+        by = torch.autograd.grad(loss_of(micro, scores), leaves)
         return by[0], by[1] if entropy else None
 
     return gradient
-
-
-def is_router(name: str) -> bool:
-    """True for parameters that decide which experts a token goes to (`…mlp.gate.weight`, `…router.weight`, biases)."""
-    return _ROUTER.search(name) is not None
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -77,6 +77,53 @@ def test_tokens_of_a_micro_batch_are_those_of_the_whole_batch() -> None:
     assert sorted(seen) == [0, 1, 2, 3]
 
 
+def routed(i: int, response: list[int], k: int = 3, **changes) -> Rollout:
+    """A rollout whose span carries K best tokens and experts that name rollout, token and place."""
+    base, n = rollout(i, 0, [1, 2], response), len(response)
+    places = 100 * i + 10 * np.arange(n)[:, None] + np.arange(k)
+    extra = {
+        "topk_ids": places,
+        "topk_logprobs": -places.astype(np.float32),
+        "experts": np.stack([places, places + 1], 1).astype(np.int16),
+    }
+    return replace(base, span=replace(base.span, **{**extra, **changes}))
+
+
+def test_best_tokens_and_experts_stay_with_their_token() -> None:
+    batch = build_batch([routed(1, [3, 4, 5]), routed(2, [6])], [0.5, -1.0], "token_mean").to("cpu")
+    assert batch.topk_ids is not None
+    assert batch.topk_ids.tolist() == [[100, 101, 102], [110, 111, 112], [120, 121, 122], [200, 201, 202]]
+    assert batch.rollout_topk_logprobs is not None
+    assert torch.equal(batch.rollout_topk_logprobs, -batch.topk_ids.float())
+    assert batch.experts is not None
+    assert (batch.experts.dtype, list(batch.experts.shape)) == (torch.int16, [4, 2, 3])
+    assert torch.equal(batch.experts[:, 1], batch.topk_ids.short() + 1)
+    old = -torch.arange(12.0).view(4, 3)
+    for micro in batch.micro_batches(5):
+        assert micro.topk_ids is not None
+        assert torch.equal(micro.topk_ids, batch.topk_ids[micro.indices])
+        p = torch.zeros(len(micro.indices))
+        part = batch.tokens(p, topk_logprobs=old[micro.indices], old_topk_logprobs=old, indices=micro.indices)
+        for mine, whole in (
+            (part.topk_ids, batch.topk_ids),
+            (part.topk_logprobs, old),
+            (part.old_topk_logprobs, old),
+            (part.rollout_topk_logprobs, batch.rollout_topk_logprobs),
+        ):
+            assert mine is not None
+            assert torch.equal(mine, whole[micro.indices])
+
+
+def test_without_them_there_are_none_and_a_mixed_batch_is_refused() -> None:
+    batch = build_batch(two(), [0.5, -1.0], "token_mean")
+    assert batch.topk_ids is batch.rollout_topk_logprobs is batch.experts is None
+    assert all(micro.topk_ids is None for micro in batch.micro_batches(5))
+    assert batch.tokens(torch.zeros(4)).topk_ids is None
+    for other in (routed(2, [6], topk_ids=None, topk_logprobs=None), routed(2, [6], k=2)):
+        with pytest.raises(BadInput, match=r"rollout 2: expected topk_ids of shape \(3,\) per token like rollout 1"):
+            build_batch([routed(1, [3, 4]), other], [0.0, 0.0], "token_mean")
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [

@@ -75,6 +75,30 @@ def test_against_numpy_definitions():
             assert m[f"{name}/std"] == pytest.approx(rho[inside].std(), abs=2e-3)
 
 
+def test_effective_sample_size_of_a_weight_and_kl_to_the_reference():
+    o, q = random_pair()
+    w = np.minimum(o / q, 1.05)
+    ref = np.exp(np.minimum(np.log(o) + np.random.default_rng(3).normal(0, 0.2, len(o)), -1e-6))
+    tokens = batch(o, q, versions=[0, 1] * 2500, ref_logprobs=torch.tensor(np.log(ref), dtype=torch.float32))
+    m = mismatch_metrics(tokens, 0, weight=torch.tensor(w, dtype=torch.float32))
+    assert m["mismatch/ess"] == pytest.approx(w.sum() ** 2 / (len(w) * (w**2).sum()), rel=1e-6)
+    half = w[::2]
+    assert m["mismatch/equal_version/ess"] == pytest.approx(half.sum() ** 2 / (len(half) * (half**2).sum()), rel=1e-6)
+    assert m["policy/kl_base"] == pytest.approx((ref / o - 1 - np.log(ref / o)).mean(), rel=1e-4)
+    # Everything else is that of a batch without weight and reference.
+    plain = mismatch_metrics(batch(o, q, versions=[0, 1] * 2500), 0)
+    apart = {"mismatch/ess", "mismatch/equal_version/ess", "policy/kl_base"}
+    assert set(m) - set(plain) == {"policy/kl_base"}
+    assert {k: m[k] for k in m if k not in apart} == pytest.approx({k: plain[k] for k in plain if k not in apart})
+    with pytest.raises(BadInput, match="expected weight of shape"):
+        mismatch_metrics(tokens, 0, weight=torch.ones(3))
+
+
+def test_an_objective_without_any_weight_left_has_no_sample_size():
+    m = mismatch_metrics(batch([0.5, 0.4], [0.5, 0.5]), 0, weight=torch.zeros(2))
+    assert "mismatch/ess" not in m
+
+
 def test_without_a_recomputed_o_the_first_pass_stands_in():
     o, q = random_pair()
     with_old = mismatch_metrics(batch(o, q), 0)
@@ -131,6 +155,14 @@ def test_equal_version_and_staleness():
     assert m["mismatch/equal_version/tokens"] == 2
     assert (m["staleness/mean"], m["staleness/max"]) == (1.0, 3.0)
     assert (m["staleness/span"], m["staleness/span_mean"]) == (2.0, 1.0)
+
+
+def test_maxima_are_those_of_the_selected_tokens():
+    """All ratios below 1: a token that is not selected must not raise the maximum to that of an empty place."""
+    m = mismatch_metrics(batch([0.1, 0.2, 0.9], [0.4, 0.4, 0.9], versions=[2, 2, 1]), 2)
+    assert m["mismatch/ratio_max"] == pytest.approx(1.0)
+    assert m["mismatch/equal_version/ratio_max"] == pytest.approx(0.5)
+    assert m["mismatch/equal_version/prob_abs_diff_max"] == pytest.approx(0.3)
 
 
 def test_no_token_of_the_trainers_version():

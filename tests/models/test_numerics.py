@@ -19,13 +19,13 @@ from rollkeel.models.numerics import (
     activation_rounder,
     compute_dtype,
     is_quantised,
-    is_router,
     round_fp8,
     round_int4,
     round_int8,
     weight_rounder,
 )
 from rollkeel.models.presets import build_preset
+from rollkeel.models.routers import is_router
 from rollkeel.sync.publish import full_update
 
 
@@ -94,7 +94,7 @@ def test_modes() -> None:
         ("model.layers.0.mlp.gate.e_score_correction_bias", True, False),
         ("model.layers.0.mlp.router.weight", True, False),
         ("model.layers.0.block_sparse_moe.gate.weight", True, False),
-        ("model.layers.0.mlp.shared_expert_gate.weight", True, False),
+        ("model.layers.0.mlp.shared_expert_gate.weight", False, False),
         ("model.layers.0.mlp.gate_proj.weight", False, True),
         ("model.layers.0.mlp.experts.3.gate_proj.weight", False, True),
         ("model.layers.0.mlp.experts.gate_up_proj", False, True),

@@ -121,7 +121,11 @@ def test_an_empty_micro_batch_is_a_zero_with_a_graph():
         sequence_ids=ids,
         group_ids=ids,
     )
-    for objective in (grpo(), icepop(), kpop()):
+    for name in RECIPES:
+        objective = RECIPES[name]()
+        if "topk_logprobs" in objective.needs:
+            continue
+        objective.prepare(tokens)
         loss = objective.loss(tokens)
         loss.backward()
         assert loss.item() == 0
@@ -135,6 +139,24 @@ def test_needs():
     assert kpop(mode="mask_only").needs == {"old_logprobs"}
     assert kpop(mode="rollout").needs == frozenset()
     assert grpo(kl_coefficient=0.1).needs == {"old_logprobs", "ref_logprobs"}
+    for name in (
+        "pg_is",
+        "pg_tis",
+        "grpo_clip_higher",
+        "dppo_binary_tv",
+        "dppo_binary_kl",
+        "mask_negative",
+        "relax_clip",
+    ):
+        assert RECIPES[name]().needs == frozenset()
+    for name in ("mis_po", "fixed_at_final_bound", "ipo", "opsm", "trm"):
+        assert RECIPES[name]().needs == frozenset()
+    for name in ("minirl", "minirl_tis", "tis", "mis", "gspo", "gmpo", "cispo", "sapo"):
+        assert RECIPES[name]().needs == {"old_logprobs"}
+    assert RECIPES["dppo_binary_tv"](anchor="old").needs == {"old_logprobs"}
+    assert RECIPES["dppo_topk_kl"]().needs == {"topk_logprobs", "rollout_topk_logprobs"}
+    assert (RECIPES["dppo_topk_kl"](k=7).topk, kpop().topk) == (7, 0)
+    assert RECIPES["random_rejection"](like={"name": "dppo_topk_tv", "k": 4}).topk == 4
 
 
 def test_mask_metrics_by_hand():
@@ -179,9 +201,136 @@ def test_build_gives_the_recipe_and_describe_is_json():
     assert (shown["phi"], shown["mode"], shown["kl_estimator"], shown["masks"]) == (0.2, "mask_only", "k2", ["kpop"])
     assert build("kpop", {}).describe()["phi"] == 0.1
     for name in RECIPES:
-        json.dumps(build(name).describe(), allow_nan=False)
-        assert build(name).aggregate == "sequence_mean"
-        assert build(name).advantage == "grpo"
+        shown = json.loads(json.dumps(build(name).describe(), allow_nan=False))
+        assert shown["name"] == name
+
+
+DEFAULTS = {
+    ("sequence_mean", "grpo"): "grpo tis mis icepop kpop gspo gmpo sapo",
+    ("token_mean", "grpo"): "dapo mis_po ac_mis_po fixed_at_final_bound m2po random_rejection cispo",
+    ("constant_length(1024)", "dr_grpo"): "dr_grpo",
+    ("sequence_sum", "dr_grpo"): (
+        "pg_is pg_tis grpo_clip_higher minirl minirl_tis dppo_binary_tv dppo_binary_kl dppo_topk_tv dppo_topk_kl"
+        " mask_negative relax_clip"
+    ),
+    ("token_mean", "dr_grpo"): "ipo",
+    ("sequence_mean", "dr_grpo"): "opsm",
+    ("sequence_sum", "grpo"): "trm",
+}
+
+
+def test_aggregation_and_advantage_of_every_recipe():
+    found = {name: (RECIPES[name]().aggregate, RECIPES[name]().advantage) for name in RECIPES}
+    assert found == {name: pair for pair, names in DEFAULTS.items() for name in names.split()}
+
+
+PARAMETERS = {
+    "dapo": {"clip_low": 0.2, "clip_high": 0.28},
+    "tis": {"cap": 2.0},
+    "icepop": {"low": 0.5, "high": 5.0, "clip_low": 0.2, "clip_high": 0.2},
+    "kpop": {"phi": 0.1, "mode": "decoupled"},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "gmpo": {"clip": 0.4},
+    "pg_is": {"cap": None},
+    "pg_tis": {"cap": 3.0},
+    "grpo_clip_higher": {"clip_low": 0.2, "clip_high": 0.28, "cap": None},
+    "minirl": {"clip_high": 0.28, "cap": None},
+    "minirl_tis": {"clip_high": 0.28, "cap": 3.0},
+    "dppo_binary_tv": {"delta": 0.15, "cap": None},
+    "dppo_binary_kl": {"delta": 0.05, "cap": None},
+    "dppo_topk_tv": {"delta": 0.2, "k": 20, "cap": 5.0},
+    "dppo_topk_kl": {"delta": 0.05, "k": 20, "cap": 5.0},
+    "mask_negative": {"delta": 0.5, "cap": None},
+    "relax_clip": {"alpha": 0.1, "side": "both", "clip_low": 0.2, "clip_high": 0.28},
+    "mis_po": {"low": 0.5, "high": 2.0, "trajectory_low": 0.996, "trajectory_high": 1.001},
+    "fixed_at_final_bound": {"trajectory_low": 0.9998, "trajectory_high": 1.0002},
+    "ac_mis_po": {
+        "acceptance_start": 0.4,
+        "acceptance_end": 0.2,
+        "steps": 200,
+        "momentum": 0.9,
+        "bound_low": math.log(1.0002),
+        "bound_high": math.log(1.01),
+    },
+    "m2po": {"tau": 0.04},
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_defaults_are_those_of_the_papers(name):
+    shown = RECIPES[name]().describe()
+    assert {key: shown[key] for key in PARAMETERS[name]} == PARAMETERS[name]
+
+
+SCALING = {
+    "pg_is": {"cap": 5.0},
+    "pg_tis": {"cap": 5.0},
+    "grpo_clip_higher": {"clip_low": 0.2, "clip_high": 0.27, "cap": 5.0},
+    "dppo_binary_tv": {"delta": 0.2, "cap": 5.0},
+    "dppo_binary_kl": {"delta": 0.05, "cap": 5.0},
+}
+
+
+@pytest.mark.parametrize("name", SCALING)
+def test_scaling_presets(name):
+    shown = RECIPES[name](preset="scaling").describe()
+    assert {key: shown[key] for key in SCALING[name]} == SCALING[name]
+    assert RECIPES[name](preset="scaling", cap=7.0).describe()["cap"] == 7.0  # what is given wins
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_every_recipe_computes_with_what_it_asks_for_and_nothing_else(name):
+    """In float32 and in bfloat16; without a field of its needs it says which."""
+    objective = RECIPES[name]()
+    fields = objective.needs - {"prepare"}
+    spare = {"old_logprobs", "ref_logprobs", "entropy"} - fields
+    for dtype in (torch.float32, torch.bfloat16):
+        tokens = with_topk(dtype, **dict.fromkeys(spare))
+        objective.prepare(tokens)
+        out = objective(tokens)
+        assert out.loss.dtype == torch.float32
+        assert out.loss.isfinite()
+        json.dumps(dict(out.metrics), allow_nan=False)
+        for key in ("bias/delta_j", "bias/delta_j_mask", "bias/j", "objective/kept", "loss/total"):
+            assert key in out.metrics
+        for mask in objective.masks:
+            assert {f"mask/{mask.name}/{key}" for key in ("kept", "dropped", "dropped_gradient_mass")} <= set(
+                out.metrics
+            )
+    for field in fields:
+        for call in (objective.prepare, objective.loss, objective):
+            with pytest.raises(BadInput, match=f"{name}: expected a batch with {field}, got None"):
+                call(dataclasses.replace(with_topk(torch.float32), **{field: None}))
+
+
+def with_topk(dtype: torch.dtype, **changes) -> TokenBatch:
+    """`batch` with the two likeliest tokens of every position, the sampled one (p = ½) among them."""
+    top = torch.tensor([[0.5, 0.3]]).log().expand(5, 2).to(dtype)
+    fields = {
+        n: getattr(batch(), n).to(dtype) for n in ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs")
+    }
+    named = {"topk_logprobs": top, "old_topk_logprobs": top, "rollout_topk_logprobs": top}
+    return batch(**{**fields, "topk_ids": torch.zeros(5, 2, dtype=torch.int64), **named, **changes})
+
+
+def test_topk_logprobs_are_checked():
+    objective = RECIPES["dppo_topk_tv"]()
+    good = with_topk(torch.float32)
+    assert good.topk_logprobs is not None
+    bad = good.topk_logprobs.clone()
+    bad[3, 1] = math.nan
+    with pytest.raises(NonFinite, match=r"no NaN in topk_logprobs.*sequence 1 \(rollout 71\) at position 1"):
+        objective.loss(dataclasses.replace(good, topk_logprobs=bad))
+    bad[3, 1] = 0.5
+    with pytest.raises(BadInput, match=r"log-probs ≤ 0 in topk_logprobs, got 0.5 in sequence 1"):
+        objective.loss(dataclasses.replace(good, topk_logprobs=bad))
+    with pytest.raises(BadInput, match=r"rollout_topk_logprobs of shape \[T, K\]"):
+        objective.loss(dataclasses.replace(good, rollout_topk_logprobs=bad[:, :1]))
+    with pytest.raises(BadInput, match="one entry per token"):
+        objective.loss(dataclasses.replace(good, topk_logprobs=good.topk_logprobs[:4]))
+    truncated = good.topk_logprobs.clone()
+    truncated[:, 1] = -math.inf  # a token that top-p left out
+    assert objective.loss(dataclasses.replace(good, rollout_topk_logprobs=truncated)).isfinite()
 
 
 WRONG = [
@@ -204,6 +353,28 @@ WRONG = [
     ("icepop", {"aggregate": "mean"}, "token_mean, sequence_mean"),
     ("icepop", {"aggregate": "constant_length(0)"}, "constant_length"),
     ("icepop", {"aggregate": 3}, "token_mean, sequence_mean"),
+    ("mis", {"level": "sequences"}, "did you mean sequence"),
+    ("mis", {"cap": 0}, "> 0"),
+    ("dr_grpo", {"length": 0}, "≥ 1"),
+    ("pg_is", {"preset": "scale"}, "did you mean scaling"),
+    ("dppo_binary_tv", {"anchor": "decoupled"}, "expected one of rollout, old"),
+    ("dppo_topk_tv", {"k": 0}, "≥ 1"),
+    ("relax_clip", {"side": "hig"}, "did you mean high"),
+    ("relax_clip", {"alpha": 1.5}, "≤ 1"),
+    ("mis_po", {"low": 3.0}, "low ≤ high"),
+    ("ac_mis_po", {"acceptance_end": 0.0}, "> 0"),
+    ("ac_mis_po", {"momentum": 1.0}, r"momentum in \[0, 1\)"),
+    ("m2po", {"tau": 0}, "> 0"),
+    ("random_rejection", {"acceptance": 1.5}, "≤ 1"),
+    ("random_rejection", {"acceptance": 0.5, "like": "mis_po"}, "got both"),
+    ("random_rejection", {"like": "grpo"}, "drops something"),
+    ("random_rejection", {"like": "mispo"}, "did you mean mis_po"),
+    ("sapo", {"tau_positive": 0}, "> 0"),
+    ("ipo", {"gap_penalty": -1}, "≥ 0"),
+    ("ipo", {"directional": 1}, "true or false"),
+    ("opsm", {"anchor": "ol"}, "did you mean old"),
+    ("trm", {"estimator": "k4"}, "expected one of"),
+    ("trm", {"reduce": "sum"}, "max, mean"),
 ]
 
 

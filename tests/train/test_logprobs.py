@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig
 
+from rollkeel.batch.packing import pack
 from rollkeel.errors import BadInput
 from rollkeel.train import logprobs as module
 from rollkeel.train.logprobs import PolicyForward, head_of, token_logprobs
@@ -44,15 +45,15 @@ def case(total=37, width=8, vocab=50, dtype=torch.float32, seed=0, spread=2.0):
 def test_truth_table() -> None:
     """Logits (ln 1, ln 2, ln 5): probabilities 1/8, 2/8, 5/8."""
     weight = torch.tensor([[0.0], [math.log(2)], [math.log(5)]])
-    lp, h = token_logprobs(torch.ones(3, 1), weight, torch.tensor([0, 1, 2]))
+    lp, h, _ = token_logprobs(torch.ones(3, 1), weight, torch.tensor([0, 1, 2]))
     assert lp.tolist() == pytest.approx([math.log(1 / 8), math.log(2 / 8), math.log(5 / 8)], abs=1e-6)
     expected = -sum(p * math.log(p) for p in (1 / 8, 2 / 8, 5 / 8))
     assert h is not None
     assert h.tolist() == pytest.approx([expected] * 3, abs=1e-6)
     # At temperature ½ probabilities are squared and renormalised: 1/30, 4/30, 25/30.
-    lp, _ = token_logprobs(torch.ones(3, 1), weight, torch.tensor([0, 1, 2]), temperature=0.5)
+    lp, _, _ = token_logprobs(torch.ones(3, 1), weight, torch.tensor([0, 1, 2]), temperature=0.5)
     assert lp.tolist() == pytest.approx([math.log(p / 30) for p in (1, 4, 25)], abs=1e-6)
-    greedy, none = token_logprobs(torch.ones(1, 1), weight, torch.tensor([2]), temperature=0, entropy=False)
+    greedy, none, _ = token_logprobs(torch.ones(1, 1), weight, torch.tensor([2]), temperature=0, entropy=False)
     assert greedy.item() == pytest.approx(math.log(5 / 8), abs=1e-6)
     assert none is None
 
@@ -65,7 +66,7 @@ def test_values_and_gradients_equal_full_logits(monkeypatch, keep, chunk, throug
     monkeypatch.setattr(module, "KEEP_BYTES", 10**9 if keep else 0)
     hidden, weight, bias, targets, up = case()
     options = {"temperature": 0.7, "bias": bias, "scale": 0.5, "softcap": softcap}
-    lp, h = token_logprobs(hidden, weight, targets, chunk=chunk, **options)
+    lp, h, _ = token_logprobs(hidden, weight, targets, chunk=chunk, **options)
     lp64, h64 = reference(hidden.double(), weight.double(), targets, 0.7, bias.double(), 0.5, softcap)
     assert h is not None
     torch.testing.assert_close(lp.double(), lp64, rtol=0, atol=5e-6)
@@ -79,18 +80,47 @@ def test_values_and_gradients_equal_full_logits(monkeypatch, keep, chunk, throug
 
 def test_gradient_through_entropy_alone_and_partial_inputs() -> None:
     hidden, weight, _, targets, up = case()
-    _, h = token_logprobs(hidden, weight.detach(), targets, chunk=9)
+    _, h, _ = token_logprobs(hidden, weight.detach(), targets, chunk=9)
     assert h is not None
     (got,) = torch.autograd.grad((h * up[1]).sum(), hidden)
     (want,) = torch.autograd.grad((reference(hidden, weight, targets, 1.0)[1] * up[1]).sum(), hidden)
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
 
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("chunk", [1, 8, 37, 100])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_logprobs_at_further_ids_are_those_of_full_logits_and_carry_no_gradient(
+    monkeypatch, keep, chunk, softcap
+) -> None:
+    monkeypatch.setattr(module, "KEEP_BYTES", 10**9 if keep else 0)
+    hidden, weight, bias, targets, up = case()
+    ids = torch.randint(0, 50, (37, 6), generator=torch.Generator().manual_seed(5))
+    ids[:, 0] = targets
+    options = {"temperature": 0.7, "bias": bias, "scale": 0.5, "softcap": softcap, "chunk": chunk}
+    lp, h, topk = token_logprobs(hidden, weight, targets, topk_ids=ids, **options)
+    alone, _, none = token_logprobs(hidden, weight, targets, **options)
+    assert none is None
+    assert topk is not None
+    assert not topk.requires_grad
+    assert torch.equal(lp, alone)
+    assert torch.equal(topk[:, 0], lp.detach())
+    for j in range(6):
+        want, _ = reference(hidden.double(), weight.double(), ids[:, j], 0.7, bias.double(), 0.5, softcap)
+        torch.testing.assert_close(topk[:, j].double(), want.detach(), rtol=0, atol=5e-6)
+    inputs = (hidden, weight, bias)
+    assert h is not None
+    got, want = (torch.autograd.grad((x * up[0]).sum(), inputs) for x in (lp, alone))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    with pytest.raises(BadInput, match=r"topk_ids \[36, 6\]"):
+        token_logprobs(hidden, weight, targets, topk_ids=ids[1:], **options)
+
+
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 1000), chunk=st.integers(1, 40), spread=st.sampled_from([0.0, 1.0, 30.0]))
 def test_logprobs_are_at_most_zero_and_entropy_within_its_bounds(seed: int, chunk: int, spread: float) -> None:
     hidden, weight, _, targets, _ = case(seed=seed, spread=spread)
-    lp, h = token_logprobs(hidden, weight, targets, chunk=chunk)
+    lp, h, _ = token_logprobs(hidden, weight, targets, chunk=chunk)
     assert h is not None
     assert torch.isfinite(lp).all()
     assert (lp <= 0).all()
@@ -100,7 +130,7 @@ def test_logprobs_are_at_most_zero_and_entropy_within_its_bounds(seed: int, chun
 
 def test_bfloat16_is_close_and_keeps_dtypes() -> None:
     hidden, weight, _, targets, up = case(dtype=torch.bfloat16, spread=0.5)
-    lp, _ = token_logprobs(hidden, weight, targets, chunk=8)
+    lp, _, _ = token_logprobs(hidden, weight, targets, chunk=8)
     assert lp.dtype == torch.float32
     d_hidden, d_weight = torch.autograd.grad((lp * up[0]).sum(), (hidden, weight))
     assert d_hidden.dtype == d_weight.dtype == torch.bfloat16
@@ -142,7 +172,7 @@ def test_heads_of_real_architectures(family: str) -> None:
     forward = PolicyForward(model, chunk=4)
     ids = torch.randint(1, 64, (11,))
     with torch.no_grad():
-        lp, _ = forward(ids, torch.arange(11), torch.tensor([0, 11]), torch.arange(10), ids[1:], temperature=0.8)
+        lp = forward.score(pack([0], [ids.numpy()], [1], [0]), temperature=0.8).logprobs
         logits = model(input_ids=ids[None]).logits[0].float() / 0.8
     want = torch.log_softmax(logits, -1)[:-1].gather(1, ids[1:, None]).squeeze(1)
     torch.testing.assert_close(lp, want, rtol=1e-5, atol=1e-5)
@@ -161,15 +191,16 @@ MEASURE = """
     import torch
     from rollkeel.train.logprobs import token_logprobs
     torch.set_num_threads(1)
-    T, V, D, chunk, entropy = int(sys.argv[1]), 150_000, 16, 256, sys.argv[2] == "1"
+    T, V, D, chunk, entropy, K = int(sys.argv[1]), 150_000, 16, 256, sys.argv[2] == "1", int(sys.argv[3])
     def rss():
         return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
     hidden = torch.randn(T, D, requires_grad=True)
     weight = torch.randn(V, D, requires_grad=True)
     weight.grad = torch.zeros_like(weight)
     targets = torch.randint(0, V, (T,))
+    ids = torch.randint(0, V, (T, K)) if K else None
     # Reach the steady state of allocator and thread pools before the measurement.
-    lp, h = token_logprobs(hidden[:8], weight, targets[:8], chunk=8)
+    lp, h, _ = token_logprobs(hidden[:8], weight, targets[:8], chunk=8)
     (lp.sum() + h.sum()).backward()
     base, peak, done = rss(), 0, False
     def watch():
@@ -177,16 +208,16 @@ MEASURE = """
         while not done:
             peak = max(peak, rss()); time.sleep(0.001)
     thread = threading.Thread(target=watch); thread.start()
-    lp, h = token_logprobs(hidden, weight, targets, chunk=chunk)
+    lp, h, topk = token_logprobs(hidden, weight, targets, chunk=chunk, topk_ids=ids)
     ((lp + h) if entropy else lp).sum().backward()
     done = True; thread.join()
-    print(peak - base - T * D * 4)
+    print(peak - base - T * D * 4 - T * K * 4)
 """
 
 
-def extra_bytes(total: int, entropy: bool) -> int:
+def extra_bytes(total: int, entropy: bool, topk: int = 0) -> int:
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(MEASURE), str(total), str(int(entropy))],
+        [sys.executable, "-c", textwrap.dedent(MEASURE), str(total), str(int(entropy)), str(topk)],
         capture_output=True,
         text=True,
         check=True,
@@ -199,15 +230,16 @@ BOUND = 3 * 256 * 150_000 * 4 + 64 * 2**20
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_peak_memory_at_a_large_vocabulary() -> None:
-    assert extra_bytes(512, entropy=True) <= BOUND
+@pytest.mark.parametrize("topk", [0, 20])
+def test_peak_memory_at_a_large_vocabulary(topk: int) -> None:
+    assert extra_bytes(512, entropy=True, topk=topk) <= BOUND
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("entropy", [False, True])
-def test_peak_memory_does_not_grow_with_tokens(entropy: bool) -> None:
-    small, large = extra_bytes(4096, entropy), extra_bytes(16384, entropy)
+@pytest.mark.parametrize(("entropy", "topk"), [(False, 0), (True, 0), (False, 20)])
+def test_peak_memory_does_not_grow_with_tokens(entropy: bool, topk: int) -> None:
+    small, large = extra_bytes(4096, entropy, topk), extra_bytes(16384, entropy, topk)
     assert small <= BOUND
     assert large <= BOUND
     assert large <= 1.05 * small

@@ -24,7 +24,8 @@ from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
 
 
-def batch(lengths: list[int], seed: int = 0) -> TrainingBatch:
+def batch(lengths: list[int], seed: int = 0, extras: bool = False) -> TrainingBatch:
+    """`extras`: with three most likely tokens and the experts of an engine, drawn at random."""
     rng = np.random.default_rng(seed)
     rollouts = []
     for i, n in enumerate(lengths):
@@ -35,6 +36,9 @@ def batch(lengths: list[int], seed: int = 0) -> TrainingBatch:
             kept_mass=np.ones(n, np.float32),
             versions=stamp,
             kv_versions=stamp,
+            topk_ids=rng.integers(0, 264, (n, 3)) if extras else None,
+            topk_logprobs=-rng.uniform(1, 9, (n, 3)).astype(np.float32) if extras else None,
+            experts=np.zeros((n, 2, 2), np.int16) if extras else None,
         )
         prompt = Prompt(
             id=str(i),
@@ -85,6 +89,23 @@ def test_log_probs_and_updates_are_those_of_one_process(pair: tuple[LocalTrainer
         # Adam turns a gradient near 0 into a full step of either sign, so single weights may differ; nearly none do.
         differ = (w - weights(two)[name]).abs() > 5e-6
         assert differ.float().mean() < 2e-3, name
+
+
+def test_best_tokens_and_experts_come_back_from_the_helper(pair: tuple[LocalTrainer, LocalTrainer]) -> None:
+    one, two = pair
+    two.load_state_dict(one.state_dict())
+    data = batch([8, 8, 20, 5], seed=5, extras=True)
+    a, b = (t.score(data).topk_logprobs for t in (one, two))
+    assert a is not None
+    assert b is not None
+    assert torch.allclose(a, b, atol=5e-6)
+    objective = objectives.RECIPES["dppo_topk_tv"](k=3)
+    x, y = (t.update(data, objective, experts=True) for t in (one, two))
+    assert x.metrics["optimizer/grad_norm"] == pytest.approx(y.metrics["optimizer/grad_norm"], rel=1e-5)
+    assert x.experts is not None
+    assert y.experts is not None
+    assert torch.equal(x.experts.sort(-1).values, y.experts.sort(-1).values)
+    assert x.experts.any()
 
 
 def test_the_entropy_bonus_reaches_the_helper(pair: tuple[LocalTrainer, LocalTrainer]) -> None:

@@ -6,6 +6,7 @@ Real presets and real objectives on the CPU. Not covered: CUDA, whether learning
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,8 +18,9 @@ from rollkeel.batch.build import TrainingBatch, build_batch
 from rollkeel.config import ModelConfig, TrainConfig
 from rollkeel.errors import BadInput, NonFinite
 from rollkeel.models.loading import Policy, load_policy, save_policy
+from rollkeel.models.routers import is_router
 from rollkeel.train.optimizer import Schedule
-from rollkeel.train.trainer import LocalTrainer, is_router
+from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenBatch, TokenSpan
 
 
@@ -26,7 +28,10 @@ def policy(preset: str = "tiny-qwen3-moe", seed: int = 0) -> Policy:
     return load_policy(ModelConfig(path=f"preset:{preset}", seed=seed))
 
 
-def make_batch(n: int = 8, aggregate: str = "sequence_mean", seed: int = 0) -> TrainingBatch:
+def make_batch(
+    n: int = 8, aggregate: str = "sequence_mean", seed: int = 0, *, topk: int = 0, experts: bool = False
+) -> TrainingBatch:
+    """`topk`, `experts`: with the facts an engine may return beside each token, drawn at random."""
     r = np.random.default_rng(seed)
     rollouts = []
     for i in range(n):
@@ -46,6 +51,11 @@ def make_batch(n: int = 8, aggregate: str = "sequence_mean", seed: int = 0) -> T
             kept_mass=np.ones(length, np.float32),
             versions=np.zeros(length, np.int64),
             kv_versions=np.zeros(length, np.int64),
+            topk_ids=r.integers(8, 288, (length, topk)) if topk else None,
+            topk_logprobs=-r.uniform(1, 9, (length, topk)).astype(np.float32) if topk else None,
+            experts=r.permuted(np.tile(np.arange(8), (length, 2, 1)), axis=2)[..., :2].astype(np.int16)
+            if experts
+            else None,
         )
         rollouts.append(
             Rollout(
@@ -242,22 +252,6 @@ def test_freeze_router_freezes_routers_alone() -> None:
     assert changed == set(before) - routers
 
 
-@pytest.mark.parametrize(
-    ("name", "router"),
-    [
-        ("model.layers.0.mlp.gate.weight", True),
-        ("model.layers.3.mlp.router.weight", True),
-        ("model.layers.3.mlp.router.bias", True),
-        ("model.layers.3.mlp.gate.e_score_correction_bias", True),
-        ("model.layers.0.mlp.gate_proj.weight", False),
-        ("model.layers.0.mlp.experts.gate_up_proj", False),
-        ("model.layers.0.mlp.shared_expert_gate.weight", False),
-    ],
-)
-def test_router_names(name: str, router: bool) -> None:
-    assert is_router(name) is router
-
-
 def test_reference_stays_where_the_run_started() -> None:
     t, batch = trainer(kl_coefficient=0.1, lr=1e-2), make_batch()
     start, _ = t.logprobs(batch)
@@ -297,7 +291,8 @@ def test_prepare_sees_the_whole_batch_before_any_gradient() -> None:
             return -(tokens.coefficients * tokens.logprobs).sum()
 
         def __call__(self, tokens: TokenBatch):
-            return type("Out", (), {"metrics": {"x": 1.0}, "keep": torch.ones(len(tokens.logprobs)).bool()})
+            ones = torch.ones(len(tokens.logprobs))
+            return type("Out", (), {"metrics": {"x": 1.0}, "keep": ones.bool(), "weight": ones})
 
     t, batch = trainer(micro_batch_tokens=30), make_batch()
     current, _ = t.logprobs(batch)
@@ -318,6 +313,123 @@ def test_old_is_current_equals_a_pass_of_its_own(objective) -> None:
     assert results[0][0] == results[1][0]
     assert torch.equal(results[0][1], results[1][1])
     assert all(torch.equal(w, results[1][2][n]) for n, w in results[0][2].items())
+
+
+def test_topk_logprobs_are_those_of_full_logits_and_reach_the_objective() -> None:
+    """In the prepass, in the old pass, in every micro-batch and in the metrics; never with a gradient."""
+    seen: list[tuple[str, TokenBatch]] = []
+
+    class Watch(Poison):
+        needs = frozenset({"prepare", "topk_ids", "topk_logprobs", "old_topk_logprobs"})
+
+        def prepare(self, batch: TokenBatch) -> None:
+            seen.append(("prepare", batch))
+
+        def loss(self, tokens: TokenBatch) -> torch.Tensor:
+            seen.append(("loss", tokens))
+            return -(tokens.coefficients * tokens.logprobs).sum()
+
+        def __call__(self, tokens: TokenBatch):
+            seen.append(("metrics", tokens))
+            ones = torch.ones(len(tokens.logprobs))
+            return type("Out", (), {"metrics": {}, "keep": ones.bool(), "weight": ones})
+
+    p = policy()
+    t, batch = trainer(p, micro_batch_tokens=30), make_batch(topk=4)
+    assert batch.topk_ids is not None
+    want, at = torch.empty(len(batch), 4), 0
+    for sequence, start in zip(batch.sequences, batch.prompt_lengths, strict=True):
+        ids = torch.from_numpy(sequence)
+        with torch.no_grad():
+            log_p = torch.log_softmax(p.model(input_ids=ids[None]).logits[0].float(), -1)[start - 1 : -1]
+        window = slice(at, at + len(log_p))
+        want[window] = log_p.gather(1, batch.topk_ids[window])
+        at += len(log_p)
+    old = t.score(batch).topk_logprobs
+    assert old is not None
+    torch.testing.assert_close(old, want, rtol=1e-5, atol=1e-5)
+    t.update(batch, Watch(""), old_logprobs=batch.rollout_logprobs, old_topk_logprobs=old + 1)
+    assert [kind for kind, _ in seen] == ["prepare", *["loss"] * (len(seen) - 2), "metrics"]
+    order = torch.cat([micro.indices for micro in batch.micro_batches(30)])
+    for kind, index in (("prepare", slice(None)), ("loss", order), ("metrics", slice(None))):
+        parts = [b for k, b in seen if k == kind]
+        got = torch.cat([b.topk_logprobs for b in parts if b.topk_logprobs is not None])
+        assert not got.requires_grad
+        torch.testing.assert_close(got, want[index], rtol=1e-5, atol=1e-5)
+        assert torch.equal(
+            torch.cat([b.old_topk_logprobs for b in parts if b.old_topk_logprobs is not None]), (old + 1)[index]
+        )
+        assert torch.equal(torch.cat([b.topk_ids for b in parts if b.topk_ids is not None]), batch.topk_ids[index])
+
+
+@pytest.mark.parametrize("name", ["dppo_topk_tv", "dppo_topk_kl"])
+@pytest.mark.parametrize("anchor", ["rollout", "old"])
+def test_topk_objectives_train_with_any_old_pass(name: str, anchor: str) -> None:
+    objective = objectives.RECIPES[name](k=4, anchor=anchor)
+    results = []
+    for current in (False, True):
+        t, batch = trainer(micro_batch_tokens=40), make_batch(topk=4)
+        old = None if current else t.score(batch)
+        known = {} if old is None else {"old_logprobs": old.logprobs, "old_topk_logprobs": old.topk_logprobs}
+        results.append(t.update(batch, objective, old_is_current=current, **known).metrics)
+    assert results[0] == results[1]
+    assert results[0]["optimizer/grad_norm"] > 0
+
+
+def test_prepare_is_called_once_and_sees_current_log_probs_as_old_where_they_are() -> None:
+    seen = []
+
+    class Watch(Poison):
+        needs = frozenset({"prepare", "old_logprobs"})
+
+        def prepare(self, batch: TokenBatch) -> None:
+            seen.append(batch)
+
+        def loss(self, tokens: TokenBatch) -> torch.Tensor:
+            return -(tokens.coefficients * tokens.logprobs).sum()
+
+        def __call__(self, tokens: TokenBatch):
+            ones = torch.ones(len(tokens.logprobs))
+            return type("Out", (), {"metrics": {}, "keep": ones.bool(), "weight": ones})
+
+    t, batch = trainer(micro_batch_tokens=30), make_batch()
+    current, _ = t.logprobs(batch)
+    t.update(batch, Watch(""), old_is_current=True)
+    (only,) = seen
+    assert torch.equal(only.logprobs, current)
+    assert torch.equal(only.old_logprobs, current)
+
+
+def test_experts_of_the_update_are_those_its_routers_chose() -> None:
+    p = policy()
+    t, batch = trainer(p, micro_batch_tokens=40), make_batch(experts=True)
+    assert t.update(batch, objectives.grpo(), old_is_current=True).experts is None
+    chosen: list[torch.Tensor] = []
+    for name, module in p.model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(lambda _m, _a, out: chosen.append(out[2]))
+    at, want = 0, torch.empty(len(batch), 2, 2, dtype=torch.int16)
+    for sequence, start in zip(batch.sequences, batch.prompt_lengths, strict=True):
+        chosen.clear()
+        with torch.no_grad():
+            p.model(input_ids=torch.from_numpy(sequence)[None])
+        n = len(sequence) - start
+        want[at : at + n] = torch.stack(chosen, 1)[start - 1 : -1].to(torch.int16)
+        at += n
+    got = t.update(batch, objectives.grpo(), old_is_current=True, experts=True).experts
+    assert got is not None
+    assert torch.equal(got.sort(-1).values, want.sort(-1).values)
+
+
+def test_experts_are_left_out_where_nobody_has_them_and_refused_where_they_do_not_fit() -> None:
+    dense, moe = trainer(policy("tiny-qwen3")), trainer()
+    options = {"old_is_current": True, "experts": True}
+    assert dense.update(make_batch(experts=True), objectives.grpo(), **options).experts is None
+    assert moe.update(make_batch(), objectives.grpo(), **options).experts is None
+    batch = make_batch(experts=True)
+    assert batch.experts is not None
+    with pytest.raises(BadInput, match=r"\[1, 2\] per token, the trainer \[2, 2\]"):
+        moe.update(replace(batch, experts=batch.experts[:, :1]), objectives.grpo(), **options)
 
 
 @pytest.mark.parametrize("preset", ["tiny-qwen3-moe", "tiny-qwen3-tied"])

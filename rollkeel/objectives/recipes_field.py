@@ -1,0 +1,142 @@
+"""Other objectives in wide use. Where a source leaves a number open, the docstring says whose number the default is.
+
+Common options as in `recipes`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollkeel.objectives import masks, surrogates
+from rollkeel.objectives.assembly import assemble
+from rollkeel.objectives.objective import Objective
+from rollkeel.objectives.options import choice, flag, optional_number
+from rollkeel.objectives.registry import register
+from rollkeel.objectives.terms import OLD, ROLLOUT
+
+
+@register("cispo")
+def cispo(*, low: float = 0.0, high: float | None = 5.0, aggregate: str = "token_mean", **common: Any) -> Objective:
+    """CISPO: stop_grad(clip(r, low, high))·log p·A with r = p/o (MiniMax-M1 report, eqs. 4–5); no token loses its gradient.
+
+    MiniMax-M1 writes the bounds as 1 − ε_low, 1 + ε_high, sets no lower one and leaves ε_high open; 5 is the upper bound that
+    ScaleRL and TRL's documentation recommend. Gradient coefficient of A·∇log p: the clipped r. Drops nothing.
+    """
+    return assemble(
+        "cispo",
+        OLD,
+        surrogates.weighted_logprob(low, high),
+        aggregate=aggregate,
+        options={"low": low, "high": high},
+        common=common,
+    )
+
+
+@register("sapo")
+def sapo(
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+    aggregate: str = "sequence_mean",
+    **common: Any,
+) -> Objective:
+    """SAPO: (4/τ)·σ(τ(r−1))·A, a sigmoid gate in the place of PPO's clip (Gao et al. 2025, "Soft adaptive policy
+    optimization"), τ = `tau_positive` where A > 0, else `tau_negative`; 1 and 1.05 are the paper's.
+
+    Gradient coefficient of A·∇log p: 4σ(1−σ)·r with σ = σ(τ(r−1)): r near 1, falling towards 0 on both sides. Drops nothing.
+    """
+    return assemble(
+        "sapo",
+        OLD,
+        surrogates.soft_gate(tau_positive, tau_negative),
+        aggregate=aggregate,
+        options={"tau_positive": tau_positive, "tau_negative": tau_negative},
+        common=common,
+    )
+
+
+@register("ipo")
+def ipo(
+    *,
+    delta: Any = 0.3,
+    gap_penalty: float = 1e-3,
+    directional: bool = False,
+    cap: float | None = None,
+    aggregate: str = "token_mean",
+    **common: Any,
+) -> Objective:
+    """IPO, prime-rl's default loss (INTELLECT policy optimization): drop |p − q| > δ, whatever A's sign; S = u·A.
+
+    All tokens, dropped ones too, carry `gap_penalty`·(log u)². δ 0.3 as in its documentation; earlier versions of that loss
+    dropped only updates that move away, at 0.2: `directional=True, delta=0.2`.
+    Gradient coefficient of A·∇log p: u where kept, else 0; beside it −2·gap_penalty·log u on ∇log p. A = R − mean.
+    """
+    directional = flag("ipo.directional", directional)
+    return assemble(
+        "ipo",
+        ROLLOUT,
+        surrogates.ratio(optional_number("ipo.cap", cap, above=0)),
+        masks.divergence("ipo", "binary_tv", delta, directional),
+        aggregate=aggregate,
+        advantage="dr_grpo",
+        gap_penalty=gap_penalty,
+        options={"delta": delta, "directional": directional, "cap": cap},
+        common=common,
+    )
+
+
+@register("opsm")
+def opsm(
+    *,
+    delta: Any = 1e-4,
+    anchor: str = "rollout",
+    clip_low: Any = 0.2,
+    clip_high: Any = 0.2,
+    aggregate: str = "sequence_mean",
+    **common: Any,
+) -> Objective:
+    """Off-policy sequence masking: drop A < 0 where the sequence's mean of log q − log p is > δ (DeepSeek-V3.2 report §3.1).
+
+    PPO-clip on the same ratio. `anchor="rollout"`: q is the sampler, as in the report, so the test sees staleness and engine
+    gap together; `anchor="old"`: o in its place, slime's default. δ 1e-4 is slime's; the report gives none. A = R − mean.
+    Gradient coefficient of A·∇log p: u (or r) where kept and inside the PPO clip, else 0.
+    """
+    chosen = {"rollout": ROLLOUT, "old": OLD}[choice("opsm.anchor", anchor, ("rollout", "old"))]
+    return assemble(
+        "opsm",
+        chosen,
+        surrogates.ppo_clip(clip_low, clip_high),
+        masks.sequence_kl("opsm", delta, reduce="mean", estimator="k1", negative_only=True),
+        aggregate=aggregate,
+        advantage="dr_grpo",
+        options={"delta": delta, "clip_low": clip_low, "clip_high": clip_high},
+        common=common,
+    )
+
+
+@register("trm")
+def trm(
+    *,
+    delta: Any = 0.05,
+    reduce: str = "max",
+    estimator: str = "k3",
+    cap: float | None = None,
+    aggregate: str = "sequence_sum",
+    **common: Any,
+) -> Objective:
+    """Trust region masking: drop whole sequences whose max (or mean) token KL(q‖p) is > δ (Li et al. 2025); S = u·A.
+
+    The paper bounds the exact KL of every position. From the sampled token alone it is estimated: `estimator` k3 =
+    u − 1 − log u (default), k2 = (log u)²/2, or `binary` = D_B(q‖p), a lower bound of the exact one. δ depends on the
+    engines' gap and has no default in the paper; 0.05 is the DPPO paper's bound on the binary KL.
+    Gradient coefficient of A·∇log p: u where the sequence is kept, else 0.
+    """
+    return assemble(
+        "trm",
+        ROLLOUT,
+        surrogates.ratio(optional_number("trm.cap", cap, above=0)),
+        masks.sequence_kl("trm", delta, reduce, estimator),
+        aggregate=aggregate,
+        options={"delta": delta, "reduce": reduce, "estimator": estimator, "cap": cap},
+        common=common,
+    )

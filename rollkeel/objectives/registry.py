@@ -1,0 +1,125 @@
+"""Names → objectives: the recipes, what users register, and what a config points to in a user's own module."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from rollkeel.errors import BadInput
+from rollkeel.objectives.objective import Objective
+from rollkeel.objectives.options import flag, nearest, number
+from rollkeel.objectives.perturbations import perturbations
+
+RECIPES: dict[str, Callable[..., Objective]] = {}
+"""Name → function of keyword options that returns an objective."""
+OTHERS: dict[str, Callable[..., Objective]] = {}
+"""Names a config may use that are no recipe: `composed`."""
+TRAINER_OPTIONS = ("kl_coefficient", "kl_estimator", "entropy_coefficient")
+COMMON_OPTIONS = ("perturb", "denominator", "allow_double_correction")
+"""Options of every objective, beside its own."""
+
+F = TypeVar("F", bound=Callable[..., Objective])
+
+
+def register(name: str) -> Callable[[F], F]:
+    """Decorator: make a function of keyword options that returns an `Objective` available under `name`.
+
+    The common options are added to what it returns, so it need not know them. Raises `BadInput` for a name that is taken.
+    """
+
+    def add(function: F) -> F:
+        if name in RECIPES and RECIPES[name] is not function:
+            raise BadInput(f"objective {name!r}: the name is taken; register yours under another")
+        RECIPES[name] = function
+        return function
+
+    return add
+
+
+def build(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    kl_coefficient: float = 0.0,
+    kl_estimator: str = "k3",
+    entropy_coefficient: float = 0.0,
+) -> Objective:
+    """The objective `name` with `options` (its keyword arguments and the common ones), as a config names it.
+
+    `name`: a recipe, a registered function, or `package.module:function`, imported with the current directory on the path.
+    Raises `BadInput` for an unknown recipe or option (naming the nearest), a wrong type or a value out of range.
+    """
+    recipe, options = find(name), dict(options or {})
+    own = own_options(recipe)
+    for option in options:
+        if option in TRAINER_OPTIONS:
+            raise BadInput(f"objective.{option}: not an option of {name}; set train.{option}")
+        if option not in (*own, *COMMON_OPTIONS):
+            raise BadInput(f"objective.{option}: not an option of {name}{nearest(option, [*own, *COMMON_OPTIONS])}")
+    common = {o: options.pop(o) for o in COMMON_OPTIONS if o in options and o not in own}
+    trainer = {
+        "kl_coefficient": kl_coefficient,
+        "kl_estimator": kl_estimator,
+        "entropy_coefficient": entropy_coefficient,
+    }
+    if takes_any(recipe):  # a recipe whose composition the common options decide upon, such as a double correction
+        return recipe(**options, **common, **trainer)
+    made = recipe(**options)
+    if not isinstance(made, Objective):
+        raise BadInput(f"objective {name}: expected the function to return an Objective, got {type(made).__name__}")
+    return dataclasses.replace(made, **common_fields(name, {**common, **trainer}))
+
+
+def find(name: str) -> Callable[..., Objective]:
+    """The function behind a name; see `build`."""
+    known = {**RECIPES, **OTHERS}
+    if name in known:
+        return known[name]
+    module_name, colon, function_name = name.partition(":")
+    if not colon:
+        raise BadInput(f"objective.name {name!r}: unknown{nearest(name, list(known))}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise BadInput(f"objective.name {name!r}: expected an importable module {module_name}: {error}") from error
+    function = getattr(module, function_name, None)
+    if not inspect.isfunction(function):
+        raise BadInput(f"objective.name {name!r}: expected a function {function_name} in {module_name}, found none")
+    return function
+
+
+def own_options(recipe: Callable[..., Objective]) -> list[str]:
+    """Names of a recipe's own keyword options."""
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in inspect.signature(recipe).parameters.values() if p.kind in kinds]
+
+
+def takes_any(recipe: Callable[..., Objective]) -> bool:
+    """True if a function passes further keyword arguments on."""
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(recipe).parameters.values())
+
+
+def common_fields(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """`Objective` fields from common options, checked."""
+    known = (*COMMON_OPTIONS, *TRAINER_OPTIONS)
+    fields: dict[str, Any] = {}
+    for option, value in options.items():
+        if option not in known:
+            own = own_options(RECIPES[name]) if name in RECIPES else []
+            raise BadInput(f"objective {name}: {option} is not one of its options{nearest(option, [*own, *known])}")
+        if option in ("kl_coefficient", "entropy_coefficient"):
+            fields[option] = number(f"{name}.{option}", value, at_least=0)
+        elif option == "perturb":
+            fields["factors"] = perturbations(value)
+        elif option == "allow_double_correction":
+            fields[option] = flag(f"{name}.{option}", value)
+        else:
+            fields[option] = value
+    return fields

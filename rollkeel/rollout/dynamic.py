@@ -1,0 +1,78 @@
+"""Dynamic sampling (DAPO, Yu et al. 2025, §3.2): draw prompts until enough groups have something to teach.
+
+A group whose rewards are all equal has advantage 0 everywhere: it makes the batch smaller without saying so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rollkeel.types import Rollout
+
+Draw = Callable[[int, int], Sequence[Rollout]]
+"""`(first, count)` → graded rollouts of the prompts `first … first + count − 1` of the data source, failures included."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The prompts of one step."""
+
+    rollouts: Sequence[Rollout]
+    """Everything that was sampled, in order."""
+    batch: Sequence[Rollout]
+    """Those of them to train on: whole groups, without failures."""
+    consumed: int
+    """Prompts taken from the data source; the next step begins behind them."""
+    rounds: int
+
+    def metrics(self) -> dict[str, float]:
+        """`rollout/dynamic_rounds`, and `rollout/dynamic_discarded`: groups that were sampled and not trained on."""
+        trained = len({r.group for r in self.batch})
+        return {
+            "rollout/dynamic_rounds": float(self.rounds),
+            "rollout/dynamic_discarded": float(self.consumed - trained),
+        }
+
+
+def draw_varied(draw: Draw, first: int, wanted: int, rounds: int) -> Drawn:
+    """Draw prompts from `first` on until `wanted` groups have rewards that differ, in at most `rounds` rounds.
+
+    The first round draws `wanted` prompts, every further one as many as the share of useful groups so far says are
+    missing, at most `wanted`. Surplus groups are left out, the last first. What is drawn follows from `first` and the
+    rewards alone, so a step that is repeated draws the same.
+    """
+    rollouts: list[Rollout] = []
+    useful: list[int] = []
+    consumed = done = 0
+    while done < rounds and len(useful) < wanted:
+        missing = wanted - len(useful)
+        count = wanted if not useful else min(wanted, math.ceil(missing * consumed / len(useful)))
+        found = list(draw(first + consumed, count))
+        rollouts += found
+        useful += varied_groups(found)
+        consumed += count
+        done += 1
+    chosen = set(useful[:wanted])
+    batch = [r for r in rollouts if r.group in chosen and r.reward is not None]
+    return Drawn(rollouts, batch, consumed, done)
+
+
+def draw_once(draw: Draw, first: int, wanted: int, *, varied_only: bool = False) -> Drawn:
+    """Draw `wanted` prompts and train on all that was graded, or with `varied_only` on groups whose rewards differ."""
+    rollouts = list(draw(first, wanted))
+    batch = [r for r in rollouts if r.reward is not None]
+    if varied_only:
+        useful = set(varied_groups(rollouts))
+        batch = [r for r in batch if r.group in useful]
+    return Drawn(rollouts, batch, wanted, 1)
+
+
+def varied_groups(rollouts: Sequence[Rollout]) -> list[int]:
+    """Groups with at least two different rewards, in order of first appearance; rollouts without a reward do not count."""
+    rewards: dict[int, set[float]] = {}
+    for r in rollouts:
+        if r.reward is not None:
+            rewards.setdefault(r.group, set()).add(r.reward)
+    return [group for group, seen in rewards.items() if len(seen) > 1]

@@ -1,0 +1,54 @@
+"""What a pass of a model over response tokens says about each of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from rollkeel.batch.build import TrainingBatch
+from rollkeel.errors import BadInput
+
+
+class Scores(NamedTuple):
+    """Of t response tokens: those of a micro-batch, or of a whole optimizer batch in its own order."""
+
+    logprobs: torch.Tensor
+    """`[t]` float32, at the sampling temperature."""
+    entropy: torch.Tensor
+    """`[t]` float32, nats."""
+    topk_logprobs: torch.Tensor | None = None
+    """`[t, K]` float32 at the batch's `topk_ids`, without gradient; None if it has none."""
+    experts: torch.Tensor | None = None
+    """`[t, layers, k]` int16: experts chosen at the position that predicts the token; None unless asked for."""
+
+
+class ScoreSheet:
+    """Scores of micro-batches put back into the order of their batch. Threads may fill it at once."""
+
+    def __init__(self, batch: TrainingBatch, *, experts: bool = False) -> None:
+        """`experts`: keep those too; `batch.experts` says how many layers and experts there are."""
+        device = batch.rollout_logprobs.device
+        self.logprobs = torch.empty(len(batch), device=device)
+        self.entropy = torch.empty_like(self.logprobs)
+        self.topk_logprobs = None if batch.topk_ids is None else torch.empty(batch.topk_ids.shape, device=device)
+        self.experts = torch.empty_like(batch.experts) if experts and batch.experts is not None else None
+
+    def put(self, indices: torch.Tensor, scores: Scores) -> None:
+        """File detached `scores` of the tokens `indices [t]`."""
+        self.logprobs[indices], self.entropy[indices] = scores.logprobs.detach(), scores.entropy.detach()
+        if self.topk_logprobs is not None and scores.topk_logprobs is not None:
+            self.topk_logprobs[indices] = scores.topk_logprobs
+        if self.experts is not None:
+            if scores.experts is None or scores.experts.shape[1:] != self.experts.shape[1:]:
+                got = None if scores.experts is None else list(scores.experts.shape[1:])
+                raise BadInput(
+                    f"routing: the engine chose [layers, experts] {list(self.experts.shape[1:])} per token, the trainer {got};"
+                    " set rollout.return_experts=false"
+                )
+            self.experts[indices] = scores.experts
+
+    @property
+    def scores(self) -> Scores:
+        """All that was filed."""
+        return Scores(self.logprobs, self.entropy, self.topk_logprobs, self.experts)
