@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from rollkeel.models.jit import carray, entry, jit, pointer, sgemm
+from rollkeel.models.jit import carray, entry, exp, jit, pointer, sgemm
 
 UNROLL = 8
 """Keys, or logits, per pass of an unrolled loop."""
@@ -49,23 +49,6 @@ def _rms(x, weight, eps, out):
         scale = np.float32(1) / np.sqrt(total / np.float32(x.shape[1]) + eps)
         for d in range(x.shape[1]):
             out[n, d] = x[n, d] * scale * weight[d]
-
-
-@jit
-def _exp_in_place(s, bits, start, stop, top):
-    """s[start:stop] = exp(s − top), by a polynomial that vectorises (relative error 2e-7); `bits` is s as int32."""
-    for t in range(start, stop):
-        x = max(s[t] - top, np.float32(-87.0))
-        e = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
-        r = x - e * np.float32(0.693359375) - e * np.float32(-2.12194440e-4)
-        p = np.float32(1.9875691500e-4)
-        p = p * r + np.float32(1.3981999507e-3)
-        p = p * r + np.float32(8.3334519073e-3)
-        p = p * r + np.float32(4.1665795894e-2)
-        p = p * r + np.float32(1.6666665459e-1)
-        p = p * r + np.float32(5.0000001201e-1)
-        s[t] = p * r * r + r + np.float32(1.0)
-        bits[t] += np.int32(e) << np.int32(23)
 
 
 @jit
@@ -146,7 +129,6 @@ def _mix(s, block, count, o):
 def _attend(qkv, heads, kv_heads, keys, values, table, positions, scale, scores, out):
     """Store each token's key and value in its block, then attend over the sequence's blocks; `out [N, heads * d]`."""
     size, width, group = keys.shape[1], qkv.shape[2], heads // kv_heads
-    bits = scores.view(np.int32)
     for b in range(qkv.shape[0]):
         n = positions[b] + 1
         for h in range(kv_heads):
@@ -157,7 +139,9 @@ def _attend(qkv, heads, kv_heads, keys, values, table, positions, scale, scores,
                 q = qkv[b, h * group + g]
                 for j in range((n + size - 1) // size):
                     _scores(q, keys[table[b, j] * kv_heads + h], min(size, n - j * size), scale, scores[j * size :])
-                _exp_in_place(scores, bits, 0, n, _top(scores, n))
+                top = _top(scores, n)
+                for t in range(n):
+                    scores[t] = exp(scores[t] - top)
                 total = np.float32(0)
                 for t in range(n):
                     total += scores[t]
@@ -183,7 +167,7 @@ def _route(h, router, normalise, chosen, weights):
         top = _top(p, experts)
         total = np.float32(0)
         for e in range(experts):
-            p[e] = math.exp(p[e] - top)
+            p[e] = exp(p[e] - top)
             total += p[e]
         kept = np.float32(0)
         for i in range(k):
@@ -220,19 +204,15 @@ def _experts(h, up, down, chosen, weights, x, work, free, call):
             j = at[chosen[t, i]]
             at[chosen[t, i]] += 1
             rows[j], place[t, i] = h[t], j
-    gate = np.empty(width, np.float32)
-    bits = gate.view(np.int32)
     for e in range(up.shape[0]):
         a, b = start[e], start[e + 1]
         if a == b:
             continue
         _matmul(rows[a:b], up[e], mid[a:b], 0.0, call)
         for j in range(a, b):
+            gate, up_part, out = mid[j, :width], mid[j, width:], act[j]
             for d in range(width):
-                gate[d] = -mid[j, d] if mid[j, d] > -80 else np.float32(80)
-            _exp_in_place(gate, bits, 0, width, np.float32(0))
-            for d in range(width):
-                act[j, d] = mid[j, d] / (np.float32(1) + gate[d]) * mid[j, width + d]
+                out[d] = gate[d] / (np.float32(1) + exp(min(-gate[d], np.float32(80)))) * up_part[d]
         _matmul(act[a:b], down[e], rows[a:b], 0.0, call)
     for t in range(n):
         for i in range(k):
@@ -349,7 +329,7 @@ def draw(
     call = (np.empty(2, np.uint8), np.empty(3, np.int32), np.empty(2, np.float32))
     _matmul(hidden, head, logits, 0.0, call)
     p = np.empty(vocabulary, np.float32)
-    bits, sums = p.view(np.int32), np.empty((vocabulary + 63) // 64, np.float32)
+    sums = np.empty((vocabulary + 63) // 64, np.float32)
     for n in range(len(active)):
         slot = active[n]
         z = logits[n]
@@ -357,8 +337,8 @@ def draw(
             for v in range(vocabulary):
                 z[v] /= temperature[slot]
         top = _top(z, vocabulary)
-        p[:] = z
-        _exp_in_place(p, bits, 0, vocabulary, top)
+        for v in range(vocabulary):
+            p[v] = exp(z[v] - top)
         chosen, total = _pick(p, sums, _uniform(key[slot], drawn[slot]))
         logprob = (
             np.float32(min(np.float64(z[chosen]) - np.float64(top) - math.log(total), 0.0))

@@ -92,8 +92,7 @@ def test_modes_with_other_arithmetic_are_refused(dtype: str) -> None:
 
 def test_exponential_is_exact_to_float32_over_its_range() -> None:
     x = np.linspace(-86, 0, 10_001, dtype=np.float32)
-    got = x.copy()
-    kernels._exp_in_place(got, got.view(np.int32), 0, len(got), np.float32(0))
+    got = np.array([jit.exp(v) for v in x])
     want = np.exp(x.astype(np.float64))
     assert np.max(np.abs(got - want) / want) < 3e-7
 
