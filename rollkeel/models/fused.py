@@ -85,8 +85,13 @@ def _fits(tensor: torch.Tensor) -> bool:
 
 def fusable(model: Any, backbone: Any) -> bool:
     """True if `fused` may lend this model its passes: a Llama-family model in float32 on a CPU, and numba here."""
-    config = model.config.get_text_config()
-    return supports(config) and all(map(_fits, model.parameters())) and hasattr(backbone, "layers")
+    if not supports(model.config.get_text_config()) or not all(map(_fits, model.parameters())):
+        return False
+    norms = [
+        backbone.norm,
+        *(n for layer in backbone.layers for n in (layer.input_layernorm, layer.post_attention_layernorm)),
+    ]
+    return all(type(n).__name__.endswith("RMSNorm") for n in norms)  # nobody has put something else there
 
 
 @contextmanager
@@ -116,7 +121,9 @@ def _norm_of(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 def _attention_of(module: Any, attend: Attend) -> Callable[..., tuple[torch.Tensor, None]]:
     width = module.head_dim
 
-    def project(x: torch.Tensor, linear: torch.nn.Module, norm: Any, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def project(
+        x: torch.Tensor, linear: torch.nn.Module, norm: Any, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
         rows = linear(x)
         heads = rows.shape[1] // width
         weight, eps = (norm.weight, norm.variance_epsilon) if norm is not None else (x.new_empty(0), 0.0)
