@@ -34,6 +34,7 @@ setup: .venv/.done
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(BIN)/python -c "import rollkeel.models.kernels"  # compiled once, in ten seconds, instead of in the first run
 	@touch $@
 
 .venv-bench/.done: benchmarks/requirements.txt

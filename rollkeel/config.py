@@ -116,8 +116,8 @@ class EngineConfig(Node):
     prefix_sharing: bool = True
     """Compute and store a prompt's KV once for all requests with the same prompt."""
     forward: Literal["auto", "fast", "compiled", "transformers"] = "auto"
-    """`fast` is rollkeel's own inference forward (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE), which `auto` takes where it fits;
-    `compiled` is `fast` with compiled decode steps (CPU, extra `cpu`, seconds of compilation); `transformers` fits the rest."""
+    """`fast` is rollkeel's own inference forward (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE), `compiled` the same with compiled
+    decode steps (float32 on a CPU, extra `cpu`, compiled once), `transformers` fits the rest; `auto` takes the fastest that fits."""
     deadline_s: float = Field(default=600.0, gt=0)
     """Longest silence before the engine counts as hung."""
 

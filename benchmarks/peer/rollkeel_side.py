@@ -162,7 +162,6 @@ def overrides(args: argparse.Namespace) -> list[str]:
         f"train.micro_batch_tokens={16 * (w.PROMPT_TOKENS + w.NEW_TOKENS)}",
         f"train.processes={args.processes}",
         f"engine.processes={args.processes if args.processes > 1 else 0}",
-        "engine.forward=compiled",
         f"engine.threads={args.threads}",
         f"engine.slots={w.ROLLOUTS // args.processes}",
         f"engine.max_length={w.PROMPT_TOKENS + w.NEW_TOKENS}",

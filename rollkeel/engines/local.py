@@ -27,7 +27,7 @@ from rollkeel.engines.sampling import SamplingRows, sample
 from rollkeel.engines.slots import Slots
 from rollkeel.engines.weights import apply_update
 from rollkeel.errors import BadInput, EngineFailure
-from rollkeel.models.compiled import compiled_decode
+from rollkeel.models.compiled import compiled_decode, suits
 from rollkeel.models.forward import FastForward, supports
 from rollkeel.models.forward_transformers import TransformersForward
 from rollkeel.models.numerics import is_quantised, weight_rounder
@@ -84,11 +84,12 @@ class LocalEngine:
         if weight_rounder(config.dtype) and not any(is_quantised(n, w) for n, w in self._forward.destinations.items()):
             raise BadInput(f"engine.dtype={config.dtype}: would round no weight of {text.model_type}; use fp32 or bf16")
         self._config = config
-        self._compiled = compiled_decode(self._forward) if config.forward == "compiled" else None
         block = config.block_size
         max_blocks = -(-self._max_length // block)
         self._pool = BlockPool(self._affordable_blocks(text, config.slots * (max_blocks + 1) + 1))
         self._cache = PagedCache(self._pool.free, block)
+        wanted = config.forward == "compiled" or (config.forward == "auto" and suits(self._forward))
+        self._compiled = compiled_decode(self._forward, self._cache, self._max_length) if wanted else None
         self._padding_block = self._pool.take()
         self._slots = Slots(config.slots, self._max_length, max_blocks, self._device)
         self._waiting: deque[_Running] = deque()
@@ -322,32 +323,15 @@ class LocalEngine:
             order = sorted(self._active)
             requests = [self._active[s].request for s in order]
             active = torch.tensor(order, device=self._device)
-            self._batch = (
-                active,
-                self._slots.rows(active, requests),
-                max(r.sampling.return_topk for r in requests),
-                any(r.sampling.return_experts for r in requests),
-            )
+            topk = max(r.sampling.return_topk for r in requests)
+            experts = any(r.sampling.return_experts for r in requests)
+            self._batch = active, self._slots.rows(active, requests), topk, experts
         active, rows, topk, want_experts = self._batch
-        slots, size = self._slots, self._config.block_size
-        ids, positions = slots.token[active], slots.position[active]
-        width = int(positions.max()) // size + 1
-        table = slots.table[active, :width]
-        experts: list[torch.Tensor] | None = [] if want_experts else None
-        if self._compiled is not None:
-            hidden = self._compiled.hidden(ids, positions, table, self._cache.arrays, experts)
-        else:
-            written = table.gather(1, (positions // size)[:, None])[:, 0] * size + positions % size
-            step = Step(slots=written, table=table, query_positions=positions[:, None], scatter=None)
-            hidden = self._run(ids, positions, step, experts)
-        logits = self._forward.logits(hidden)
-        drawn = sample(logits, rows, uniforms(slots.key[active], slots.drawn[active]))
-        ended = slots.record(active, drawn, topk, experts)
+        ended = self._step(active, rows, topk, [] if want_experts else None)
         self.steps += 1
-        if not bool(ended.any()):
+        if not ended.any():
             return
-        stopped, full, broken = ended.tolist()
-        for slot, stop, length, bad in zip(active.tolist(), stopped, full, broken, strict=True):
+        for slot, (stop, length, bad) in zip(active.tolist(), ended.T.tolist(), strict=True):
             if bad:
                 raise EngineFailure(
                     f"engine local: a log-prob of request {self._active[slot].request.id} is not finite under version "
@@ -355,6 +339,25 @@ class LocalEngine:
                 )
             if stop or length:
                 self._finish(slot, Status.FINISHED if stop else Status.LENGTH)
+
+    def _step(self, active: torch.Tensor, rows: SamplingRows, topk: int, experts: list[torch.Tensor] | None) -> Any:
+        """Forward, draw, record; `[3, B]` bool per active slot: stopped, out of room, not finite."""
+        slots, size = self._slots, self._config.block_size
+        if self._compiled is not None:
+            states = self._compiled.hidden(active.numpy(), slots, experts)
+            if not rows.truncated and not topk:
+                slots.record_extras(active, None, 0, experts)
+                return self._compiled.draw(active.numpy(), states, slots)
+            hidden = torch.from_numpy(states)
+        else:
+            positions = slots.position[active]
+            table = slots.table[active, : int(positions.max()) // size + 1]
+            written = table.gather(1, (positions // size)[:, None])[:, 0] * size + positions % size
+            step = Step(slots=written, table=table, query_positions=positions[:, None], scatter=None)
+            hidden = self._run(slots.token[active], positions, step, experts)
+        drawn = sample(self._forward.logits(hidden), rows, uniforms(slots.key[active], slots.drawn[active]))
+        slots.record_extras(active, drawn, topk, experts)
+        return slots.record(active, drawn).cpu().numpy()
 
     def _grow_tables(self) -> None:
         """A block for every sequence whose next token starts one; without free blocks the youngest sequence waits."""

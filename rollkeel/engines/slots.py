@@ -70,15 +70,12 @@ class Slots:
             tempered=any(r.sampling.temperature != 1 for r in requests),
         )
 
-    def record(
-        self, active: torch.Tensor, drawn: Sampled, topk: int, experts: list[torch.Tensor] | None
-    ) -> torch.Tensor:
-        """Store one sampled token per active slot and advance; returns `[3, B]` bool: stopped, out of room, not finite."""
+    def record_extras(
+        self, active: torch.Tensor, drawn: Sampled | None, topk: int, experts: list[torch.Tensor] | None
+    ) -> None:
+        """Store what only some requests ask for, the `topk` best of `drawn` and the experts; call before `record`."""
         at = self.made[active]
-        self.ids[active, at] = drawn.ids
-        self.logprobs[active, at] = drawn.logprobs
-        self.kept[active, at] = drawn.kept_mass
-        if topk:
+        if topk and drawn is not None:
             values, ids = drawn.scores.log_softmax(-1).topk(topk, -1)
             old = self.topk
             if old is None or old[0].shape[-1] < topk:
@@ -95,6 +92,13 @@ class Slots:
                 shape = (*self.ids.shape, *chosen.shape[1:])
                 self.experts = torch.zeros(shape, dtype=torch.int16, device=self.device)
             self.experts[active, at] = chosen
+
+    def record(self, active: torch.Tensor, drawn: Sampled) -> torch.Tensor:
+        """Store one sampled token per active slot and advance; returns `[3, B]` bool: stopped, out of room, not finite."""
+        at = self.made[active]
+        self.ids[active, at] = drawn.ids
+        self.logprobs[active, at] = drawn.logprobs
+        self.kept[active, at] = drawn.kept_mass
         self.token[active] = drawn.ids
         self.position[active] += 1
         self.made[active] = at + 1

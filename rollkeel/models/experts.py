@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate, grouped_mm_experts_forward
 
+from rollkeel.models.fused import swiglu_backward
+
 SORTED_EXPERTS = "rollkeel_sorted"
 """Name of the implementation in transformers' experts interface."""
 
@@ -48,7 +50,7 @@ class _SortedExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weights, order, inverse, hidden, active, out, gate_up, down = ctx.saved_tensors
-        top_k, width = weights.shape[1], down.shape[2]
+        top_k = weights.shape[1]
         d_out = grads[0].index_select(0, order // top_k)
         d_weights = (d_out * out).sum(-1).index_select(0, inverse).view_as(weights)
         d_out.mul_(weights.reshape(-1).index_select(0, order).unsqueeze(1))
@@ -57,20 +59,28 @@ class _SortedExperts(torch.autograd.Function):
         for expert, a, b in ctx.bounds:
             torch.mm(d_out[a:b], down[expert], out=d_active[a:b])
             torch.mm(d_out[a:b].t(), active[a:b], out=d_down[expert])
-        gate, up = hidden[:, :width], hidden[:, width:]
-        d_hidden = torch.empty_like(hidden)
-        sigmoid = torch.sigmoid(gate)
-        silu = gate * sigmoid
-        torch.mul(d_active, silu, out=d_hidden[:, width:])
-        # silu'(g) = σ(g) + silu(g)·(1 − σ(g))
-        slope = torch.addcmul(sigmoid, silu, 1 - sigmoid)
-        torch.mul(d_active.mul_(up), slope, out=d_hidden[:, :width])
+        d_hidden = swiglu_backward(d_active, hidden)
+        if d_hidden is None:
+            d_hidden = _swiglu_backward(d_active, hidden)
         d_rows = torch.empty_like(rows)
         for expert, a, b in ctx.bounds:
             torch.mm(d_hidden[a:b], gate_up[expert], out=d_rows[a:b])
             torch.mm(d_hidden[a:b].t(), rows[a:b], out=d_gate_up[expert])
         d_x = d_rows.index_select(0, inverse).view(-1, top_k, rows.shape[1]).sum(1)
         return d_x, d_weights, None, None, d_gate_up, d_down
+
+
+def _swiglu_backward(d_active: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    width = d_active.shape[1]
+    gate, up = hidden[:, :width], hidden[:, width:]
+    out = torch.empty_like(hidden)
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    torch.mul(d_active, silu, out=out[:, width:])
+    # silu'(g) = σ(g) + silu(g)·(1 − σ(g))
+    slope = torch.addcmul(sigmoid, silu, 1 - sigmoid)
+    torch.mul(d_active.mul_(up), slope, out=out[:, :width])
+    return out
 
 
 def sorted_experts_forward(

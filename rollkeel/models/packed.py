@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextvars
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from rollkeel.errors import BadInput
 from rollkeel.models.experts import SORTED_EXPERTS
+from rollkeel.models.fused import fusable, fused
 from rollkeel.models.routers import expert_layers, record_experts
 
 VARLEN_ATTENTION = "rollkeel_varlen"
@@ -125,12 +126,17 @@ def varlen_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each sequence of the current layout: `[1, H, N, d]` (GQA allowed) → `[1, N, H, d_v]`."""
-    layout = _LAYOUT.get()
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    gqa = q.shape[1] != k.shape[1]
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] and dropout == 0:
-        return _cuda_varlen(q, k, v, layout, scaling, gqa).unsqueeze(0), None
-    parts = []
+        return _cuda_varlen(q, k, v, _LAYOUT.get(), scaling, q.shape[1] != k.shape[1]).unsqueeze(0), None
+    return _by_bucket(q, k, v, scaling, dropout).view(1, q.shape[0], q.shape[1], -1), None
+
+
+def _by_bucket(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, dropout: float = 0.0
+) -> torch.Tensor:
+    """Queries `[N, H, d]`, keys `[N, KV, d]`, values `[N, KV, d_v]` → `[N, H * d_v]`."""
+    layout, gqa, parts = _LAYOUT.get(), q.shape[1] != k.shape[1], []
     for bucket in layout.buckets:
         out = F.scaled_dot_product_attention(
             bucket.take(q),
@@ -146,7 +152,7 @@ def varlen_attention(
     flat = parts[0] if len(parts) == 1 else torch.cat(parts)
     if layout.order is not None:
         flat = flat.index_select(0, layout.order)
-    return flat.view(1, flat.shape[0], q.shape[1], -1), None
+    return flat
 
 
 def _cuda_varlen(
@@ -183,6 +189,7 @@ class PackedModel:
         self._embedding: Any = model.get_input_embeddings()
         self._expert_layers = expert_layers(self.backbone)
         self.num_moe_layers = len(self._expert_layers)
+        self._fused = fusable(model, self.backbone)
         self.varlen = _replaceable(model, config) and self._probe()
 
     def __call__(
@@ -215,7 +222,8 @@ class PackedModel:
     def _packed(self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         token = _LAYOUT.set(Layout.build(lengths, input_ids.device))
         try:
-            with _implementations(self.model, VARLEN_ATTENTION, input_ids.device):
+            passes = fused(self.backbone, _by_bucket) if self._fused else nullcontext()
+            with _implementations(self.model, VARLEN_ATTENTION, input_ids.device), passes:
                 out = self.backbone(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False)
         finally:
             _LAYOUT.reset(token)

@@ -1,0 +1,92 @@
+"""How kernels are compiled and cached, and the BLAS they call; without numba everything here is inert and `FOUND` False.
+
+Only entry points are cached on disk, each with everything it calls, and each has one signature whatever the model: weights
+come as addresses. So a process either compiles all of an entry point or loads all of it, and a resumed run repeats the bits
+of the run before it. Helpers are always inlined: where two compilations of one are in a process, which of them a call
+reaches depends on what was loaded, and they round differently. The cache notices a change of a kernel's own file only.
+"""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+__all__ = ["FOUND", "carray", "entry", "exp", "jit", "pointer", "sgemm"]
+FOUND = False
+if TYPE_CHECKING:
+    njit: Any = None
+    sgemm = carray = intrinsic = types = njit
+else:
+    try:
+        import llvmlite.binding
+        from numba import carray, njit, types
+        from numba.extending import intrinsic
+
+        llvmlite.binding.load_library_permanently(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        FOUND = platform.machine() == "x86_64" and llvmlite.binding.address_of_symbol("sgemm_") is not None
+        sgemm = types.ExternalFunction("sgemm_", types.void(*[types.uintp] * 13))
+    except (ImportError, RuntimeError):
+        FOUND = False
+    if not FOUND:
+        carray = sgemm = types = None
+
+        def njit(*_: Any, **__: Any) -> Any:
+            return lambda function: function
+
+        def intrinsic(function: Any) -> Any:
+            return function
+
+
+# No `nnan`/`ninf`: a diverged model must show as NaN, not as whatever is left when NaN is assumed away.
+OPTIONS = {
+    "nogil": True,
+    "boundscheck": False,
+    "error_model": "numpy",
+    "fastmath": {"reassoc", "contract", "arcp", "nsz"},
+}
+jit = njit(forceinline=True, **OPTIONS)
+"""Decorator of a helper."""
+
+
+def entry(*arguments: str) -> Any:
+    """Decorator of an entry point with these argument types, compiled or loaded when its module is imported."""
+    return njit(f"void({', '.join(arguments)})", cache=True, **OPTIONS)
+
+
+@intrinsic
+def pointer(context, address):
+    """float32 pointer of an address."""
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.float32)(address), codegen
+
+
+@intrinsic
+def _as_float(context, bits):
+    """The float32 with these int32 bits."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], context.get_value_type(signature.return_type))
+
+    return types.float32(bits), codegen
+
+
+@jit
+def exp(x):
+    """eˣ of a float32 ≤ 87 by a polynomial that vectorises (relative error 2e-7); below −87 it is e⁻⁸⁷."""
+    x = max(x, np.float32(-87.0))
+    e = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    r = x - e * np.float32(0.693359375) - e * np.float32(-2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    return (p * r * r + r + np.float32(1.0)) * _as_float(np.int32((np.int32(e) + np.int32(127)) << np.int32(23)))
