@@ -258,6 +258,8 @@ class TokenBatch:
     """int64, `Rollout.id` of each token, for messages and provenance."""
     token_index: torch.Tensor | None = None
     """int64, position inside the response, 0-based."""
+    token_ids: torch.Tensor | None = None
+    """int64, the sampled tokens."""
     topk_ids: torch.Tensor | None = None
     """`[T, K]` int64."""
     topk_logprobs: torch.Tensor | None = None

@@ -39,6 +39,8 @@ class TrainingBatch:
     kv_versions: torch.Tensor
     rollout_ids: torch.Tensor
     token_index: torch.Tensor
+    token_ids: torch.Tensor
+    """int64, the sampled tokens."""
     topk_ids: torch.Tensor | None = None
     """`[T, K]` int64: the K tokens that the sampling distribution held most likely."""
     rollout_topk_logprobs: torch.Tensor | None = None
@@ -103,6 +105,7 @@ class TrainingBatch:
             kv_versions=pick(self.kv_versions),
             rollout_ids=pick(self.rollout_ids),
             token_index=pick(self.token_index),
+            token_ids=pick(self.token_ids),
             topk_ids=pick(self.topk_ids),
             topk_logprobs=topk_logprobs,
             rollout_topk_logprobs=pick(self.rollout_topk_logprobs),
@@ -150,6 +153,7 @@ def build_batch(
         kv_versions=cat([s.kv_versions for s in spans], np.int64),
         rollout_ids=each([r.id for r in rollouts], np.int64),
         token_index=cat([np.arange(n) for n in sizes], np.int64),
+        token_ids=cat([s.token_ids for s in spans], np.int64),
         topk_ids=_optional(rollouts, "topk_ids", np.int64),
         rollout_topk_logprobs=_optional(rollouts, "topk_logprobs", np.float32),
         experts=_optional(rollouts, "experts", np.int16),

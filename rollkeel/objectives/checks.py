@@ -20,6 +20,7 @@ OPTIONAL = (
     "kv_versions",
     "rollout_ids",
     "token_index",
+    "token_ids",
 )
 TOPK = ("topk_ids", "topk_logprobs", "rollout_topk_logprobs", "old_topk_logprobs")
 LOGPROBS = frozenset({"logprobs", "rollout_logprobs", "old_logprobs", "ref_logprobs", *TOPK[1:]})

@@ -133,7 +133,9 @@ def _others(
     sampled_p = torch.where(listed, 0.0, sampled.exp())
     large = torch.nn.functional.hardshrink(top_p, 0.5)
     small = (top_p - large).sum(1) + torch.where(sampled_p > 0.5, 0.0, sampled_p)
-    most = torch.maximum(top.amax(1), sampled)
+    # At most one of a distribution's tokens is above ½, so a sum finds its log-prob, much faster than a maximum.
+    listed_most = torch.nn.functional.threshold(top, LOG_HALF, 0.0).sum(1)
+    most = torch.where(sampled_p > 0.5, sampled, listed_most)
     head = torch.where((large.sum(1) > 0) | (sampled_p > 0.5), -torch.expm1(floor_logprobs(most)), 1.0)
     least = FLOOR if top.dtype == torch.float32 else torch.finfo(top.dtype).tiny
     rounding = head * ((top.shape[1] + 1) * torch.finfo(top.dtype).eps)

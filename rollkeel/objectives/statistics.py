@@ -5,10 +5,11 @@ All are detached functions of `Terms`; "target" and "reference" are the pair of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from rollkeel.objectives.divergences import binary_kl, binary_tv, symmetric_binary_kl, topk_kl, topk_tv
 from rollkeel.objectives.terms import TOPK_OF, Anchor, Terms, bounded_exp, bounded_expm1, wide
@@ -17,10 +18,7 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 """1-D tensor of one data-parallel rank → the concatenation over all ranks, in any order."""
 DEFAULT_TOPK = 20
 """Most likely tokens a rollout brings for a statistic that does not say how many it reads (DPPO paper, K = 20)."""
-SAME_TOKEN = 1e-4
-"""Two log-probs of one token, from two passes over the same logits, differ by less than this (nats)."""
-
-ROWS = 4096
+ROWS = 2048
 """Positions whose top-K log-probs are compared at once."""
 
 
@@ -40,6 +38,8 @@ class Statistic:
     """The first so many of them; None for all there are."""
     needs: frozenset[str] = frozenset()
     """Further `TokenBatch` fields."""
+    at: Callable[[Terms, torch.Tensor], torch.Tensor] | None = None
+    """(Terms, int64 places `[n]`) → its values there alone, for one that costs too much to throw away."""
 
     def reads(self, anchor: Anchor) -> frozenset[str]:
         """Every log-prob field it looks at under `anchor`."""
@@ -69,32 +69,45 @@ def relaxed(statistic: Statistic, below: float) -> Statistic:
 
 
 def _where(statistic: Statistic, judged: Callable[[Terms], torch.Tensor]) -> Statistic:
-    inner = statistic.value
-    return replace(statistic, value=lambda terms: torch.where(judged(terms), inner(terms), -torch.inf))
+    inner, at = statistic.value, statistic.at
+
+    def value(terms: Terms) -> torch.Tensor:
+        where = judged(terms)
+        if at is None:
+            return torch.where(where, inner(terms), -torch.inf)
+        places = where.nonzero()[:, 0]
+        found = wide(terms.target).new_full(where.shape, -torch.inf)
+        return found.index_copy_(0, places, at(terms, places)) if len(places) else found
+
+    return replace(statistic, value=value, at=None)
 
 
 def topk(kind: str, other: bool = True, k: int | None = None) -> Statistic:
-    """`topk_tv` or `topk_kl` of (reference‖target) over the first `k` (all when None) of `topk_ids`.
-
-    Whether the sampled token is among the ids is read off the log-probs: it is if both policies give one of the ids what they
-    give the sampled token, to within `SAME_TOKEN`. (Another token that both hold that equal would be taken for it; its bin
-    then falls to the others.)
-    """
+    """`topk_tv` or `topk_kl` of (reference‖target) over the first `k` (all when None) of `topk_ids`."""
     function = {"topk_tv": topk_tv, "topk_kl": topk_kl}[kind]
 
     def value(terms: Terms) -> torch.Tensor:
-        top_p = getattr(terms.tokens, TOPK_OF[terms.anchor.target]).detach()[:, :k]
-        top_q = getattr(terms.tokens, TOPK_OF[terms.anchor.reference]).detach()[:, :k]
+        return at(terms, None)
+
+    def at(terms: Terms, places: torch.Tensor | None) -> torch.Tensor:
+        tokens = terms.tokens
+        top_p, top_q = (getattr(tokens, TOPK_OF[n]).detach() for n in (terms.anchor.target, terms.anchor.reference))
+        assert tokens.topk_ids is not None  # in `needs`
+        assert tokens.token_ids is not None
+        fields = (terms.target, terms.reference, top_p, top_q, tokens.topk_ids, tokens.token_ids)
         # In pieces that stay in a core's cache.
-        pieces = zip(*(x.split(ROWS) for x in (terms.target, terms.reference, top_p, top_q)), strict=True)
-        return torch.cat([part(*(wide(x) for x in piece)) for piece in pieces])
+        if places is None:
+            pieces = zip(*(x.split(ROWS) for x in fields), strict=True)
+        else:
+            pieces = ([x.index_select(0, part) for x in fields] for part in places.split(ROWS))
+        return torch.cat([part(piece) for piece in pieces])
 
-    def part(lp: torch.Tensor, lq: torch.Tensor, top_p: torch.Tensor, top_q: torch.Tensor) -> torch.Tensor:
-        same_p = (top_p - lp[:, None]).abs_() <= SAME_TOKEN
-        listed = same_p.logical_and_((top_q - lq[:, None]).abs_() <= SAME_TOKEN).any(1)
-        return function(lp, lq, top_p, top_q, listed, other)
+    def part(fields: Sequence[Tensor]) -> Tensor:
+        lp, lq, top_p, top_q, ids, sampled = fields
+        listed = (ids[:, :k] == sampled[:, None]).any(1)
+        return function(wide(lp), wide(lq), wide(top_p[:, :k]), wide(top_q[:, :k]), listed, other)
 
-    return Statistic(kind, value, topk=True, k=k)
+    return Statistic(kind, value, topk=True, k=k, needs=frozenset({"token_ids", "topk_ids"}), at=at)
 
 
 def _k3(terms: Terms) -> torch.Tensor:

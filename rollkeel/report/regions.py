@@ -120,6 +120,7 @@ def plane(advantage: float, decoupled: bool, length: int) -> TokenBatch:
     )
     return replace(
         batch,
+        token_ids=torch.zeros(count, dtype=torch.long),
         topk_ids=torch.ones(count, 1, dtype=torch.long),
         topk_logprobs=torch.log1p(-p)[:, None],
         old_topk_logprobs=torch.log1p(-o)[:, None],

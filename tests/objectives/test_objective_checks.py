@@ -154,7 +154,7 @@ def test_needs():
     for name in ("minirl", "minirl_tis", "tis", "mis", "gspo", "gmpo", "cispo", "sapo"):
         assert RECIPES[name]().needs == {"old_logprobs"}
     assert RECIPES["dppo_binary_tv"](anchor="old").needs == {"old_logprobs"}
-    assert RECIPES["dppo_topk_kl"]().needs == {"topk_logprobs", "rollout_topk_logprobs"}
+    assert RECIPES["dppo_topk_kl"]().needs == {"token_ids", "topk_ids", "topk_logprobs", "rollout_topk_logprobs"}
     assert (RECIPES["dppo_topk_kl"](k=7).topk, kpop().topk) == (7, 0)
     assert RECIPES["random_rejection"](like={"name": "dppo_topk_tv", "k": 4}).topk == 4
 
@@ -310,7 +310,8 @@ def with_topk(dtype: torch.dtype, **changes) -> TokenBatch:
         n: getattr(batch(), n).to(dtype) for n in ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs")
     }
     named = {"topk_logprobs": top, "old_topk_logprobs": top, "rollout_topk_logprobs": top}
-    return batch(**{**fields, "topk_ids": torch.zeros(5, 2, dtype=torch.int64), **named, **changes})
+    ids = {"token_ids": torch.arange(5), "topk_ids": torch.zeros(5, 2, dtype=torch.int64)}
+    return batch(**{**fields, **ids, **named, **changes})
 
 
 def test_topk_logprobs_are_checked():

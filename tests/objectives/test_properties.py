@@ -52,6 +52,7 @@ def batches(draw, on_policy: bool = False) -> TokenBatch:
         sequence_ids=sequence_ids,
         group_ids=sequence_ids // 4,
         rollout_ids=sequence_ids + 17,
+        token_ids=sampled[:, 0],
         topk_ids=top,
         topk_logprobs=p.gather(1, top),
         old_topk_logprobs=o.gather(1, top),

@@ -372,7 +372,13 @@ def with_topk(advantage: float, sampled: int, p: list[float], q: list[float], o:
     tokens = one(f(p)[sampled].item(), f(o)[sampled].item(), f(q)[sampled].item(), advantage)
     listed = {"topk_logprobs": f(p)[None, :2], "rollout_topk_logprobs": f(q)[None, :2]}
 
-    return dataclasses.replace(tokens, topk_ids=torch.tensor([[0, 1]]), old_topk_logprobs=f(o)[None, :2], **listed)
+    return dataclasses.replace(
+        tokens,
+        token_ids=torch.tensor([sampled]),
+        topk_ids=torch.tensor([[0, 1]]),
+        old_topk_logprobs=f(o)[None, :2],
+        **listed,
+    )
 
 
 NOW, SAMPLER, OLD = [0.1, 0.4, 0.3, 0.2], [0.4, 0.3, 0.2, 0.1], [0.15, 0.4, 0.3, 0.15]
