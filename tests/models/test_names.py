@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from test_forward import CASES, build
 
 from rollkeel.errors import BadInput
+from rollkeel.models import checksum
 from rollkeel.models.checksum import MASK, tensor_checksum
 from rollkeel.models.names import _as_view, checkpoint_views
 from rollkeel.models.presets import PRESETS, build_preset
@@ -78,6 +79,16 @@ def test_an_index_that_is_no_strided_piece_is_refused_by_name() -> None:
     view = _as_view("w", base, torch.tensor([[1, 5, 9], [3, 7, 11]]))
     assert view.tolist() == [[1, 5, 9], [3, 7, 11]]
     assert view.data_ptr() == base[1:].data_ptr()
+
+
+def test_one_pass_and_six_give_the_same_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One side may have numba and the other not."""
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 1e30
+    sums = []
+    for found in (checksum.FOUND, False):
+        monkeypatch.setattr(checksum, "FOUND", found)
+        sums.append([tensor_checksum("w", x), tensor_checksum("model.layers.7.w", x[3:990].view(3, -1), 2**40)])
+    assert sums[0] == sums[1]
 
 
 @settings(max_examples=50, deadline=None)
