@@ -5,7 +5,7 @@ All are detached functions of `Terms`; "target" and "reference" are the pair of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +18,9 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 """1-D tensor of one data-parallel rank → the concatenation over all ranks, in any order."""
 DEFAULT_TOPK = 20
 """Most likely tokens a rollout brings for a statistic that does not say how many it reads (DPPO paper, K = 20)."""
+SAME_TOKEN = 1e-4
+"""Two log-probs of one token, from two passes over the same logits, differ by less than this (nats)."""
+
 ROWS = 2048
 """Positions whose top-K log-probs are compared at once."""
 
@@ -83,7 +86,12 @@ def _where(statistic: Statistic, judged: Callable[[Terms], torch.Tensor]) -> Sta
 
 
 def topk(kind: str, other: bool = True, k: int | None = None) -> Statistic:
-    """`topk_tv` or `topk_kl` of (reference‖target) over the first `k` (all when None) of `topk_ids`."""
+    """`topk_tv` or `topk_kl` of (reference‖target) over the first `k` (all when None) of `topk_ids`.
+
+    Whether the sampled token is among the ids is known from `token_ids`. Without them it is read off the log-probs: it is if
+    both policies give one of the ids what they give the sampled token, to within `SAME_TOKEN`. (Another token that both
+    hold that equal would be taken for it; its bin then falls to the others.)
+    """
     function = {"topk_tv": topk_tv, "topk_kl": topk_kl}[kind]
 
     def value(terms: Terms) -> torch.Tensor:
@@ -92,22 +100,26 @@ def topk(kind: str, other: bool = True, k: int | None = None) -> Statistic:
     def at(terms: Terms, places: torch.Tensor | None) -> torch.Tensor:
         tokens = terms.tokens
         top_p, top_q = (getattr(tokens, TOPK_OF[n]).detach() for n in (terms.anchor.target, terms.anchor.reference))
-        assert tokens.topk_ids is not None  # in `needs`
-        assert tokens.token_ids is not None
-        fields = (terms.target, terms.reference, top_p, top_q, tokens.topk_ids, tokens.token_ids)
+        fields = [terms.target, terms.reference, top_p, top_q]
+        if tokens.topk_ids is not None and tokens.token_ids is not None:
+            fields += [tokens.topk_ids, tokens.token_ids]
         # In pieces that stay in a core's cache.
         if places is None:
             pieces = zip(*(x.split(ROWS) for x in fields), strict=True)
         else:
             pieces = ([x.index_select(0, part) for x in fields] for part in places.split(ROWS))
-        return torch.cat([part(piece) for piece in pieces])
+        return torch.cat([part(*piece) for piece in pieces])
 
-    def part(fields: Sequence[Tensor]) -> Tensor:
-        lp, lq, top_p, top_q, ids, sampled = fields
-        listed = (ids[:, :k] == sampled[:, None]).any(1)
-        return function(wide(lp), wide(lq), wide(top_p[:, :k]), wide(top_q[:, :k]), listed, other)
+    def part(lp: Tensor, lq: Tensor, top_p: Tensor, top_q: Tensor, *ids: Tensor) -> Tensor:
+        lp, lq, top_p, top_q = wide(lp), wide(lq), wide(top_p[:, :k]), wide(top_q[:, :k])
+        if ids:
+            listed = (ids[0][:, :k] == ids[1][:, None]).any(1)
+        else:
+            same_p, same_q = ((t - s[:, None]).abs_() <= SAME_TOKEN for t, s in ((top_p, lp), (top_q, lq)))
+            listed = same_p.logical_and_(same_q).any(1)
+        return function(lp, lq, top_p, top_q, listed, other)
 
-    return Statistic(kind, value, topk=True, k=k, needs=frozenset({"token_ids", "topk_ids"}), at=at)
+    return Statistic(kind, value, topk=True, k=k, at=at)
 
 
 def _k3(terms: Terms) -> torch.Tensor:

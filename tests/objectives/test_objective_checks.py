@@ -154,7 +154,7 @@ def test_needs():
     for name in ("minirl", "minirl_tis", "tis", "mis", "gspo", "gmpo", "cispo", "sapo"):
         assert RECIPES[name]().needs == {"old_logprobs"}
     assert RECIPES["dppo_binary_tv"](anchor="old").needs == {"old_logprobs"}
-    assert RECIPES["dppo_topk_kl"]().needs == {"token_ids", "topk_ids", "topk_logprobs", "rollout_topk_logprobs"}
+    assert RECIPES["dppo_topk_kl"]().needs == {"topk_logprobs", "rollout_topk_logprobs"}
     assert (RECIPES["dppo_topk_kl"](k=7).topk, kpop().topk) == (7, 0)
     assert RECIPES["random_rejection"](like={"name": "dppo_topk_tv", "k": 4}).topk == 4
 
@@ -372,6 +372,17 @@ WRONG = [
     ("random_rejection", {"like": "mispo"}, "did you mean mis_po"),
     ("sapo", {"tau_positive": 0}, "> 0"),
     ("ipo", {"gap_penalty": -1}, "≥ 0"),
+    ("dr_grpo", {"length": 10.5}, "whole number"),
+    ("dr_grpo", {"aggregate": ""}, "token_mean, sequence_mean"),
+    ("ac_mis_po", {"steps": 3.5}, "whole number"),
+    ("dppo_topk_tv", {"k": 3.5}, "whole number"),
+    ("dppo_topk_tv", {"other": "no"}, "true or false"),
+    ("random_rejection", {"seed": 1.5}, "whole number"),
+    ("random_rejection", {"like": 5}, "expected a name"),
+    ("random_rejection", {"like": {}}, "expected a name"),
+    ("cispo", {"low": 5.0, "high": 1.0}, "low ≤ high"),
+    ("gspo", {"perturb": [{"weight_noise": {"seed": s}} for s in (1, 2)]}, "different names"),
+    ("gspo", {"perturb": [{"weight_noise": {"seed": 0.5}}]}, "whole number"),
     ("ipo", {"directional": 1}, "true or false"),
     ("opsm", {"anchor": "ol"}, "did you mean old"),
     ("trm", {"estimator": "k4"}, "expected one of"),
@@ -394,6 +405,10 @@ def test_wrong_trainer_options_and_keywords_are_refused():
     with pytest.raises(BadInput, match="did you mean phi"):
         kpop(phj=0.1)
     assert build("icepop", {"aggregate": "constant_length(1024)"}).aggregate == "constant_length(1024)"
+    for option in ("kl_coefficient", "entropy_coefficient", "gap_penalty"):
+        for wrong in (-1.0, math.nan):
+            with pytest.raises(BadInput, match=option):
+                dataclasses.replace(kpop(), **{option: wrong})
 
 
 def test_state_round_trip_and_refusal_of_another_objective():

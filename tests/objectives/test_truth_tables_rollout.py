@@ -41,6 +41,7 @@ from rollkeel.objectives import (
     trm,
 )
 from rollkeel.objectives.objective import Objective
+from rollkeel.objectives.terms import make_terms
 from rollkeel.types import TokenBatch
 
 
@@ -417,3 +418,48 @@ def test_topk_reads_the_first_k_ids_and_caps_at_five():
     assert coefficient(dppo_topk_tv(k=1, delta=0.3001), tokens) == pytest.approx(-0.25)
     rare = with_topk(-1.0, 3, [0.3, 0.3, 0.2, 0.2], [0.5, 0.28, 0.2, 0.02], OLD)
     assert coefficient(dppo_topk_tv(), rare) == pytest.approx(-5.0)
+
+
+def test_relaxing_nothing_is_the_plain_clip_with_either_preset():
+    """ε of the scaling experiments is 0.27 above, for the relaxed clip too."""
+    for preset, top in (("stability", 0.28), ("scaling", 0.27)):
+        for objective in (relax_clip(alpha=0.0, preset=preset), grpo_clip_higher(preset=preset)):
+            assert [rule.threshold.value for rule in objective.masks[0].rules] == [top, 0.2]
+
+
+@pytest.mark.parametrize("kind", ["topk_tv", "topk_kl"])
+def test_the_sampled_token_is_known_by_its_id_and_guessed_without(kind):
+    """Two tokens as likely as each other under both policies: only the id says that the sampled one is not among the K."""
+    p, q = [0.3, 0.3, 0.2, 0.2], [0.35, 0.35, 0.2, 0.1]
+    objective = RECIPES[f"dppo_{kind}"](delta=0.0)
+    tokens = dataclasses.replace(with_topk(-1.0, 0, p, q, q), topk_ids=torch.tensor([[1, 2]]))
+    rolled = {
+        "topk_logprobs": torch.tensor([[p[1], p[2]]], dtype=torch.float64).log(),
+        "rollout_topk_logprobs": torch.tensor([[q[1], q[2]]], dtype=torch.float64).log(),
+    }
+    tokens = dataclasses.replace(tokens, **rolled)
+    (rule,) = objective.masks[0].rules
+    known, guessed = (
+        rule.values(make_terms(t, objective.anchor)).item()
+        for t in (tokens, dataclasses.replace(tokens, token_ids=None))
+    )
+    bins = [(0.3, 0.35), (0.3, 0.35), (0.2, 0.2), (0.2, 0.1)]
+    merged = [(0.3, 0.35), (0.2, 0.2), (0.5, 0.45)]
+    for got, table in ((known, bins), (guessed, merged)):
+        tv = 0.5 * sum(abs(a - b) for a, b in table)
+        kl = sum(b * math.log(b / a) for a, b in table)
+        assert got == pytest.approx(tv if kind == "topk_tv" else kl, rel=1e-9)
+
+
+def test_a_product_over_a_sequence_is_clamped_and_counted_as_a_whole():
+    """Two tokens of log ρ = 15 are inside ±20 and their product, the weight of both, is not."""
+    tokens = several([0.0, 0.0], [1.0, 1.0], [0, 0])
+    tokens = dataclasses.replace(tokens, old_logprobs=tokens.rollout_logprobs + 15.0, logprobs=tokens.logprobs + 15.0)
+    tokens = dataclasses.replace(
+        tokens,
+        **{name: getattr(tokens, name) - 20.0 for name in ("logprobs", "old_logprobs", "rollout_logprobs")},
+    )
+    out = mis(cap=1e9, weight="sequence")(tokens)
+    assert out.weight.tolist() == pytest.approx([math.exp(20.0)] * 2)
+    assert out.metrics["objective/clamped_log_ratios"] == 1
+    assert mis(cap=1e9)(tokens).metrics["objective/clamped_log_ratios"] == 0
