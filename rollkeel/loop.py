@@ -8,7 +8,7 @@ nothing else is carried along. That is why a run that was killed continues bit f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -216,8 +216,8 @@ def credit_of(
 
 
 def update(run: Run, parts: Sequence[TrainingBatch], known: Known, metrics: dict[str, float]) -> list[UpdateOutput]:
-    """One optimizer update per part; adds their metrics: means over updates weighted by tokens, maxima for `…max`, sums
-    for counts, the last for what the next update begins with."""
+    """One optimizer update per part; adds their metrics: means over updates weighted by the tokens behind them, maxima for
+    `…max`, sums for counts, the last for what the next update begins with."""
     outputs, start = [], 0
     for part in parts:
         window = slice(start, start + len(part))
@@ -227,11 +227,21 @@ def update(run: Run, parts: Sequence[TrainingBatch], known: Known, metrics: dict
         outputs.append(
             run.trainer.update(part, run.objective, **known.of(window), old_is_current=current, experts=first)
         )
+    # The controllers' bounds go by two names.
+    bounds = {f"mask/{owner}/{rule.parameter}" for owner, rule in run.objective.rules() if rule.threshold.adaptive}
     for name in dict.fromkeys(k for o in outputs for k in o.metrics):
-        have = [(o.metrics[name], len(p)) for o, p in zip(outputs, parts, strict=True) if name in o.metrics]
+        have = [
+            (o.metrics[name], len(p) * _share(name, o.metrics))
+            for o, p in zip(outputs, parts, strict=True)
+            if name in o.metrics
+        ]
         if name.endswith("max"):
             metrics[name] = max(v for v, _ in have)
-        elif name == "optimizer/lr" or (name.startswith("controller/") and name.endswith(("bound", "target"))):
+        elif (
+            name == "optimizer/lr"
+            or name in bounds
+            or (name.startswith("controller/") and name.endswith(("bound", "target")))
+        ):
             metrics[name] = have[-1][0]
         elif name.endswith(("clamped_log_ratios", "floored")):
             metrics[name] = sum(v for v, _ in have)
@@ -244,6 +254,13 @@ def update(run: Run, parts: Sequence[TrainingBatch], known: Known, metrics: dict
     return outputs
 
 
+def _share(name: str, metrics: Mapping[str, float]) -> float:
+    """The fraction of an update's tokens that a metric is a mean over; those on which there is the metric, so not 0."""
+    if name.endswith(("/dropped_entropy", "/dropped_probability")):
+        return metrics[f"{name.rpartition('/')[0]}/dropped"]
+    return metrics["objective/kept"] if name == "weight/mean" else 1.0
+
+
 def watch(
     run: Run,
     whole: TrainingBatch,
@@ -252,21 +269,27 @@ def watch(
     outputs: Sequence[UpdateOutput],
     version: int,
 ) -> dict[str, float]:
-    """Engine against trainer, at the weights `version` that sampled."""
-    # Without an old pass only the first update's pass saw them.
-    seen = outputs if known.old is not None else outputs[:1]
-    logprobs = torch.cat([o.logprobs for o in seen])
+    """Engine against trainer, at the weights `version` that sampled; what p alone says, at those of every update."""
     credited = replace(whole, advantages=torch.cat([p.advantages for p in parts]).to(whole.advantages.device))
-    tokens = credited.tokens(
-        logprobs,
-        old_logprobs=known.old.logprobs if known.old else None,
-        ref_logprobs=known.ref,
-        indices=torch.arange(len(logprobs), device=logprobs.device),
-    )
-    weight = torch.cat([o.weight for o in seen]) if run.objective.weight is not None else None
-    engine = parts[0].experts
-    routed = routing_metrics(engine if engine is None else engine.to(logprobs.device), outputs[0].experts)
-    return mismatch_metrics(tokens, version, weight=weight) | routed
+
+    def measured(seen: Sequence[UpdateOutput]) -> dict[str, float]:
+        logprobs = torch.cat([o.logprobs for o in seen])
+        tokens = credited.tokens(
+            logprobs,
+            old_logprobs=known.old.logprobs if known.old else None,
+            ref_logprobs=known.ref,
+            indices=torch.arange(len(logprobs), device=logprobs.device),
+        )
+        weight = torch.cat([o.weight for o in seen]) if run.objective.weight is not None else None
+        return mismatch_metrics(tokens, version, weight=weight)
+
+    found = measured(outputs)
+    if known.old is None and len(outputs) > 1:
+        # Without an old pass only the first update's pass saw the weights that sampled.
+        found = {name: value for name, value in found.items() if not name.startswith("mismatch/")}
+        found |= {name: value for name, value in measured(outputs[:1]).items() if name.startswith("mismatch/")}
+    engine, experts = parts[0].experts, outputs[0].experts
+    return found | routing_metrics(engine if experts is None or engine is None else engine.to(experts.device), experts)
 
 
 def describe(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from rollkeel.errors import BadInput, NonFinite
+from rollkeel.objectives.segments import starts
 from rollkeel.types import TokenBatch
 
 REQUIRED = ("logprobs", "rollout_logprobs", "advantages", "coefficients", "sequence_ids", "group_ids")
@@ -51,6 +52,19 @@ def check_tokens(tokens: TokenBatch, needs: Iterable[str], who: str) -> None:
             _refuse(tokens, name, getattr(tokens, name) > ROUNDING, "log-probs ≤ 0 in", BadInput, who)
         if name == "coefficients" and low < 0:
             _refuse(tokens, name, tokens.coefficients < 0, "non-negative", BadInput, who)
+
+
+def check_whole(tokens: TokenBatch, who: str) -> None:
+    """Raise `BadInput` unless each sequence is one run of equal `sequence_ids`: in pieces, each would count as its own."""
+    first = starts(tokens.sequence_ids)
+    ids, order = tokens.sequence_ids[first].sort(stable=True)
+    again = (ids[1:] == ids[:-1]).nonzero()
+    if again.numel():
+        where = int(first[order[again[0, 0] + 1]])
+        raise BadInput(
+            f"objective {who}: expected the tokens of a sequence side by side, got sequence"
+            f" {int(tokens.sequence_ids[where])} again at token {where} of the batch; sort the batch by sequence"
+        )
 
 
 def _check_layout(tokens: TokenBatch, needs: tuple[str, ...], who: str) -> None:

@@ -16,10 +16,11 @@ from typing import Any, final
 import torch
 
 from rollkeel.errors import BadInput
-from rollkeel.objectives.checks import check_tokens
+from rollkeel.objectives.checks import check_tokens, check_whole
 from rollkeel.objectives.kl import ESTIMATORS
 from rollkeel.objectives.masks import Mask, Rule
 from rollkeel.objectives.metrics import Parts, measure
+from rollkeel.objectives.options import number
 from rollkeel.objectives.perturbations import Factor
 from rollkeel.objectives.segments import sequence_sum
 from rollkeel.objectives.statistics import Gather
@@ -111,6 +112,14 @@ class Objective:
         names = [mask.name for mask in self.masks]
         if len(set(names)) < len(names):
             raise BadInput(f"objective {self.name}: expected masks of different names, got {', '.join(names)}")
+        stateful = [label for label, _ in self._stateful()]
+        if len(set(stateful)) < len(stateful):  # one would be saved in the place of the other
+            raise BadInput(
+                f"objective {self.name}: expected parts with thresholds or draws under different names, got"
+                f" {', '.join(stateful)}; give the mask another name or drop one perturbation"
+            )
+        for name in ("kl_coefficient", "entropy_coefficient", "gap_penalty"):
+            number(f"objective {self.name}: {name}", getattr(self, name), at_least=0)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -144,6 +153,7 @@ class Objective:
         tensor over all ranks; every rank must call `prepare` then.
         """
         check_tokens(batch, self.needs - _NOT_A_FIELD - {"entropy"}, self.name)
+        check_whole(batch, self.name)
         gather = gather or (lambda values: values)
         with torch.no_grad():
             terms = make_terms(batch, self.anchor)

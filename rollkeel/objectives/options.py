@@ -29,6 +29,14 @@ def number(
     return float(value)
 
 
+def whole(name: str, value: Any, *, at_least: float = -math.inf) -> int:
+    """`value` as an integer, as `number` checks it. Raises `BadInput` for a fraction, which would be cut off silently."""
+    found = number(name, value, at_least=at_least)
+    if found != int(found):
+        raise BadInput(f"{name}: expected a whole number, got {value!r}")
+    return int(found)
+
+
 def optional_number(name: str, value: Any, *, above: float = -math.inf) -> float | None:
     """As `number`, or None."""
     return None if value is None else number(name, value, above=above)
@@ -79,13 +87,18 @@ def threshold(name: str, value: Any, *, default: float, side: str = "upper", **r
     first, last = (1 - number(f"{name}.drop_rate", r, at_least=0, at_most=1) for r in rates)
     if min(first, last) <= 0:
         raise BadInput(f"{name}.drop_rate: expected less than 1, got {rate!r}")
-    steps = number(f"{name}.steps", value.get("steps", 0), at_least=0)
+    steps = whole(f"{name}.steps", value.get("steps", 0), at_least=0)
     if steps == 0 and first != last:
         raise BadInput(f"{name}.steps: expected the number of updates from the first to the last drop rate, got none")
     numbers = {key: number(f"{name}.{key}", value[key]) for key in ("low", "high") if key in value}
     momentum = number(f"{name}.momentum", value.get("momentum", 0.9), at_least=0, at_most=1)
     initial = number(f"{name}.initial", value.get("initial", default))
-    return Controller(first, last, int(steps), momentum, initial=initial, side=side, **numbers)
+    return Controller(first, last, steps, momentum, initial=initial, side=side, **numbers)
+
+
+def starting_at(default: float, value: Any) -> Any:
+    """A threshold option whose drop rate, if it is one without `initial`, begins at a recipe's own `default`."""
+    return {"initial": default, **value} if isinstance(value, Mapping) and "drop_rate" in value else value
 
 
 def named(what: str, entry: Any, known: Mapping[str, Callable[..., Any]]) -> Any:
@@ -96,7 +109,9 @@ def named(what: str, entry: Any, known: Mapping[str, Callable[..., Any]]) -> Any
     if options is not None and not isinstance(options, Mapping):
         raise BadInput(f"{what}.{name}: expected a mapping of options, got {options!r}")
     parameters = list(inspect.signature(known[name]).parameters)
-    for option in options or {}:
+    for option, value in (options or {}).items():
         if option not in parameters:
             raise BadInput(f"{what}.{name}.{option}: not an option{nearest(option, parameters)}")
+        if option == "name" and not (isinstance(value, str) and value):
+            raise BadInput(f"{what}.{name}.name: expected a name for its metrics, got {value!r}")
     return known[name](**(options or {}))

@@ -67,11 +67,19 @@ def build(
         "kl_estimator": kl_estimator,
         "entropy_coefficient": entropy_coefficient,
     }
-    if takes_any(recipe):  # a recipe whose composition the common options decide upon, such as a double correction
-        return recipe(**options, **common, **trainer)
-    made = recipe(**options)
+    # Some take all options: their composition may depend on the common ones, as on allow_double_correction.
+    passes_on = takes_any(recipe)
+    made = recipe(**options, **common, **trainer) if passes_on else recipe(**options)
     if not isinstance(made, Objective):
         raise BadInput(f"objective {name}: expected the function to return an Objective, got {type(made).__name__}")
+    if passes_on:
+        return made
+    for option in ("kl_coefficient", "entropy_coefficient"):
+        if getattr(made, option) not in (0, trainer[option]):
+            raise BadInput(
+                f"objective {name}: expected {option} from train.{option}={trainer[option]}, got {getattr(made, option)} from"
+                " the function; set it in train"
+            )
     return dataclasses.replace(made, **common_fields(name, {**common, **trainer}))
 
 

@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from test_truth_tables_rollout import several
 
 from rollkeel.errors import BadInput, NonFinite
 from rollkeel.objectives import RECIPES, build, grpo, icepop, kpop
@@ -416,3 +417,11 @@ def test_state_round_trip_and_refusal_of_another_objective():
     kpop().load_state_dict(state)
     with pytest.raises(BadInput, match="grpo"):
         grpo().load_state_dict(state)
+
+
+def test_a_sequence_in_pieces_is_refused():
+    """Each piece would be taken for a sequence of its own by every mean over sequences."""
+    tokens = several([0.0] * 5, [1.0] * 5, [7, 7, 3, 3, 7])
+    for objective in (grpo(), kpop()):
+        with pytest.raises(BadInput, match="sequence 7 again at token 4 of the batch"):
+            objective.prepare(tokens)
