@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 
 from rollkeel.errors import BadInput
-from rollkeel.objectives.checks import check_tokens, check_whole
+from rollkeel.objectives.checks import check_part, check_tokens, check_whole
 from rollkeel.objectives.kl import ESTIMATORS
 from rollkeel.objectives.masks import Mask, Rule
 from rollkeel.objectives.metrics import Parts, measure
@@ -88,6 +88,7 @@ class Objective:
     """What `prepare` found for the current optimizer batch."""
 
     def __post_init__(self) -> None:
+        self._check_parts()
         if self.weight and self.weight.corrects_gap and self.anchor.corrects_gap and not self.allow_double_correction:
             raise BadInput(
                 f"objective {self.name}: expected one correction of the train/rollout gap, got two (the ratio p/q and the"
@@ -236,6 +237,15 @@ class Objective:
                 " got a detached one that would change nothing; compute it inside the differentiated pass"
             )
 
+    def _check_parts(self) -> None:
+        masks = self.masks if isinstance(self.masks, (tuple, list)) else (self.masks,)
+        parts = [("anchor", self.anchor, Anchor), ("surrogate", self.surrogate, Surrogate)]
+        parts += [("weight", self.weight, Weight)] if self.weight is not None else []
+        for part, value, kind in (*parts, *(("masks", mask, Mask) for mask in masks)):
+            if not isinstance(value, kind):
+                raise BadInput(f"objective {self.name}: expected {part} to be {kind.__name__}, got {value!r}")
+        object.__setattr__(self, "masks", tuple(masks))
+
     @property
     def _kept_over_batch(self) -> bool:
         return self.denominator == "kept" and self.aggregate == "token_mean" and bool(self.masks)
@@ -252,6 +262,8 @@ class Objective:
     def _keep(self, terms: Terms) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """What each mask keeps, and all of them together; None without masks."""
         keeps = tuple(mask.keep(terms) for mask in self.masks)
+        for mask, keep in zip(self.masks, keeps, strict=True):
+            check_part(keep, terms.logprobs, f"mask {mask.name}", self.name, truth=True)
         return keeps, (torch.stack(keeps).all(0) if len(keeps) > 1 else (keeps[0] if keeps else None))
 
     def _rescaled(self, tokens: TokenBatch, keep: torch.Tensor | None) -> torch.Tensor:
@@ -273,6 +285,8 @@ class Objective:
         with torch.no_grad():
             keeps, keep = self._keep(terms)
             weight = self.weight.weight(terms) if self.weight else None
+            if self.weight and weight is not None:
+                check_part(weight, terms.logprobs, f"weight {self.weight.name}", self.name)
             scale = self._rescaled(tokens, keep)
             for factor in self.factors:
                 scale = scale * factor.multiplier(terms)
@@ -280,6 +294,7 @@ class Objective:
             # `where` and not a product: a dropped token contributes exactly nothing, whatever its weight.
             scale = scale if keep is None else torch.where(keep, scale, torch.zeros_like(scale))
         surrogate = self.surrogate.evaluate(terms)
+        check_part(getattr(surrogate, "value", None), terms.logprobs, f"surrogate {self.surrogate.name}", self.name)
         extra, c = {}, tokens.coefficients.detach()
         if self.kl_coefficient > 0:
             assert tokens.ref_logprobs is not None  # in `needs`

@@ -165,6 +165,28 @@ def test_a_registered_function_is_an_objective_like_any_other(registered):
         register("kpop")(registered)
 
 
+def test_defining_a_function_anew_replaces_it_and_another_of_its_name_is_refused():
+    def define(phi):
+        def again():
+            return compose("again", masks=[{"binary_kl_bound": {"phi": phi}}])
+
+        return again
+
+    def other():
+        return compose("again")
+
+    try:
+        register("again")(define(0.1))
+        register("again")(define(0.2))
+        assert build("again").masks[0].rules[0].threshold.value == 0.2
+        with pytest.raises(BadInput, match="taken"):
+            register("again")(other)
+        with pytest.raises(BadInput, match="taken"):
+            register("composed")(other)
+    finally:
+        del RECIPES["again"]
+
+
 def test_a_function_is_imported_from_the_current_directory(tmp_path, monkeypatch):
     (tmp_path / "my_objectives.py").write_text(
         "from rollkeel.objectives import kpop\n\n\n"

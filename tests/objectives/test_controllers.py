@@ -136,12 +136,12 @@ def test_options_become_thresholds():
     [
         ({"drop_rat": 0.1}, r"x\.drop_rat.*did you mean drop_rate"),
         ({"steps": 3}, "number or a mapping with drop_rate"),
-        ({"drop_rate": 1.0}, "less than 1"),
+        ({"drop_rate": 1.0}, "drop_rate: expected a number < 1"),
         ({"drop_rate": -0.1}, "≥ 0"),
         ({"drop_rate": [0.1, 0.2]}, r"x\.steps: expected the number of updates"),
         ({"drop_rate": [0.1, 0.2, 0.3]}, r"\[first, last\]"),
         ({"drop_rate": 0.1, "low": 2, "high": 1}, "low ≤ high"),
-        ({"drop_rate": 0.1, "momentum": 1.0}, "momentum in"),
+        ({"drop_rate": 0.1, "momentum": 1.0}, "momentum: expected a number < 1"),
         ("0.1", "finite number"),
     ],
 )
