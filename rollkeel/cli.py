@@ -225,6 +225,7 @@ def list_objectives() -> None:
 
     for name, summary in objective_summaries():
         print(f"{name:22} {summary}")
+    print("  beside these: composed (your own masks, weight, surrogate) and module:function; see docs/objectives.md")
 
 
 ObjectiveOptions = Annotated[

@@ -361,7 +361,9 @@ def _apply(tree: dict[str, Any], text: str, given: set[str]) -> None:
             node[part] = {}
         child = node[part]
         if not isinstance(child, dict):
-            raise BadInput(f"override {text!r}: {part!r} is a value, not a section")
+            whole = len(parts) == 3 and parts[0] == "objective"  # a threshold that becomes a drop rate
+            hint = f"; write 'objective.{part}={{{parts[-1]}: {raw.strip()}}}'" if whole else ""
+            raise BadInput(f"override {text!r}: {part!r} is a value, not a section{hint}")
         node = child
     if parts == ["objective", "name"] and value != node.get("name", ObjectiveConfig().name):
         # The recipe's options of another objective mean nothing to this one; those typed before the name do.
@@ -373,7 +375,8 @@ def _apply(tree: dict[str, Any], text: str, given: set[str]) -> None:
 
 def _check_keys(tree: Any, model: type[BaseModel], where: str) -> None:
     if not isinstance(tree, Mapping):
-        raise BadInput(f"config {where or 'top level'}: expected a section of keys, got {tree!r}")
+        hint = f"; write {where}.name={tree}" if "name" in model.model_fields and isinstance(tree, str) else ""
+        raise BadInput(f"config {where or 'top level'}: expected a section of keys, got {tree!r}{hint}")
     for key, value in tree.items():
         path = f"{where}.{key}" if where else str(key)
         info = model.model_fields.get(str(key))

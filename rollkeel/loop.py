@@ -23,6 +23,7 @@ from rollkeel.batch.build import TrainingBatch, build_batch, split_by_groups
 from rollkeel.diagnostics.mismatch import mismatch_metrics
 from rollkeel.diagnostics.rollout_store import write_step
 from rollkeel.diagnostics.routing import routing_metrics
+from rollkeel.diagnostics.updates import merge_updates
 from rollkeel.errors import Interrupted, RunStopped
 from rollkeel.objectives.kl import ESTIMATORS
 from rollkeel.rewards.overlong import overlong_penalty
@@ -262,8 +263,7 @@ def credit_of(
 
 
 def update(run: Run, parts: Sequence[TrainingBatch], known: Known, metrics: dict[str, float]) -> list[UpdateOutput]:
-    """One optimizer update per part; adds their metrics: means over updates weighted by tokens, maxima for `…max`, sums
-    for counts, the last for what the next update begins with."""
+    """One optimizer update per part; adds their metrics, see `merge_updates`."""
     outputs, start = [], 0
     for part in parts:
         window = slice(start, start + len(part))
@@ -273,20 +273,9 @@ def update(run: Run, parts: Sequence[TrainingBatch], known: Known, metrics: dict
         outputs.append(
             run.trainer.update(part, run.objective, **known.of(window), old_is_current=current, experts=first)
         )
-    for name in dict.fromkeys(k for o in outputs for k in o.metrics):
-        have = [(o.metrics[name], len(p)) for o, p in zip(outputs, parts, strict=True) if name in o.metrics]
-        if name.endswith("max"):
-            metrics[name] = max(v for v, _ in have)
-        elif name == "optimizer/lr" or (name.startswith("controller/") and name.endswith(("bound", "target"))):
-            metrics[name] = have[-1][0]
-        elif name.endswith(("clamped_log_ratios", "floored")):
-            metrics[name] = sum(v for v, _ in have)
-        else:
-            mean = sum(v * n for v, n in have) / sum(n for _, n in have)
-            low, high = min(v for v, _ in have), max(v for v, _ in have)
-            metrics[name] = min(
-                max(mean, low), high
-            )  # a constant (φ, say) stays what it is, without a rounding residue
+    # The controllers' bounds go by two names.
+    bounds = {f"mask/{owner}/{rule.parameter}" for owner, rule in run.objective.rules() if rule.threshold.adaptive}
+    metrics |= merge_updates([o.metrics for o in outputs], [len(p) for p in parts], bounds)
     return outputs
 
 
@@ -298,21 +287,27 @@ def watch(
     outputs: Sequence[UpdateOutput],
     version: int,
 ) -> dict[str, float]:
-    """Engine against trainer, at the weights `version` that sampled."""
-    # Without an old pass only the first update's pass saw them.
-    seen = outputs if known.old is not None else outputs[:1]
-    logprobs = torch.cat([o.logprobs for o in seen])
+    """Engine against trainer, at the weights `version` that sampled; what p alone says, at those of every update."""
     credited = replace(whole, advantages=torch.cat([p.advantages for p in parts]).to(whole.advantages.device))
-    tokens = credited.tokens(
-        logprobs,
-        old_logprobs=known.old.logprobs if known.old else None,
-        ref_logprobs=known.ref,
-        indices=torch.arange(len(logprobs), device=logprobs.device),
-    )
-    weight = torch.cat([o.weight for o in seen]) if run.objective.weight is not None else None
-    engine = parts[0].experts
-    routed = routing_metrics(engine if engine is None else engine.to(logprobs.device), outputs[0].experts)
-    return mismatch_metrics(tokens, version, weight=weight) | routed
+
+    def measured(seen: Sequence[UpdateOutput]) -> dict[str, float]:
+        logprobs = torch.cat([o.logprobs for o in seen])
+        tokens = credited.tokens(
+            logprobs,
+            old_logprobs=known.old.logprobs if known.old else None,
+            ref_logprobs=known.ref,
+            indices=torch.arange(len(logprobs), device=logprobs.device),
+        )
+        weight = torch.cat([o.weight for o in seen]) if run.objective.weight is not None else None
+        return mismatch_metrics(tokens, version, weight=weight)
+
+    found = measured(outputs)
+    if known.old is None and len(outputs) > 1:
+        # Without an old pass only the first update's pass saw the weights that sampled.
+        found = {name: value for name, value in found.items() if not name.startswith("mismatch/")}
+        found |= {name: value for name, value in measured(outputs[:1]).items() if name.startswith("mismatch/")}
+    engine, experts = parts[0].experts, outputs[0].experts
+    return found | routing_metrics(engine if experts is None or engine is None else engine.to(experts.device), experts)
 
 
 def describe(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rollkeel import objectives, rewards
+from rollkeel import advantages, objectives, rewards
 from rollkeel.config import Config
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.runfolder import RunFolder
@@ -261,7 +261,12 @@ def build_objective(config: Config) -> Objective:
 
 def validate(config: Config) -> None:
     """Refuse what can be refused before anything is built, trained or written."""
-    build_objective(config)
+    own = build_objective(config).advantage
+    credit = config.advantages.name or own
+    if credit not in advantages.ESTIMATORS:
+        raise BadInput(
+            f"objective {config.objective.name}: advantage expected {', '.join(advantages.ESTIMATORS)}, got {credit!r}"
+        )
     resolve_device(config.run.device)
     check_installed(config.report.trackers)
     if config.data.path is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from rollkeel.engines.open import open_engine
 from rollkeel.errors import BadInput, Interrupted
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers, resolve_device, save_policy
 from rollkeel.models.names import checkpoint_views
+from rollkeel.objectives.registry import find
 from rollkeel.pipeline import sft
 from rollkeel.report import regions
 from rollkeel.rewards import FailureBudget, Graders
@@ -136,12 +138,18 @@ def objective_summaries() -> list[tuple[str, str]]:
 
 
 def objective_description(name: str, options: Mapping[str, Any]) -> str:
-    """What a recipe's docstring says, its options with their defaults, and the composition it resolves to."""
+    """What an objective's docstring says, its options with their defaults, and the composition it resolves to.
+
+    `name`: a recipe, `composed`, or `module:function` of a user's own.
+    """
     built = objectives.build(name, options)
-    recipe = objectives.RECIPES[name]
-    defaults = ", ".join(f"{option}={value!r}" for option, value in (recipe.__kwdefaults__ or {}).items())
+    recipe = find(name)
+    recipe = recipe.func if isinstance(recipe, functools.partial) else recipe
+    parameters = inspect.signature(recipe).parameters.values()
+    defaults = ", ".join(f"{p.name}={p.default!r}" for p in parameters if p.default is not p.empty and p.name != "name")
     resolved = "\n".join(f"  {key}: {json.dumps(value)}" for key, value in built.describe().items())
-    return f"{name}\n\n{inspect.getdoc(recipe)}\n\nDefaults: {defaults}\n\nResolved:\n{resolved}"
+    said = [name, inspect.getdoc(recipe) or "", f"Defaults: {defaults}", f"Resolved:\n{resolved}"]
+    return "\n\n".join(part for part in said if part)
 
 
 def plot_objectives(names: Sequence[str], options: Mapping[str, Any], out: Path) -> list[Path]:

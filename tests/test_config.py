@@ -61,6 +61,11 @@ def test_override_forms(override: str, path: str, value: Any) -> None:
     assert type(found) is type(value)
 
 
+def test_a_threshold_given_as_a_section_says_how_to_write_it() -> None:
+    with pytest.raises(BadInput, match=r"'phi' is a value.*write 'objective.phi=\{drop_rate: 0.01\}'"):
+        load("default", ["objective.phi.drop_rate=0.01"])
+
+
 def test_later_overrides_win_and_the_rest_of_the_recipe_stays() -> None:
     config = load("default", ["train.lr=1e-2", "train.lr=1e-3", "run.seed=5"])
     assert (config.train.lr, config.run.seed) == (1e-3, 5)
@@ -87,6 +92,7 @@ def test_later_overrides_win_and_the_rest_of_the_recipe_stays() -> None:
         ("sampling.top_p=0", "config sampling.top_p"),
         ("train=3", "config train: expected a section of keys, got 3"),
         ("run.steps.x=3", "config run.steps"),
+        ("objective=icepop", "expected a section of keys, got 'icepop'; write objective.name=icepop"),
         ("train.lr", "override 'train.lr': expected key=value"),
         ("=3", "expected key=value"),
         ("data.options=[", "not valid YAML"),

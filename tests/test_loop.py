@@ -21,7 +21,8 @@ from rollkeel import rewards
 from rollkeel.config import load
 from rollkeel.diagnostics.rollout_store import per_token, read_step, to_rollouts
 from rollkeel.errors import BadInput, GraderFailure, RunStopped
-from rollkeel.loop import Known, credit_of
+from rollkeel.loop import Known, credit_of, update
+from rollkeel.objectives import build
 from rollkeel.pipeline import train
 from rollkeel.run import Run
 from rollkeel.train.scores import Scores
@@ -316,6 +317,52 @@ def test_mismatch_is_measured_at_the_weights_that_sampled(mode: str, tmp_path: P
     assert max(r["mismatch/ratio_std"] for r in found[1:]) < 1e-3
 
 
+def test_what_p_alone_says_is_about_every_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The updates that go wrong are the later ones, so a metric of the first alone would never show them."""
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    from rollkeel.train.trainer import LocalTrainer
+
+    plainly = LocalTrainer.update
+
+    def watched(self: LocalTrainer, batch: Any, *args: Any, **more: Any) -> Any:
+        out = plainly(self, batch, *args, **more)
+        gap = batch.rollout_logprobs.exp() - out.logprobs.exp()
+        seen.append((out.logprobs.exp(), (batch.advantages < 0) & (gap > 0.5)))
+        return out
+
+    monkeypatch.setattr(LocalTrainer, "update", watched)
+    found = run(tmp_path / "run", "objective.mode=rollout", "train.lr=1e-1", "train.warmup_steps=0", "run.steps=1")
+    probability, bad = (torch.cat(parts).double().mean().item() for parts in zip(*seen, strict=True))
+    assert len(seen) == 2
+    assert found[1]["policy/prob_mean"] == pytest.approx(probability, rel=1e-6)
+    assert found[1]["mask/bad_updates"] == pytest.approx(bad)
+    assert bad > 0
+
+
+def test_means_over_updates_count_what_they_are_means_of() -> None:
+    """One token dropped by the first update and three by the second: the mean entropy of dropped tokens is theirs."""
+    numbers = [
+        {"mask/m/dropped": 0.1, "mask/m/dropped_entropy": 1.0, "objective/kept": 0.9, "weight/mean": 1.0},
+        {"mask/m/dropped": 0.3, "mask/m/dropped_entropy": 2.0, "objective/kept": 0.7, "weight/mean": 2.0},
+        {"mask/m/dropped": 0.0, "objective/kept": 1.0, "weight/mean": 3.0},
+        {"mask/m/dropped": 1.0, "mask/m/dropped_entropy": 2.0, "objective/kept": 0.0, "weight/mean": 0.0},
+    ]
+    for i, row in enumerate(numbers):
+        row |= {"controller/bound": 4.0 - i, "mask/trajectory/bound": 4.0 - i}
+    outputs = iter(SimpleNamespace(metrics=row) for row in numbers)
+    trainer = SimpleNamespace(update=lambda *args, **more: next(outputs))
+    objective = build("ac_mis_po")
+    fake: Any = SimpleNamespace(objective=objective, trainer=trainer)
+    parts: Any = [range(10), range(10), range(10), range(10)]
+    metrics: dict[str, float] = {}
+    update(fake, parts, Known(), metrics)
+    assert metrics["mask/m/dropped"] == pytest.approx(0.35)
+    assert metrics["mask/m/dropped_entropy"] == pytest.approx((1 + 3 * 2 + 10 * 2) / 14)
+    assert metrics["controller/bound"] == metrics["mask/trajectory/bound"] == 1  # what the next update begins with
+    assert metrics["weight/mean"] == pytest.approx((9 * 1 + 7 * 2 + 10 * 3) / 26)
+
+
 def test_a_run_is_made_of_the_pieces_of_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Run] = []
     monkeypatch.setattr("rollkeel.pipeline.train_sync", lambda made, first: seen.append(made))
@@ -472,3 +519,9 @@ def test_the_dapo_recipe_uses_what_dapo_needs(tmp_path: Path) -> None:
     train(load("dapo", [*SHORT, "reward.overlong.buffer=2", f"run.dir={tmp_path / 'run'}"]))
     for row in rows(tmp_path / "run")[1:]:
         assert {"rollout/dynamic_rounds", "reward/overlong_penalty", "clip/high", "clip/low"} <= set(row)
+
+
+def test_an_advantage_that_there_is_not_is_refused_before_anything_is_sampled(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"objective composed: advantage expected grpo.* got 'grop'"):
+        run(tmp_path / "run", "objective={name: composed, advantage: grop}")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from rollkeel.errors import BadInput, NonFinite
+from rollkeel.objectives.segments import starts
 from rollkeel.types import TokenBatch
 
 REQUIRED = ("logprobs", "rollout_logprobs", "advantages", "coefficients", "sequence_ids", "group_ids")
@@ -53,17 +54,56 @@ def check_tokens(tokens: TokenBatch, needs: Iterable[str], who: str) -> None:
             _refuse(tokens, name, tokens.coefficients < 0, "non-negative", BadInput, who)
 
 
+def check_whole(tokens: TokenBatch, who: str) -> None:
+    """Raise `BadInput` unless each sequence is one run of equal `sequence_ids`: in pieces, each would count as its own."""
+    first = starts(tokens.sequence_ids)
+    ids, order = tokens.sequence_ids[first].sort(stable=True)
+    again = (ids[1:] == ids[:-1]).nonzero()
+    if again.numel():
+        where = int(first[order[again[0, 0] + 1]])
+        raise BadInput(
+            f"objective {who}: expected the tokens of a sequence side by side, got sequence"
+            f" {int(tokens.sequence_ids[where])} again at token {where} of the batch; sort the batch by sequence"
+        )
+
+
+def check_part(value: object, like: torch.Tensor, part: str, who: str, *, truth: bool = False) -> None:
+    """Raise `BadInput` unless a part of an objective returned `[T]` numbers (`truth`: bools), `like` the log-probs."""
+    is_tensor = isinstance(value, torch.Tensor)
+    if is_tensor and value.shape == like.shape and (value.dtype == torch.bool) == truth:
+        return
+    kind = "bools" if truth else "a SurrogateValue of floats" if part.startswith("surrogate") else "floats"
+    got = f"{value.dtype} {list(value.shape)}" if is_tensor else "none" if value is None else type(value).__name__
+    raise BadInput(f"objective {who}: expected {part} to return {kind} {list(like.shape)}, got {got}")
+
+
+def _tensors(tokens: TokenBatch, who: str) -> dict[str, torch.Tensor]:
+    """The fields that are given. Raises `BadInput` for one that is no tensor, such as a list or a NumPy array."""
+    given: dict[str, torch.Tensor] = {}
+    for name in (*REQUIRED, *OPTIONAL, *TOPK):
+        value = getattr(tokens, name)
+        if isinstance(value, torch.Tensor):
+            given[name] = value
+        elif value is not None or name in REQUIRED:
+            raise BadInput(
+                f"objective {who}: expected {name} as a torch.Tensor, got {type(value).__name__}; use torch.as_tensor"
+            )
+    return given
+
+
 def _check_layout(tokens: TokenBatch, needs: tuple[str, ...], who: str) -> None:
     for name in needs:
         if getattr(tokens, name) is None:
             raise BadInput(f"objective {who}: expected a batch with {name}, got None; compute it before the loss")
-    length, device = tokens.logprobs.shape[:1], tokens.logprobs.device
-    for name in (*REQUIRED, *OPTIONAL, *TOPK):
-        value = getattr(tokens, name)
-        if value is None:
-            continue
+    given = _tensors(tokens, who)
+    length, device = tuple(tokens.logprobs.shape), tokens.logprobs.device
+    if len(length) != 1:
+        raise BadInput(
+            f"objective {who}: expected logprobs of shape [T], got {list(length)}; flatten the batch to response tokens"
+        )
+    for name, value in given.items():
         shape = tuple(value.shape[:1]) if name in TOPK else tuple(value.shape)
-        if len(length) != 1 or shape != tuple(length):
+        if shape != length:
             raise BadInput(
                 f"objective {who}: expected {name} to have one entry per token like logprobs {list(tokens.logprobs.shape)},"
                 f" got shape {list(value.shape)}; flatten the batch to response tokens"

@@ -17,7 +17,7 @@ import torch
 from rollkeel.errors import BadInput
 from rollkeel.objectives import statistics as stats
 from rollkeel.objectives.divergences import at_floor
-from rollkeel.objectives.options import choice, number, threshold
+from rollkeel.objectives.options import choice, flag, number, threshold, whole
 from rollkeel.objectives.statistics import Gather, Statistic
 from rollkeel.objectives.terms import Anchor, Terms
 from rollkeel.objectives.thresholds import Budget, Threshold
@@ -123,20 +123,20 @@ def from_rules(name: str, *rules: Rule, **more: Any) -> Mask:
 
 def ratio_band(name: str = "ratio_band", low: Any = 0.5, high: Any = 5.0) -> Mask:
     """Keep low ≤ target/reference ≤ high (IcePop, Ring-1T report eqs. 1–2: k inside [α, β], 0 outside)."""
-    return _band(name, stats.RATIO, low, high, "low", "high")
+    return _band(name, stats.RATIO, low, high, 0.5, 5.0)
 
 
 def geometric_band(name: str = "geometric_band", low: Any = 0.996, high: Any = 1.001) -> Mask:
     """Keep sequences with low ≤ geometric mean of target/reference ≤ high (AC-MIS-PO eqs. 2–3)."""
-    return _band(name, stats.GEOMETRIC_RATIO, low, high, "low", "high")
+    return _band(name, stats.GEOMETRIC_RATIO, low, high, 0.996, 1.001)
 
 
-def _band(name: str, statistic: Statistic, low: Any, high: Any, low_name: str, high_name: str) -> Mask:
-    bottom = threshold(f"{name}.{low_name}", low, default=0.5, side="lower", at_least=0)
-    top = threshold(f"{name}.{high_name}", high, default=5.0, at_least=0)
+def _band(name: str, statistic: Statistic, low: Any, high: Any, first_low: float, first_high: float) -> Mask:
+    bottom = threshold(f"{name}.low", low, default=first_low, side="lower", at_least=0)
+    top = threshold(f"{name}.high", high, default=first_high, at_least=0)
     if not bottom.adaptive and not top.adaptive and bottom.value > top.value:  # type: ignore[operator]
         raise BadInput(f"{name}: expected low ≤ high, got low={low} and high={high}")
-    return from_rules(name, Rule(low_name, statistic, bottom), Rule(high_name, statistic, top))
+    return from_rules(name, Rule("low", statistic, bottom), Rule("high", statistic, top))
 
 
 RATIO_LEVELS = {"token": stats.RATIO, "sequence": stats.SEQUENCE_RATIO, "geometric": stats.GEOMETRIC_RATIO}
@@ -183,14 +183,14 @@ def sequence_kl(
     statistic = stats.sequence_kl(
         choice(f"{name}.reduce", reduce, ("max", "mean")), choice(f"{name}.estimator", estimator, tuple(stats.TOKEN_KL))
     )
-    statistic = stats.only_negative(statistic) if negative_only else statistic
+    statistic = stats.only_negative(statistic) if flag(f"{name}.negative_only", negative_only) else statistic
     return from_rules(name, Rule("delta", statistic, threshold(f"{name}.delta", delta, default=0.05, at_least=0)))
 
 
 def at_most(name: str = "at_most", statistic: str = "ratio", value: Any = 1.0, directional: bool = False) -> Mask:
     """Keep where a named statistic (see `statistics.STATISTICS`) is ≤ value; `directional`: only judge moves away."""
     found = stats.STATISTICS[choice(f"{name}.statistic", statistic, tuple(stats.STATISTICS))]
-    found = stats.moving_away(found) if directional else found
+    found = stats.moving_away(found) if flag(f"{name}.directional", directional) else found
     return from_rules(name, Rule("value", found, threshold(f"{name}.value", value, default=1.0)))
 
 
@@ -234,8 +234,9 @@ def divergence(
     (A < 0, target < reference); `directional=False` judges every token. `other`, `k`: of the top-K kinds, see `topk_tv`.
     """
     choice(f"{name}.kind", kind, ("binary_tv", "binary_kl", "topk_tv", "topk_kl"))
+    other, k = flag(f"{name}.other", other), None if k is None else whole(f"{name}.k", k, at_least=1)
     statistic = stats.topk(kind, other, k) if kind.startswith("topk") else stats.STATISTICS[kind]
-    statistic = stats.moving_away(statistic) if directional else statistic
+    statistic = stats.moving_away(statistic) if flag(f"{name}.directional", directional) else statistic
     return from_rules(name, Rule("delta", statistic, threshold(f"{name}.delta", delta, default=0.15, at_least=0)))
 
 

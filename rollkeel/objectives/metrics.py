@@ -126,7 +126,10 @@ def _clamped(objective: Objective, tokens: TokenBatch, terms: Terms) -> torch.Te
     anchor = objective.anchor
     total = beyond_limit(terms.log_ratio)
     pairs = {(anchor.target, anchor.reference)} if objective.masks else set()
-    if objective.weight:
+    if objective.weight and objective.weight.level == "sequence" and tokens.old_logprobs is not None:
+        gap = wide(tokens.old_logprobs.detach()) - wide(tokens.rollout_logprobs.detach())
+        total = total + beyond_limit(terms.per_sequence(terms.sequence_sum(gap)))
+    elif objective.weight:
         pairs.add(("old_logprobs", "rollout_logprobs"))
     for target, reference in sorted(pairs - {("logprobs", anchor.base)}):
         total = total + beyond_limit(wide(getattr(tokens, target)) - wide(getattr(tokens, reference)))

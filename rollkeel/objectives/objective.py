@@ -16,10 +16,11 @@ from typing import Any, final
 import torch
 
 from rollkeel.errors import BadInput
-from rollkeel.objectives.checks import check_tokens
+from rollkeel.objectives.checks import check_part, check_tokens, check_whole
 from rollkeel.objectives.kl import ESTIMATORS
 from rollkeel.objectives.masks import Mask, Rule
 from rollkeel.objectives.metrics import Parts, measure
+from rollkeel.objectives.options import number
 from rollkeel.objectives.perturbations import Factor
 from rollkeel.objectives.segments import sequence_sum
 from rollkeel.objectives.statistics import Gather
@@ -87,6 +88,7 @@ class Objective:
     """What `prepare` found for the current optimizer batch."""
 
     def __post_init__(self) -> None:
+        self._check_parts()
         if self.weight and self.weight.corrects_gap and self.anchor.corrects_gap and not self.allow_double_correction:
             raise BadInput(
                 f"objective {self.name}: expected one correction of the train/rollout gap, got two (the ratio p/q and the"
@@ -111,6 +113,14 @@ class Objective:
         names = [mask.name for mask in self.masks]
         if len(set(names)) < len(names):
             raise BadInput(f"objective {self.name}: expected masks of different names, got {', '.join(names)}")
+        stateful = [label for label, _ in self._stateful()]
+        if len(set(stateful)) < len(stateful):  # one would be saved in the place of the other
+            raise BadInput(
+                f"objective {self.name}: expected parts with thresholds or draws under different names, got"
+                f" {', '.join(stateful)}; give the mask another name or drop one perturbation"
+            )
+        for name in ("kl_coefficient", "entropy_coefficient", "gap_penalty"):
+            number(f"objective {self.name}: {name}", getattr(self, name), at_least=0)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -144,6 +154,7 @@ class Objective:
         tensor over all ranks; every rank must call `prepare` then.
         """
         check_tokens(batch, self.needs - _NOT_A_FIELD - {"entropy"}, self.name)
+        check_whole(batch, self.name)
         gather = gather or (lambda values: values)
         with torch.no_grad():
             terms = make_terms(batch, self.anchor)
@@ -226,6 +237,15 @@ class Objective:
                 " got a detached one that would change nothing; compute it inside the differentiated pass"
             )
 
+    def _check_parts(self) -> None:
+        masks = self.masks if isinstance(self.masks, (tuple, list)) else (self.masks,)
+        parts = [("anchor", self.anchor, Anchor), ("surrogate", self.surrogate, Surrogate)]
+        parts += [("weight", self.weight, Weight)] if self.weight is not None else []
+        for part, value, kind in (*parts, *(("masks", mask, Mask) for mask in masks)):
+            if not isinstance(value, kind):
+                raise BadInput(f"objective {self.name}: expected {part} to be {kind.__name__}, got {value!r}")
+        object.__setattr__(self, "masks", tuple(masks))
+
     @property
     def _kept_over_batch(self) -> bool:
         return self.denominator == "kept" and self.aggregate == "token_mean" and bool(self.masks)
@@ -242,6 +262,8 @@ class Objective:
     def _keep(self, terms: Terms) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """What each mask keeps, and all of them together; None without masks."""
         keeps = tuple(mask.keep(terms) for mask in self.masks)
+        for mask, keep in zip(self.masks, keeps, strict=True):
+            check_part(keep, terms.logprobs, f"mask {mask.name}", self.name, truth=True)
         return keeps, (torch.stack(keeps).all(0) if len(keeps) > 1 else (keeps[0] if keeps else None))
 
     def _rescaled(self, tokens: TokenBatch, keep: torch.Tensor | None) -> torch.Tensor:
@@ -263,6 +285,8 @@ class Objective:
         with torch.no_grad():
             keeps, keep = self._keep(terms)
             weight = self.weight.weight(terms) if self.weight else None
+            if self.weight and weight is not None:
+                check_part(weight, terms.logprobs, f"weight {self.weight.name}", self.name)
             scale = self._rescaled(tokens, keep)
             for factor in self.factors:
                 scale = scale * factor.multiplier(terms)
@@ -270,6 +294,7 @@ class Objective:
             # `where` and not a product: a dropped token contributes exactly nothing, whatever its weight.
             scale = scale if keep is None else torch.where(keep, scale, torch.zeros_like(scale))
         surrogate = self.surrogate.evaluate(terms)
+        check_part(getattr(surrogate, "value", None), terms.logprobs, f"surrogate {self.surrogate.name}", self.name)
         extra, c = {}, tokens.coefficients.detach()
         if self.kl_coefficient > 0:
             assert tokens.ref_logprobs is not None  # in `needs`

@@ -13,7 +13,13 @@ from rollkeel.objectives.thresholds import Controller, Fixed, Threshold
 
 
 def number(
-    name: str, value: Any, *, at_least: float = -math.inf, above: float = -math.inf, at_most: float = math.inf
+    name: str,
+    value: Any,
+    *,
+    at_least: float = -math.inf,
+    above: float = -math.inf,
+    at_most: float = math.inf,
+    below: float = math.inf,
 ) -> float:
     """`value` as a finite float inside its range. Raises `BadInput` naming `name`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -22,11 +28,20 @@ def number(
         (value < at_least, f"≥ {at_least:g}"),
         (value <= above, f"> {above:g}"),
         (value > at_most, f"≤ {at_most:g}"),
+        (value >= below, f"< {below:g}"),
     ]
     for broken, text in bounds:
         if broken:
             raise BadInput(f"{name}: expected a number {text}, got {value!r}")
     return float(value)
+
+
+def whole(name: str, value: Any, *, at_least: float = -math.inf) -> int:
+    """`value` as an integer, as `number` checks it. Raises `BadInput` for a fraction, which would be cut off silently."""
+    found = number(name, value, at_least=at_least)
+    if found != int(found):
+        raise BadInput(f"{name}: expected a whole number, got {value!r}")
+    return int(found)
 
 
 def optional_number(name: str, value: Any, *, above: float = -math.inf) -> float | None:
@@ -37,7 +52,9 @@ def optional_number(name: str, value: Any, *, above: float = -math.inf) -> float
 def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
     """`value` if it is one of `allowed`. Raises `BadInput` naming the nearest."""
     if not isinstance(value, str) or value not in allowed:
-        raise BadInput(f"{name}: expected one of {', '.join(allowed)}, got {value!r}{nearest(value, allowed)}")
+        close = difflib.get_close_matches(str(value), allowed, n=1)
+        guess = f"; did you mean {close[0]}?" if close else ""
+        raise BadInput(f"{name}: expected one of {', '.join(allowed)}, got {value!r}{guess}")
     return value
 
 
@@ -50,7 +67,7 @@ def flag(name: str, value: Any) -> bool:
 
 def nearest(value: Any, known: Sequence[str]) -> str:
     """`; did you mean X?` or the list of what there is."""
-    close = difflib.get_close_matches(str(value), known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(value), known, n=1)  # as far as a slip of the hand, no further
     return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
 
 
@@ -76,16 +93,19 @@ def threshold(name: str, value: Any, *, default: float, side: str = "upper", **r
     rates = list(rate) if isinstance(rate, (list, tuple)) else [rate, rate]
     if len(rates) != 2:
         raise BadInput(f"{name}.drop_rate: expected a number or [first, last], got {rate!r}")
-    first, last = (1 - number(f"{name}.drop_rate", r, at_least=0, at_most=1) for r in rates)
-    if min(first, last) <= 0:
-        raise BadInput(f"{name}.drop_rate: expected less than 1, got {rate!r}")
-    steps = number(f"{name}.steps", value.get("steps", 0), at_least=0)
+    first, last = (1 - number(f"{name}.drop_rate", r, at_least=0, below=1) for r in rates)
+    steps = whole(f"{name}.steps", value.get("steps", 0), at_least=0)
     if steps == 0 and first != last:
         raise BadInput(f"{name}.steps: expected the number of updates from the first to the last drop rate, got none")
     numbers = {key: number(f"{name}.{key}", value[key]) for key in ("low", "high") if key in value}
-    momentum = number(f"{name}.momentum", value.get("momentum", 0.9), at_least=0, at_most=1)
+    momentum = number(f"{name}.momentum", value.get("momentum", 0.9), at_least=0, below=1)
     initial = number(f"{name}.initial", value.get("initial", default))
-    return Controller(first, last, int(steps), momentum, initial=initial, side=side, **numbers)
+    return Controller(first, last, steps, momentum, initial=initial, side=side, **numbers)
+
+
+def starting_at(default: float, value: Any) -> Any:
+    """A threshold option whose drop rate, if it is one without `initial`, begins at a recipe's own `default`."""
+    return {"initial": default, **value} if isinstance(value, Mapping) and "drop_rate" in value else value
 
 
 def named(what: str, entry: Any, known: Mapping[str, Callable[..., Any]]) -> Any:
@@ -96,7 +116,9 @@ def named(what: str, entry: Any, known: Mapping[str, Callable[..., Any]]) -> Any
     if options is not None and not isinstance(options, Mapping):
         raise BadInput(f"{what}.{name}: expected a mapping of options, got {options!r}")
     parameters = list(inspect.signature(known[name]).parameters)
-    for option in options or {}:
+    for option, value in (options or {}).items():
         if option not in parameters:
             raise BadInput(f"{what}.{name}.{option}: not an option{nearest(option, parameters)}")
+        if option == "name" and not (isinstance(value, str) and value):
+            raise BadInput(f"{what}.{name}.name: expected a name for its metrics, got {value!r}")
     return known[name](**(options or {}))

@@ -12,7 +12,7 @@ import torch
 from rollkeel.errors import BadInput
 from rollkeel.objectives import draws
 from rollkeel.objectives.draws import Draw
-from rollkeel.objectives.options import named, number
+from rollkeel.objectives.options import named, number, whole
 from rollkeel.objectives.terms import Terms, wide
 
 
@@ -50,7 +50,7 @@ def weight_noise(sigma: float = 0.2, seed: int = 0) -> Factor:
     Keyed by seed, batch count, rollout id and position, so no packing or rank changes a draw.
     """
     sigma = number("weight_noise.sigma", sigma, at_least=0)
-    draw = Draw(int(number("weight_noise.seed", seed)))
+    draw = Draw(whole("weight_noise.seed", seed))
 
     def multiplier(terms: Terms) -> torch.Tensor:
         ids, index = draws.trajectory_ids(terms.tokens), terms.tokens.token_index

@@ -15,7 +15,7 @@ from rollkeel.errors import BadInput
 from rollkeel.objectives import masks, surrogates, weights
 from rollkeel.objectives.assembly import assemble
 from rollkeel.objectives.objective import Objective
-from rollkeel.objectives.options import choice, number
+from rollkeel.objectives.options import choice, number, starting_at, whole
 from rollkeel.objectives.registry import register
 from rollkeel.objectives.terms import DECOUPLED, OLD, ROLLOUT
 
@@ -38,7 +38,7 @@ def dapo(*, clip_low: Any = 0.2, clip_high: Any = 0.28, aggregate: str = "token_
     Gradient coefficient of A·∇log p: as `grpo`. Its dynamic sampling and soft overlong penalty belong to collecting and
     rewards: `rollout.dynamic_rounds` and `reward.overlong` of a config.
     """
-    return _ppo("dapo", clip_low, clip_high, aggregate, common)
+    return _ppo("dapo", clip_low, starting_at(0.28, clip_high), aggregate, common)
 
 
 @register("dr_grpo")
@@ -55,8 +55,9 @@ def dr_grpo(
     Gradient coefficient of A·∇log p: as `grpo`. `length` is the constant in the place of |y|, usually max_new_tokens; it
     gives `aggregate` = constant_length(length).
     """
-    length = int(number("dr_grpo.length", length, at_least=1))
-    return _ppo("dr_grpo", clip_low, clip_high, aggregate or f"constant_length({length})", common, advantage="dr_grpo")
+    length = whole("dr_grpo.length", length, at_least=1)
+    aggregate = f"constant_length({length})" if aggregate is None else aggregate
+    return _ppo("dr_grpo", clip_low, clip_high, aggregate, common, advantage="dr_grpo")
 
 
 @register("tis")
@@ -104,7 +105,8 @@ def mis(
     product's geometric mean; the latter two drop whole sequences. `weight`: ρ of the token, or of the `sequence`.
     Gradient coefficient of A·∇log p: ρ·r where kept and inside the PPO clip, else 0.
     """
-    cap = MIS_CAPS[choice("mis.level", level, tuple(MIS_CAPS))] if cap is None else cap
+    own = MIS_CAPS[choice("mis.level", level, tuple(MIS_CAPS))]
+    cap = own if cap is None else starting_at(own, cap)
     return assemble(
         "mis",
         DECOUPLED,

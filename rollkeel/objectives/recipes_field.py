@@ -10,7 +10,7 @@ from typing import Any
 from rollkeel.objectives import masks, surrogates
 from rollkeel.objectives.assembly import assemble
 from rollkeel.objectives.objective import Objective
-from rollkeel.objectives.options import choice, flag, optional_number
+from rollkeel.objectives.options import choice, flag, optional_number, starting_at
 from rollkeel.objectives.registry import register
 from rollkeel.objectives.terms import OLD, ROLLOUT
 
@@ -59,7 +59,7 @@ def sapo(
 def ipo(
     *,
     delta: Any = 0.3,
-    gap_penalty: float = 1e-3,
+    gap_penalty: float = 0.0,
     directional: bool = False,
     cap: float | None = None,
     aggregate: str = "token_mean",
@@ -67,8 +67,9 @@ def ipo(
 ) -> Objective:
     """IPO, prime-rl's default loss (INTELLECT policy optimization): drop |p − q| > δ, whatever A's sign; S = u·A.
 
-    All tokens, dropped ones too, carry `gap_penalty`·(log u)². δ 0.3 as in its documentation; earlier versions of that loss
-    dropped only updates that move away, at 0.2: `directional=True, delta=0.2`.
+    All tokens, dropped ones too, carry `gap_penalty`·(log u)². δ 0.3 without a penalty is its default since pull request 3586;
+    before, δ was 0.1 with a penalty of 1e-3, and earlier still that loss dropped only updates that move away:
+    `directional=True, delta=0.2, gap_penalty=1e-3`.
     Gradient coefficient of A·∇log p: u where kept, else 0; beside it −2·gap_penalty·log u on ∇log p. A = R − mean.
     """
     directional = flag("ipo.directional", directional)
@@ -76,7 +77,7 @@ def ipo(
         "ipo",
         ROLLOUT,
         surrogates.ratio(optional_number("ipo.cap", cap, above=0)),
-        masks.divergence("ipo", "binary_tv", delta, directional),
+        masks.divergence("ipo", "binary_tv", starting_at(0.3, delta), directional),
         aggregate=aggregate,
         advantage="dr_grpo",
         gap_penalty=gap_penalty,
@@ -106,7 +107,7 @@ def opsm(
         "opsm",
         chosen,
         surrogates.ppo_clip(clip_low, clip_high),
-        masks.sequence_kl("opsm", delta, reduce="mean", estimator="k1", negative_only=True),
+        masks.sequence_kl("opsm", starting_at(1e-4, delta), reduce="mean", estimator="k1", negative_only=True),
         aggregate=aggregate,
         advantage="dr_grpo",
         options={"delta": delta, "clip_low": clip_low, "clip_high": clip_high},

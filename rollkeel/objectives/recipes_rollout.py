@@ -14,7 +14,7 @@ from rollkeel.objectives import masks, surrogates
 from rollkeel.objectives.assembly import assemble
 from rollkeel.objectives.masks import Mask
 from rollkeel.objectives.objective import Objective
-from rollkeel.objectives.options import choice, number
+from rollkeel.objectives.options import choice, starting_at
 from rollkeel.objectives.registry import register
 from rollkeel.objectives.surrogates import Surrogate
 from rollkeel.objectives.terms import MASK_OLD, ROLLOUT
@@ -150,7 +150,9 @@ def dppo_topk_tv(
     DPPO paper eq. 15 and Fig. 10 (K 20, δ 0.2, C 5: scaling experiments only). Eq. 15 as printed leaves the rest out:
     `other=False`; then the divergence can be below the binary one. Needs `topk_logprobs` and `rollout_topk_logprobs`.
     """
-    return _dppo("topk_tv", delta, anchor, cap, SCALING_CAP, preset, aggregate, common, k=k, other=other)
+    return _dppo(
+        "topk_tv", starting_at(0.2, delta), anchor, cap, SCALING_CAP, preset, aggregate, common, k=k, other=other
+    )
 
 
 @register("dppo_topk_kl")
@@ -166,7 +168,9 @@ def dppo_topk_kl(
     **common: Any,
 ) -> Objective:
     """DPPO-TopK-KL: as `dppo_topk_tv` with KL(q‖p) over the same bins (DPPO paper eq. 16). δ 0.05."""
-    return _dppo("topk_kl", delta, anchor, cap, SCALING_CAP, preset, aggregate, common, k=k, other=other)
+    return _dppo(
+        "topk_kl", starting_at(0.05, delta), anchor, cap, SCALING_CAP, preset, aggregate, common, k=k, other=other
+    )
 
 
 @register("mask_negative")
@@ -193,7 +197,7 @@ def relax_clip(
     alpha: float = 0.1,
     side: str = "both",
     clip_low: Any = 0.2,
-    clip_high: Any = 0.28,
+    clip_high: Any = None,
     cap: float | None = None,
     preset: str = "stability",
     aggregate: str = AGGREGATE,
@@ -204,6 +208,7 @@ def relax_clip(
     `side`: relax both, only the high or only the low clip. α = 0 is `grpo_clip_higher`.
     Gradient coefficient of A·∇log p: min(u, C) where kept.
     """
+    clip_high = _by_preset("relax_clip", preset, clip_high, 0.28, 0.27)
     mask = masks.ratio_clip("relax_clip", clip_low, clip_high, relax_below=alpha, relax_side=side)
     options = {"alpha": alpha, "side": side, "clip_low": clip_low, "clip_high": clip_high}
     return _rollout("relax_clip", (mask,), cap, None, preset, aggregate, options, common)
@@ -237,8 +242,6 @@ def _dppo(
     **topk: Any,
 ) -> Objective:
     name = f"dppo_{kind}"
-    if topk:
-        topk["k"] = int(number(f"{name}.k", topk["k"], at_least=1))
     mask = masks.divergence(name, kind, delta, **topk)
     return _rollout(name, (mask,), cap, own_cap, preset, aggregate, {"delta": delta, **topk}, common, anchor)
 
@@ -272,4 +275,4 @@ def _rollout(
 
 def _by_preset(name: str, preset: str, given: Any, stability: Any, scaling: Any) -> Any:
     found = scaling if choice(f"{name}.preset", preset, PRESETS) == "scaling" else stability
-    return found if given is None else given
+    return found if given is None else starting_at(found, given)

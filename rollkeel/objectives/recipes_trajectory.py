@@ -14,7 +14,7 @@ from rollkeel.objectives import masks, surrogates
 from rollkeel.objectives.assembly import assemble
 from rollkeel.objectives.masks import Mask
 from rollkeel.objectives.objective import Objective
-from rollkeel.objectives.options import number, optional_number
+from rollkeel.objectives.options import number, optional_number, starting_at, whole
 from rollkeel.objectives.registry import build, register
 from rollkeel.objectives.rejection import random_rejection_mask
 from rollkeel.objectives.terms import ROLLOUT
@@ -39,7 +39,8 @@ def mis_po(
 
     Gradient coefficient of A·∇log p: u where both hold, else 0. Not directional.
     """
-    return _fixed("mis_po", low, high, trajectory_low, trajectory_high, cap, aggregate, common)
+    band = (0.996, 1.001)
+    return _fixed("mis_po", low, high, trajectory_low, trajectory_high, cap, aggregate, common, band)
 
 
 @register("fixed_at_final_bound")
@@ -54,7 +55,8 @@ def fixed_at_final_bound(
     **common: Any,
 ) -> Objective:
     """`mis_po` at the bound that AC-MIS-PO's controller ends at, the ablation of its Table 2."""
-    return _fixed("fixed_at_final_bound", low, high, trajectory_low, trajectory_high, cap, aggregate, common)
+    band = (0.9998, 1.0002)
+    return _fixed("fixed_at_final_bound", low, high, trajectory_low, trajectory_high, cap, aggregate, common, band)
 
 
 @register("ac_mis_po")
@@ -82,7 +84,7 @@ def ac_mis_po(
     controller = Controller(
         number(f"{name}.acceptance_start", acceptance_start, above=0, at_most=1),
         number(f"{name}.acceptance_end", acceptance_end, above=0, at_most=1),
-        int(number(f"{name}.steps", steps, at_least=0)),
+        whole(f"{name}.steps", steps, at_least=0),
         number(f"{name}.momentum", momentum, at_least=0),
         low=number(f"{name}.bound_low", bound_low, at_least=0),
         high=number(f"{name}.bound_high", bound_high, above=0),
@@ -98,7 +100,7 @@ def ac_mis_po(
         "bound_low": bound_low,
         "bound_high": bound_high,
     }
-    own = (masks.ratio_band("token", low, high), masks.trajectory_bound("trajectory", controller))
+    own = (masks.ratio_band("token", low, starting_at(2.0, high)), masks.trajectory_bound("trajectory", controller))
     return _filtered(name, own, cap, aggregate, options, common)
 
 
@@ -132,23 +134,34 @@ def random_rejection(
         raise BadInput(f"random_rejection: expected acceptance or like, got both ({acceptance}, {like!r}); drop one")
     rule = None
     if acceptance is None:
-        named = {"name": like} if isinstance(like, str) else dict(like or {"name": "mis_po"})
-        rule = build(str(named.pop("name", "")), named)
+        named = {"name": "mis_po" if like is None else like} if not isinstance(like, Mapping) else dict(like)
+        if not isinstance(named.get("name"), str):
+            raise BadInput(f"random_rejection.like: expected a name or {{name: …, options}}, got {like!r}")
+        rule = build(named.pop("name"), named)
         if not rule.masks:
             raise BadInput(f"random_rejection.like: expected an objective that drops something, got {rule.name}")
     else:
         acceptance = number("random_rejection.acceptance", acceptance, at_least=0, at_most=1)
-    mask = random_rejection_mask(acceptance, rule, int(number("random_rejection.seed", seed)))
+    mask = random_rejection_mask(acceptance, rule, whole("random_rejection.seed", seed))
     shown = {"acceptance": acceptance, "like": rule.describe() if rule else None, "seed": seed}
     return _filtered("random_rejection", (mask,), cap, aggregate, shown, common)
 
 
 def _fixed(
-    name: str, low: Any, high: Any, trajectory_low: Any, trajectory_high: Any, cap: Any, aggregate: str, common: Any
+    name: str,
+    low: Any,
+    high: Any,
+    trajectory_low: Any,
+    trajectory_high: Any,
+    cap: Any,
+    aggregate: str,
+    common: Any,
+    band: tuple[float, float],
 ) -> Objective:
+    given = (trajectory_low, trajectory_high)
     own = (
-        masks.ratio_band("token", low, high),
-        masks.geometric_band("trajectory", trajectory_low, trajectory_high),
+        masks.ratio_band("token", low, starting_at(2.0, high)),
+        masks.geometric_band("trajectory", *(starting_at(b, v) for b, v in zip(band, given, strict=True))),
     )
     options = {"low": low, "high": high, "trajectory_low": trajectory_low, "trajectory_high": trajectory_high}
     return _filtered(name, own, cap, aggregate, options, common)

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -29,11 +30,13 @@ F = TypeVar("F", bound=Callable[..., Objective])
 def register(name: str) -> Callable[[F], F]:
     """Decorator: make a function of keyword options that returns an `Objective` available under `name`.
 
-    The common options are added to what it returns, so it need not know them. Raises `BadInput` for a name that is taken.
+    The common options are added to what it returns, so it need not know them. Defining the same function anew (a notebook
+    cell run twice, a reloaded module) replaces it. Raises `BadInput` for a name that another function has.
     """
 
     def add(function: F) -> F:
-        if name in RECIPES and RECIPES[name] is not function:
+        taken = {**RECIPES, **OTHERS}.get(name, function)
+        if any(getattr(taken, k, None) != getattr(function, k, None) for k in ("__module__", "__qualname__")):
             raise BadInput(f"objective {name!r}: the name is taken; register yours under another")
         RECIPES[name] = function
         return function
@@ -67,11 +70,19 @@ def build(
         "kl_estimator": kl_estimator,
         "entropy_coefficient": entropy_coefficient,
     }
-    if takes_any(recipe):  # a recipe whose composition the common options decide upon, such as a double correction
-        return recipe(**options, **common, **trainer)
-    made = recipe(**options)
+    # Some take all options: their composition may depend on the common ones, as on allow_double_correction.
+    passes_on = takes_any(recipe)
+    made = recipe(**options, **common, **trainer) if passes_on else recipe(**options)
     if not isinstance(made, Objective):
         raise BadInput(f"objective {name}: expected the function to return an Objective, got {type(made).__name__}")
+    if passes_on:
+        return made
+    for option in ("kl_coefficient", "entropy_coefficient"):
+        if getattr(made, option) not in (0, trainer[option]):
+            raise BadInput(
+                f"objective {name}: expected {option} from train.{option}={trainer[option]}, got {getattr(made, option)} from"
+                " the function; set it in train"
+            )
     return dataclasses.replace(made, **common_fields(name, {**common, **trainer}))
 
 
@@ -82,17 +93,32 @@ def find(name: str) -> Callable[..., Objective]:
         return known[name]
     module_name, colon, function_name = name.partition(":")
     if not colon:
-        raise BadInput(f"objective.name {name!r}: unknown{nearest(name, list(known))}")
+        raise BadInput(f"objective.name {name!r}: unknown{nearest(name, [*known, 'module:function'])}")
+    if module_name.endswith(".py"):
+        raise BadInput(
+            f"objective.name {name!r}: expected a module, not a file; write {module_name[:-3]}:{function_name}"
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise BadInput(f"objective.name {name!r}: expected an importable module {module_name}: {error}") from error
+    except Exception as error:  # a user's file can fail in any way
+        raise BadInput(
+            f"objective.name {name!r}: expected an importable module {module_name}, looking first in {os.getcwd()}:"
+            f" {_one_line(error)}"
+        ) from error
     function = getattr(module, function_name, None)
     if not inspect.isfunction(function):
-        raise BadInput(f"objective.name {name!r}: expected a function {function_name} in {module_name}, found none")
+        here = getattr(module, "__file__", None) or "a folder of that name; run where the file lies"
+        raise BadInput(f"objective.name {name!r}: expected a function {function_name} in {module_name}, none in {here}")
     return function
+
+
+def _one_line(error: Exception) -> str:
+    """Kind, message and last place of an error in a user's own code."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = "" if isinstance(error, (ImportError, SyntaxError)) else f" ({last.filename}, line {last.lineno})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
 
 
 def own_options(recipe: Callable[..., Objective]) -> list[str]:

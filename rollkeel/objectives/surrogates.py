@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rollkeel.errors import BadInput
 from rollkeel.objectives.masks import Rule, outside
 from rollkeel.objectives.options import number, optional_number, threshold
 from rollkeel.objectives.statistics import Statistic
@@ -43,7 +44,7 @@ def ppo_clip(clip_low: Any = 0.2, clip_high: Any = 0.2) -> Surrogate:
     Gradient with respect to log p: r·A, and 0 where A > 0 and r > 1+clip_high or A < 0 and r < 1−clip_low.
     At a band edge the token still counts.
     """
-    high, low = _clips("ppo_clip", clip_low, clip_high, _token_ratio, "token", bounded_expm1, 1.0)
+    high, low = _clips("ppo_clip", clip_low, clip_high, _token_ratio, "token", bounded_expm1, (0.2, 0.2))
 
     def evaluate(terms: Terms) -> SurrogateValue:
         return _clipped(bounded_exp(terms.log_ratio), terms, 1.0 - _value(low), 1.0 + _value(high))
@@ -58,7 +59,9 @@ def sequence_ppo_clip(clip_low: Any = 3e-4, clip_high: Any = 4e-4) -> Surrogate:
     coefficient is s·A, and 0 for a sequence that is cut. With one advantage, coefficient and factor per sequence that is
     the gradient of min(s·A, clip(s)·A); otherwise each token's own count, which is what a perturbation of tokens needs.
     """
-    high, low = _clips("sequence_ppo_clip", clip_low, clip_high, _mean_log_ratio, "sequence", bounded_expm1, 1.0)
+    high, low = _clips(
+        "sequence_ppo_clip", clip_low, clip_high, _mean_log_ratio, "sequence", bounded_expm1, (3e-4, 4e-4)
+    )
 
     def evaluate(terms: Terms) -> SurrogateValue:
         ratio = bounded_exp(terms.sequence_mean(terms.log_ratio.detach()))
@@ -73,7 +76,9 @@ def geometric_ppo_clip(clip_low: Any = 0.4, clip_high: Any = 0.4) -> Surrogate:
     log r is held at +clip_high where A > 0 and at −clip_low where A < 0 beyond it, so the band is [e^−clip_low, e^clip_high].
     Gradient coefficient of a token that is not cut: geometric mean · A, of one that is cut: 0.
     """
-    high, low = _clips("geometric_ppo_clip", clip_low, clip_high, _token_ratio, "token", lambda log: log, math.inf)
+    high, low = _clips(
+        "geometric_ppo_clip", clip_low, clip_high, _token_ratio, "token", lambda log: log, (0.4, 0.4), math.inf
+    )
 
     def evaluate(terms: Terms) -> SurrogateValue:
         log_ratio, top, bottom = terms.log_ratio, _value(high), -_value(low)
@@ -106,6 +111,8 @@ def weighted_logprob(low: float = 0.0, high: float | None = None) -> Surrogate:
     Gradient coefficient of A·∇log p: the clipped ratio. `clip/*` counts ratios beyond the bounds, whatever A's sign.
     """
     low, high = number("weighted_logprob.low", low, at_least=0), optional_number("weighted_logprob.high", high, above=0)
+    if high is not None and low > high:
+        raise BadInput(f"weighted_logprob: expected low ≤ high, got low={low} and high={high}")
 
     def evaluate(terms: Terms) -> SurrogateValue:
         u = bounded_exp(terms.log_ratio.detach())
@@ -166,9 +173,13 @@ def _clips(
     log_ratio: Callable[[Terms], torch.Tensor],
     level: str,
     distance: Callable[[torch.Tensor], torch.Tensor],
-    lowest: float,
+    first: tuple[float, float],
+    lowest: float = 1.0,
 ) -> tuple[Rule, Rule]:
-    """Rules (clip_high, clip_low): how far the ratio has moved the way A pushes, `distance` of its log."""
+    """Rules (clip_high, clip_low): how far the ratio has moved the way A pushes, `distance` of its log.
+
+    `first`: clips (low, high) that drop rates begin at; `lowest`: the largest clip_low that leaves a ratio.
+    """
 
     def up(terms: Terms) -> torch.Tensor:
         return torch.where(terms.advantages > 0, distance(log_ratio(terms)), -torch.inf)
@@ -181,11 +192,11 @@ def _clips(
         Rule(
             "clip_high",
             Statistic("clip_high", up, level, pair=False, needs=needs),
-            threshold(f"{name}.clip_high", clip_high, default=0.2, at_least=0),
+            threshold(f"{name}.clip_high", clip_high, default=first[1], at_least=0),
         ),
         Rule(
             "clip_low",
             Statistic("clip_low", down, level, pair=False, needs=needs),
-            threshold(f"{name}.clip_low", clip_low, default=0.2, at_least=0, at_most=lowest),
+            threshold(f"{name}.clip_low", clip_low, default=first[0], at_least=0, at_most=lowest),
         ),
     )

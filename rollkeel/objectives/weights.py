@@ -22,6 +22,8 @@ class Weight:
     corrects_gap: bool = False
     """True if it corrects the gap between training and rollout policy."""
     cap: float | None = None
+    level: str = "token"
+    """`sequence` if its ratio is the product over the sequence."""
 
 
 def mismatch(cap: float | None = None, level: str = "token") -> Weight:
@@ -39,7 +41,7 @@ def mismatch(cap: float | None = None, level: str = "token") -> Weight:
         return rho if cap is None else rho.clamp(max=cap)
 
     name = "mismatch" if level == "token" else "sequence_mismatch"
-    return Weight(name, weight, frozenset({"old_logprobs", "rollout_logprobs"}), True, cap)
+    return Weight(name, weight, frozenset({"old_logprobs", "rollout_logprobs"}), True, cap, level)
 
 
 WEIGHTS: dict[str, Callable[..., Weight]] = {"mismatch": mismatch}

@@ -216,7 +216,7 @@ def write(objectives: Mapping[str, Objective], out: Path) -> list[Path]:
         out.mkdir(parents=True, exist_ok=True)
         files = []
         for name, objective in drawable.items():
-            files.append(out / f"{name}.svg")
+            files.append(out / f"{stem(name)}.svg")
             files[-1].write_text(svg(region(objective)), encoding="utf-8")
         files.append(out / "index.html")
         files[-1].write_text(page(list(drawable), [n for n in objectives if n in NOT_DRAWN]), encoding="utf-8")
@@ -225,10 +225,15 @@ def write(objectives: Mapping[str, Objective], out: Path) -> list[Path]:
     return files
 
 
+def stem(name: str) -> str:
+    """File name of an objective's figure: a colon would make the link to `module:function` another scheme."""
+    return name.replace(":", ".")
+
+
 def page(drawn: Sequence[str], left_out: Sequence[str] = ()) -> str:
     """HTML that shows the drawn files, which must lie beside it."""
     figures = "\n".join(
-        f'<figure id="{escape(name)}"><img src="{escape(name)}.svg" alt="acceptance region of {escape(name)}"></figure>'
+        f'<figure id="{escape(name)}"><img src="{escape(stem(name))}.svg" alt="acceptance region of {escape(name)}"></figure>'
         for name in drawn
     )
     missing = "".join(f"<p>{escape(name)} has no region: it {escape(NOT_DRAWN[name])}.</p>\n" for name in left_out)

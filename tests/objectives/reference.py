@@ -302,7 +302,7 @@ def cispo(t: Tokens, low: float = 0.0, high: float = 5.0) -> Reference:
     return Reference(np.clip(ratio(t.p, t.o), low, high) * t.a, everything(t))
 
 
-def ipo(t: Tokens, delta: float = 0.3, gap_penalty: float = 1e-3, directional: bool = False) -> Reference:
+def ipo(t: Tokens, delta: float = 0.3, gap_penalty: float = 0.0, directional: bool = False) -> Reference:
     """Keep |p − q| ≤ δ, whatever the advantage unless `directional`; every token pays gap_penalty·(log u)²."""
     away = pushed_away(t.a, ratio(t.p, t.q)) if directional else everything(t)
     kept = rollout(t, ~(away & (binary_tv(t.p, t.q) > delta)), None)

@@ -112,6 +112,12 @@ WRONG = [
     ({"weight": "mismatches"}, "did you mean mismatch"),
     ({"anchor": "rolout"}, "did you mean rollout"),
     ({"aggregates": "token_mean"}, "did you mean aggregate"),
+    ({"masks": [{"divergence": {"kind": "topk_tv", "k": -3}}]}, r"divergence\.k: .*≥ 1"),
+    ({"masks": [{"divergence": {"directional": "no"}}]}, "true or false"),
+    ({"masks": [{"sequence_kl": {"negative_only": "no"}}]}, "true or false"),
+    ({"masks": [{"at_most": {"directional": 1}}]}, "true or false"),
+    ({"masks": [{"ratio_band": {"name": 5}}]}, "expected a name for its metrics"),
+    ({"masks": [{"ratio_clip": {"name": "ppo_clip"}}]}, "different names"),  # its state would be the surrogate's
     ({"anchor": "rollout", "weight": "mismatch"}, "allow_double_correction"),
     ({"anchor": "mask_old", "weight": "mismatch"}, "allow_double_correction"),
     ({"denominator": "keptt"}, "original or kept"),
@@ -159,11 +165,34 @@ def test_a_registered_function_is_an_objective_like_any_other(registered):
         register("kpop")(registered)
 
 
+def test_defining_a_function_anew_replaces_it_and_another_of_its_name_is_refused():
+    def define(phi):
+        def again():
+            return compose("again", masks=[{"binary_kl_bound": {"phi": phi}}])
+
+        return again
+
+    def other():
+        return compose("again")
+
+    try:
+        register("again")(define(0.1))
+        register("again")(define(0.2))
+        assert build("again").masks[0].rules[0].threshold.value == 0.2
+        with pytest.raises(BadInput, match="taken"):
+            register("again")(other)
+        with pytest.raises(BadInput, match="taken"):
+            register("composed")(other)
+    finally:
+        del RECIPES["again"]
+
+
 def test_a_function_is_imported_from_the_current_directory(tmp_path, monkeypatch):
     (tmp_path / "my_objectives.py").write_text(
         "from rollkeel.objectives import kpop\n\n\n"
         "def strict(*, phi=0.01):\n    return kpop(phi=phi)\n\n\n"
-        "def broken():\n    return 3\n\n\nnumber = 4\n"
+        "def broken():\n    return 3\n\n\ndef passing_on(**options):\n    return 4\n\n\nnumber = 4\n\n\n"
+        "def pulled():\n    return kpop(kl_coefficient=0.1)\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -174,6 +203,11 @@ def test_a_function_is_imported_from_the_current_directory(tmp_path, monkeypatch
             build("my_objectives:strict", {"ph": 1})
         with pytest.raises(BadInput, match="return an Objective, got int"):
             build("my_objectives:broken")
+        with pytest.raises(BadInput, match="return an Objective, got int"):
+            build("my_objectives:passing_on")
+        assert build("my_objectives:pulled", kl_coefficient=0.1).kl_coefficient == 0.1
+        with pytest.raises(BadInput, match=r"train\.kl_coefficient=0\.0, got 0\.1"):  # and not silently without it
+            build("my_objectives:pulled")
         for name in ("nothing", "number"):
             with pytest.raises(BadInput, match=f"a function {name} in my_objectives"):
                 build(f"my_objectives:{name}")

@@ -17,13 +17,22 @@ from rollkeel.objectives import (
     ac_mis_po,
     build,
     compose,
+    dapo,
     dppo_binary_kl,
+    dppo_binary_tv,
+    dppo_topk_kl,
+    dppo_topk_tv,
+    fixed_at_final_bound,
     gmpo,
     grpo,
+    grpo_clip_higher,
     gspo,
     icepop,
+    ipo,
     kpop,
     minirl,
+    mis,
+    mis_po,
     opsm,
     random_rejection,
 )
@@ -127,12 +136,12 @@ def test_options_become_thresholds():
     [
         ({"drop_rat": 0.1}, r"x\.drop_rat.*did you mean drop_rate"),
         ({"steps": 3}, "number or a mapping with drop_rate"),
-        ({"drop_rate": 1.0}, "less than 1"),
+        ({"drop_rate": 1.0}, "drop_rate: expected a number < 1"),
         ({"drop_rate": -0.1}, "≥ 0"),
         ({"drop_rate": [0.1, 0.2]}, r"x\.steps: expected the number of updates"),
         ({"drop_rate": [0.1, 0.2, 0.3]}, r"\[first, last\]"),
         ({"drop_rate": 0.1, "low": 2, "high": 1}, "low ≤ high"),
-        ({"drop_rate": 0.1, "momentum": 1.0}, "momentum in"),
+        ({"drop_rate": 0.1, "momentum": 1.0}, "momentum: expected a number < 1"),
         ("0.1", "finite number"),
     ],
 )
@@ -226,6 +235,35 @@ def test_the_only_controller_has_short_names_too():
     assert metrics["mask/trajectory/bound"] == metrics["controller/bound"]
     two = icepop(low={"drop_rate": 0.1}, high={"drop_rate": 0.1})
     assert "controller/bound" not in two(noisy(0)).metrics
+
+
+RATE = {"drop_rate": 0.1}
+STARTS = [
+    (grpo(clip_high=RATE), 0.2),
+    (dapo(clip_high=RATE), 0.28),
+    (gspo(clip_high=RATE), 4e-4),
+    (gmpo(clip=RATE), 0.4),
+    (mis(cap=RATE), 2.0),
+    (mis(level="geometric", cap=RATE), 1.001),
+    (mis_po(high=RATE), 2.0),
+    (mis_po(trajectory_high=RATE), 1.001),
+    (fixed_at_final_bound(trajectory_low=RATE), 0.9998),
+    (dppo_binary_tv(delta=RATE, preset="scaling"), 0.2),
+    (dppo_binary_kl(delta=RATE), 0.05),
+    (dppo_topk_tv(delta=RATE), 0.2),
+    (dppo_topk_kl(delta=RATE), 0.05),
+    (grpo_clip_higher(clip_high=RATE, preset="scaling"), 0.27),
+    (ipo(delta=RATE), 0.3),
+    (opsm(delta=RATE), 1e-4),
+    (opsm(delta={**RATE, "initial": 0.5}), 0.5),
+]
+
+
+@pytest.mark.parametrize(("objective", "first"), STARTS, ids=lambda v: getattr(v, "name", None))
+def test_a_drop_rate_begins_at_the_recipe_s_own_default(objective, first):
+    found = [rule.threshold.value for _, rule in objective.rules() if rule.threshold.adaptive]
+    assert found == pytest.approx([first] * len(found))
+    assert found
 
 
 STATEFUL = [

@@ -7,11 +7,17 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
+from test_truth_tables_rollout import several
 
 from rollkeel.errors import BadInput, NonFinite
-from rollkeel.objectives import RECIPES, build, grpo, icepop, kpop
+from rollkeel.objectives import RECIPES, Objective, build, grpo, icepop, kpop
+from rollkeel.objectives.masks import Mask
+from rollkeel.objectives.surrogates import Surrogate, ratio
+from rollkeel.objectives.terms import ROLLOUT
+from rollkeel.objectives.weights import Weight
 from rollkeel.types import TokenBatch
 
 
@@ -50,6 +56,47 @@ OBJECTIVE = kpop(kl_coefficient=0.1, entropy_coefficient=0.1)
 def test_non_finite_names_sequence_and_position(call, name, value):
     with pytest.raises(NonFinite, match=rf"finite {name}.*sequence 1 \(rollout 71\) at position 2"):
         call(with_value(name, 4, value))
+
+
+@pytest.mark.parametrize("value", [[0.0] * 5, np.zeros(5, dtype=np.float32)], ids=["list", "array"])
+def test_what_is_no_tensor_is_named(value):
+    with pytest.raises(
+        BadInput, match=r"expected rollout_logprobs as a torch.Tensor, got (list|ndarray); use torch.as_tensor"
+    ):
+        OBJECTIVE(batch(rollout_logprobs=value))
+
+
+def test_a_batch_that_is_not_flat_is_told_so():
+    with pytest.raises(BadInput, match=r"expected logprobs of shape \[T\], got \[1, 5\]; flatten"):
+        OBJECTIVE(batch(logprobs=batch().logprobs[None]))
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (
+            {"masks": (Mask("rare", lambda t: torch.ones(5)),)},
+            r"mask rare to return bools \[5\], got torch.float32 \[5\]",
+        ),
+        (
+            {"masks": (Mask("rare", lambda t: torch.tensor(True)),)},
+            r"mask rare to return bools \[5\], got torch.bool \[\]",
+        ),
+        (
+            {"weight": Weight("half", lambda t: torch.ones(2))},
+            r"weight half to return floats \[5\], got torch.float32 \[2\]",
+        ),
+        (
+            {"surrogate": Surrogate("log", lambda t: t.logprobs)},
+            r"surrogate log to return a SurrogateValue .* got none",
+        ),
+        ({"surrogate": "ratio"}, "expected surrogate to be Surrogate, got 'ratio'"),
+        ({"anchor": "rollout"}, "expected anchor to be Anchor, got 'rollout'"),
+    ],
+)
+def test_a_part_of_one_s_own_that_returns_the_wrong_thing_is_named(parts, message):
+    with pytest.raises(BadInput, match=message):
+        Objective(**{"name": "own", "anchor": ROLLOUT, "surrogate": ratio(), **parts}).loss(batch())
 
 
 def test_prepare_refuses_before_the_first_micro_batch():
@@ -416,3 +463,11 @@ def test_state_round_trip_and_refusal_of_another_objective():
     kpop().load_state_dict(state)
     with pytest.raises(BadInput, match="grpo"):
         grpo().load_state_dict(state)
+
+
+def test_a_sequence_in_pieces_is_refused():
+    """Each piece would be taken for a sequence of its own by every mean over sequences."""
+    tokens = several([0.0] * 5, [1.0] * 5, [7, 7, 3, 3, 7])
+    for objective in (grpo(), kpop()):
+        with pytest.raises(BadInput, match="sequence 7 again at token 4 of the batch"):
+            objective.prepare(tokens)

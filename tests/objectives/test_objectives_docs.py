@@ -90,7 +90,8 @@ def python(code: str, folder: Path) -> None:
 
 
 def test_python_blocks_run_and_the_own_objective_is_short(tmp_path: Path) -> None:
-    use, own = blocks("python")
+    use, check, own = blocks("python")
+    python(check, tmp_path)
     assert len([line for line in own.splitlines() if line.strip()]) < 15
     (tmp_path / "mine.py").write_text(own)
     python(

@@ -7,6 +7,7 @@ the committed figures against what the command draws today. Not covered: how the
 from __future__ import annotations
 
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
@@ -168,10 +169,38 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "figures" / "kpop.svg").read_text() == regions.svg(regions.region(build("kpop", {"phi": 0.5})))
 
 
+def test_commands_take_compositions_and_a_user_s_own_function(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, _ = cli(capsys, "objectives", "show", "composed", "masks=[ratio_band]")
+    assert code == 0
+    assert 'masks: ["ratio_band"]' in out
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "plotted_own.py").write_text(
+        "from rollkeel.objectives import kpop\n\n\ndef strict(*, phi=0.01):\n    return kpop(phi=phi)\n"
+    )
+    (tmp_path / "plotted_bad.py").write_text("def f(:\n")
+    code, out, _ = cli(capsys, "objectives", "show", "plotted_own:strict", "phi=0.02")
+    assert code == 0
+    assert "Defaults: phi=0.01" in out
+    assert "phi: 0.02" in out
+    assert cli(capsys, "objectives", "plot", "plotted_own:strict", "--out", "figures")[0] == 0
+    assert (tmp_path / "figures" / "plotted_own.strict.svg").is_file()  # a colon would be read as a scheme
+    assert 'src="plotted_own.strict.svg"' in (tmp_path / "figures" / "index.html").read_text()
+    code, _, err = cli(capsys, "objectives", "show", "plotted_bad:f")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "SyntaxError" in err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["show", "kpopp"], "did you mean kpop?"),
+        (["show", "kpop", "mode=rolout"], "got 'rolout'; did you mean rollout?"),
+        (["show", "icepop", "phi=0.1"], "not an option of icepop; known: low, high"),
+        (["show", "composed", "masks=[ratio_bnd]"], "did you mean ratio_band?"),
+        (["show", "mine.py:half"], "expected a module, not a file; write mine:half"),
         (["show", "kpop", "phii=1"], "objective.phii: not an option of kpop; did you mean phi?"),
         (["plot", "grpo", "kpopp"], "did you mean kpop?"),
         (["plot", "kpop", "phi=-1"], "kpop.phi"),

@@ -80,6 +80,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("cispo", {}),
     ("cispo", {"low": 0.8, "high": 1.28}),
     ("ipo", {}),
+    ("ipo", {"delta": 0.1, "gap_penalty": 1e-3}),
     ("ipo", {"delta": 0.1, "gap_penalty": 0.05, "directional": True}),
     ("opsm", {}),
     ("opsm", {"delta": 0.05, "anchor": "old"}),
