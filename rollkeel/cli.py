@@ -139,6 +139,36 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder, finished or n
     print(render(run))
 
 
+@app.command(name="simulate")
+def simulate_policies(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE] [KEY=VALUE]...", help="A scenario (file or name), overrides.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder for JSON, page and resolved scenario; may exist.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure the embedded engine's speed curve first.")
+    ] = False,
+) -> None:
+    """Compare rollout policies (barrier, over-sampling, APRIL, C3PO++, asynchronous) by discrete events."""
+    from rollkeel.rollout.scenario import load_scenario
+
+    words = list(words or [])
+    scenario = load_scenario(words.pop(0) if words and "=" not in words[0] else None, words)
+    if measure:
+        from rollkeel.stages import measured
+
+        scenario = measured(scenario)
+    from rollkeel.report import simulation
+
+    found = simulation.run(scenario, out)
+    print(json.dumps(found) if as_json else "\n".join(simulation.table(found["policies"])))
+    if out is not None and not as_json:
+        print(out / "simulation.html")
+
+
 @tasks_app.command(name="list")
 def list_tasks() -> None:
     """Names of the task families."""

@@ -6,7 +6,6 @@ Importing this module, and refusing a bad config, costs no torch import.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rollkeel.errors import BadInput
+from rollkeel.errors import BadInput, nearest
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
@@ -35,6 +34,8 @@ class RunConfig(Node):
     seed: int = Field(default=0, ge=0)
     steps: int = Field(default=150, ge=0)
     """RL steps; 0 stops after SFT."""
+    loop: Literal["sync", "budgeted"] = "sync"
+    """`sync` waits for every rollout of a step, `budgeted` is C3PO++: see `rollout.budget`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = Field(default=1, ge=1)
     """CPU threads of the trainer process."""
@@ -130,6 +131,24 @@ class SamplingConfig(Node):
     max_new_tokens: int = Field(default=16, ge=1)
 
 
+class BudgetConfig(Node):
+    """C3PO++ (Ring-1T report §2.3.3): a step's rollouts end with Φ `tokens`; what is unfinished goes on in the next.
+
+    Ω_infer, `capacity`: rollouts in the engine at once. Ω_train, `train_capacity`: most rollouts in a batch, 0 is no limit.
+    σ, `retention`: an unfinished rollout that was parked more often is given up. `count`: whole rollouts as they finish
+    (Algorithm 1) or every token when it is `generated`. `group`: `wait` for whole groups, or train `partial` ones with a
+    leave-one-out baseline over what is there. `kv`: that of parked rollouts is computed again (`keep` does not exist yet).
+    """
+
+    tokens: int = Field(default=1024, ge=1)
+    capacity: int = Field(default=128, ge=1)
+    train_capacity: int = Field(default=0, ge=0)
+    retention: int = Field(default=3, ge=0)
+    count: Literal["finished", "generated"] = "finished"
+    group: Literal["wait", "partial"] = "wait"
+    kv: Literal["recompute", "keep"] = "recompute"
+
+
 class RolloutConfig(Node):
     prompts: int = Field(default=16, ge=1)
     """Prompts (groups) per step."""
@@ -142,8 +161,12 @@ class RolloutConfig(Node):
     differ, and train on those alone. 0 is off."""
     return_experts: bool = True
     """Record the experts each token was routed to, where engine and model can, for `routing/flip_rate`."""
+    replay_routing: bool = False
+    """Train every token through the experts the engine recorded for it (rollout routing replay, Ma et al. 2025)."""
     failure_budget: float = Field(default=0.05, ge=0, le=1)
     """Share of a step's rollouts that may fail in engine or grader before the run stops."""
+    budget: BudgetConfig = BudgetConfig()
+    """With `run.loop=budgeted`, in the place of `prompts`."""
 
 
 class OverlongConfig(Node):
@@ -306,7 +329,7 @@ def find_recipe(name: str | Path) -> Path:
         if candidate.is_file():
             return candidate
     known = sorted(str(p.relative_to(RECIPES).with_suffix("")) for p in RECIPES.rglob("*.yaml"))
-    raise BadInput(f"recipe {str(name)!r}: no such file and no recipe of that name{_nearest(str(name), known)}")
+    raise BadInput(f"recipe {str(name)!r}: no such file and no recipe of that name{nearest(str(name), known)}")
 
 
 def _read(recipe: str | Path) -> dict[str, Any]:
@@ -360,16 +383,9 @@ def _check_keys(tree: Any, model: type[BaseModel], where: str) -> None:
         if info is None:
             if model.model_config.get("extra") == "allow":
                 continue
-            raise BadInput(f"config {path}: unknown key{_nearest(str(key), list(model.model_fields), where)}")
+            raise BadInput(f"config {path}: unknown key{nearest(str(key), list(model.model_fields), where)}")
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             _check_keys({} if value is None else value, info.annotation, path)
-
-
-def _nearest(key: str, known: Sequence[str], where: str = "") -> str:
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {where + '.' if where else ''}{close[0]}?"
-    return f"; known: {', '.join(known)}"
 
 
 def _tuples(value: Any) -> Any:

@@ -5,6 +5,9 @@ An error message is one line: what was expected, what came, what to do.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
+
 
 class RollkeelError(Exception):
     """Base of all errors a user can cause or must act on. `exit_code` is what the CLI returns."""
@@ -46,3 +49,11 @@ class Interrupted(RollkeelError):
     """Ctrl-C or SIGTERM: a checkpoint was written and the run can be resumed."""
 
     exit_code = 130
+
+
+def nearest(key: str, known: Sequence[str], where: str = "") -> str:
+    """End of a message about an unknown `key` of section `where`: the nearest of `known`, or all of them."""
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {where + '.' if where else ''}{close[0]}?"
+    return f"; known: {', '.join(known)}"

@@ -2,13 +2,17 @@
 
     prompts ─▶ collect ─▶ grade ─▶ old log-probs ─▶ credit ─▶ objective × updates ─▶ publish ─▶ (evaluate, checkpoint)
 
-One step is a function of the weights, the seed, the step number, the prompts consumed so far and the objective's state;
-nothing else is carried along. That is why a run that was killed continues bit for bit: reload those of step s and do s + 1.
+`train_sync` waits for all rollouts of a step. `train_budgeted` (C3PO++) ends a step's sampling with a token budget and
+carries what is unfinished into the next. They differ in `sample` alone.
+
+One step is a function of the weights, the seed, the step number, the prompts consumed so far, the objective's state and, in
+`train_budgeted`, the pool; nothing else is carried along. That is why a run that was killed continues bit for bit: reload
+those of step s and do s + 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,11 +23,13 @@ from rollkeel.batch.build import TrainingBatch, build_batch, split_by_groups
 from rollkeel.diagnostics.mismatch import mismatch_metrics
 from rollkeel.diagnostics.rollout_store import write_step
 from rollkeel.diagnostics.routing import routing_metrics
+from rollkeel.diagnostics.updates import merge_updates
 from rollkeel.errors import Interrupted, RunStopped
 from rollkeel.objectives.kl import ESTIMATORS
 from rollkeel.rewards.overlong import overlong_penalty
+from rollkeel.rollout.budgeted import stepped
 from rollkeel.rollout.collect import collect, issue
-from rollkeel.rollout.dynamic import Drawn, draw_once, draw_varied
+from rollkeel.rollout.dynamic import Drawn, draw_once, draw_varied, varied_groups
 from rollkeel.rollout.evaluate import evaluate
 from rollkeel.run import Clock, Run
 from rollkeel.train.checkpoint import step_name
@@ -35,11 +41,24 @@ BARREN_STEPS = 20
 """Steps in a row without any group to learn from after which a run stops."""
 
 
+Sample = Callable[[Run, dict[str, float], Clock], Drawn]
+
+
 def train_sync(run: Run, first: int) -> None:
-    """Steps `first` … `config.run.steps`, each on rollouts of the weights it starts from.
+    """Steps `first` … `config.run.steps`, each on rollouts of the weights it starts from, whole batches of prompts.
 
     Step 0 is the evaluation of the start model. Raises `Interrupted` after a checkpoint when asked to stop.
     """
+    _train(run, first, sample)
+
+
+def train_budgeted(run: Run, first: int) -> None:
+    """The same with C3PO++ (Ring-1T report §2.3.3): a step trains on what finished by the end of its token budget, which
+    earlier versions of the weights may have begun; what is unfinished waits in the pool, see `rollout/budgeted.py`."""
+    _train(run, first, sample_budgeted)
+
+
+def _train(run: Run, first: int, sampled: Sample) -> None:
     done, barren = first - 1, _barren_before(run)
     try:
         if first == 0:
@@ -50,7 +69,7 @@ def train_sync(run: Run, first: int) -> None:
         for step in range(done + 1, run.config.run.steps + 1):
             if run.stop():
                 raise Interrupted("stopped between steps")
-            barren = 0 if step_once(run, step) else barren + 1
+            barren = 0 if step_once(run, step, sampled) else barren + 1
             done = step
             if barren >= BARREN_STEPS:
                 raise RunStopped(
@@ -79,20 +98,20 @@ def start(run: Run) -> None:
     save(run, 0)
 
 
-def step_once(run: Run, step: int) -> bool:
+def step_once(run: Run, step: int, sampled: Sample) -> bool:
     """One step: everything between two versions of the weights. False if there was nothing to learn from."""
     config, clock = run.config, run.clock(step)
     metrics: dict[str, float] = {}
-    drawn = sample(run, metrics, clock)
+    drawn = sampled(run, metrics, clock)
     learnt = learn(run, step, drawn, metrics, clock)
     with clock.stage("sync"):
         run.publish()
     if step == config.run.steps or (config.eval.every and step % config.eval.every == 0):
         with clock.stage("eval"):
             metrics |= held_out(run)
-    tokens = {"rollout": drawn.rollouts, "update": drawn.batch}
     metrics |= describe([r for r in drawn.rollouts if r.reward is not None])
-    metrics |= clock.metrics({stage: sum(len(r.span) for r in rollouts) for stage, rollouts in tokens.items()})
+    update, rollout = (sum(len(r.span) for r in rollouts) for rollouts in (drawn.batch, drawn.rollouts))
+    metrics |= clock.metrics({"rollout": int(metrics.get("rollout/generated_tokens", rollout)), "update": update})
     run.record({"step": step, "version": run.trainer.version, **metrics})
     if step == config.run.steps or (config.checkpoint.every and step % config.checkpoint.every == 0):
         save(run, step)
@@ -123,6 +142,33 @@ def sample(run: Run, metrics: dict[str, float], clock: Clock) -> Drawn:
         drawn = draw_once(draw, run.consumed, size.prompts, varied_only=size.drop_zero_variance)
     run.consumed += drawn.consumed  # only now: an interrupted step is repeated from its first prompt
     return drawn
+
+
+def sample_budgeted(run: Run, metrics: dict[str, float], clock: Clock) -> Drawn:
+    """The groups that the step's token budget completed, graded; what is unfinished stays in `run.budgeted`."""
+    pooled = run.budgeted
+    assert pooled is not None  # `assemble` made it
+    engine, deadline_s = stepped(run.engine), run.config.engine.deadline_s
+    with clock.stage("rollout"):
+        partition = pooled.sample(
+            engine,
+            run.sampling,
+            run.policy.tokenizer,
+            deadline_s=deadline_s,
+            should_stop=run.stop,
+            check=run.budget.check,
+        )
+    with clock.stage("reward"):
+        graded = run.grader.grade([r for r in partition.ended if r.status.complete])
+        failed = [r for r in partition.ended if not r.status.complete]
+        metrics |= run.budget.check([*graded, *failed])
+        chosen = pooled.settle(graded)
+    metrics |= pooled.metrics(partition)
+    before, run.consumed = run.consumed, pooled.pool.counts["prompts_consumed"]
+    useful = set(varied_groups(chosen))
+    varied_only = run.config.rollout.drop_zero_variance
+    batch = [r for r in chosen if r.group in useful or not varied_only]
+    return Drawn(chosen, batch, run.consumed - before, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +254,8 @@ def credit_of(
         added -= penalty
     if added.any():
         metrics["reward/shaped_mean"] = float((reward + added).mean())
-    name = config.advantages.name or run.objective.advantage
+    partial = config.run.loop == "budgeted" and config.rollout.budget.group == "partial"
+    name = config.advantages.name or ("rloo" if partial else run.objective.advantage)
     credit = advantages.compute(name, reward + added, [r.group for r in rollouts])
     if config.advantages.shuffle:
         credit = advantages.shuffle(credit, config.run.seed, step)
@@ -216,8 +263,7 @@ def credit_of(
 
 
 def update(run: Run, parts: Sequence[TrainingBatch], known: Known, metrics: dict[str, float]) -> list[UpdateOutput]:
-    """One optimizer update per part; adds their metrics: means over updates weighted by the tokens behind them, maxima for
-    `…max`, sums for counts, the last for what the next update begins with."""
+    """One optimizer update per part; adds their metrics, see `merge_updates`."""
     outputs, start = [], 0
     for part in parts:
         window = slice(start, start + len(part))
@@ -229,36 +275,8 @@ def update(run: Run, parts: Sequence[TrainingBatch], known: Known, metrics: dict
         )
     # The controllers' bounds go by two names.
     bounds = {f"mask/{owner}/{rule.parameter}" for owner, rule in run.objective.rules() if rule.threshold.adaptive}
-    for name in dict.fromkeys(k for o in outputs for k in o.metrics):
-        have = [
-            (o.metrics[name], len(p) * _share(name, o.metrics))
-            for o, p in zip(outputs, parts, strict=True)
-            if name in o.metrics
-        ]
-        if name.endswith("max"):
-            metrics[name] = max(v for v, _ in have)
-        elif (
-            name == "optimizer/lr"
-            or name in bounds
-            or (name.startswith("controller/") and name.endswith(("bound", "target")))
-        ):
-            metrics[name] = have[-1][0]
-        elif name.endswith(("clamped_log_ratios", "floored")):
-            metrics[name] = sum(v for v, _ in have)
-        else:
-            mean = sum(v * n for v, n in have) / sum(n for _, n in have)
-            low, high = min(v for v, _ in have), max(v for v, _ in have)
-            metrics[name] = min(
-                max(mean, low), high
-            )  # a constant (φ, say) stays what it is, without a rounding residue
+    metrics |= merge_updates([o.metrics for o in outputs], [len(p) for p in parts], bounds)
     return outputs
-
-
-def _share(name: str, metrics: Mapping[str, float]) -> float:
-    """The fraction of an update's tokens that a metric is a mean over; those on which there is the metric, so not 0."""
-    if name.endswith(("/dropped_entropy", "/dropped_probability")):
-        return metrics[f"{name.rpartition('/')[0]}/dropped"]
-    return metrics["objective/kept"] if name == "weight/mean" else 1.0
 
 
 def watch(

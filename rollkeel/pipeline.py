@@ -20,7 +20,7 @@ from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.runfolder import RunFolder
 from rollkeel.errors import BadInput, Corrupt, Interrupted, RollkeelError
 from rollkeel.events import EventLog
-from rollkeel.loop import train_sync
+from rollkeel.loop import train_budgeted, train_sync
 from rollkeel.models.loading import PRESET_PREFIX, Policy, load_policy, quiet_transformers, resolve_device, save_policy
 from rollkeel.run import Run, StopFlag, assemble, eval_prompts, prompt_source, validate
 from rollkeel.train import checkpoint
@@ -143,7 +143,7 @@ def _reinforce(run: Run, first: int) -> None:
     run.folder.events.emit("objective", **described)
     run.view.note(f"objective {described}")
     run.view.phase("rl", run.config.run.steps)
-    train_sync(run, first)
+    (train_budgeted if run.config.run.loop == "budgeted" else train_sync)(run, first)
     checkpoint.replace_folder(run.folder.model, lambda path: save_policy(run.policy, path))
     _last_word(run)
 

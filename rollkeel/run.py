@@ -25,6 +25,8 @@ from rollkeel.errors import BadInput
 from rollkeel.models.loading import Policy, resolve_device, save_policy
 from rollkeel.objectives import Objective
 from rollkeel.rewards import FailureBudget, Graders
+from rollkeel.rollout.budgeted import BudgetedRollouts
+from rollkeel.rollout.pool import PoolRules
 from rollkeel.sync.publish import DirectPublisher
 from rollkeel.tasks.source import PromptSource
 from rollkeel.train import checkpoint
@@ -112,6 +114,8 @@ class Run:
     trackers: Sequence[Tracker] = ()
     consumed: int = 0
     """Prompts taken from `source` so far: the next step draws those behind them."""
+    budgeted: BudgetedRollouts | None = None
+    """Rollouts that one step hands to the next; only with `run.loop=budgeted`."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -145,6 +149,7 @@ class Run:
                 "consumed": self.consumed,
                 "trainer": self.trainer.state_dict(),
                 "objective": self.objective.state_dict(),
+                "budgeted": None if self.budgeted is None else self.budgeted.state_dict(),
             }
             checkpoint.save_state(path / "state", state)
 
@@ -152,11 +157,19 @@ class Run:
         checkpoint.save(self.folder.checkpoints, step, write=write, info=info, keep=self.config.checkpoint.keep)
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
-        """Continue from a checkpoint. Raises `BadInput` when the model or the objective is another one."""
+        """Continue from a checkpoint. Raises `BadInput` when the model, the objective or the loop is another one."""
         state = checkpoint.load_state(saved.state)
+        pooled = state.get("budgeted")
+        if (pooled is None) != (self.budgeted is None):
+            saved_by = "sync" if pooled is None else "budgeted"
+            raise BadInput(
+                f"checkpoint: expected one of run.loop={self.config.run.loop}, got one of {saved_by}; resume with it"
+            )
         self.trainer.load_state_dict(state["trainer"])
         self.objective.load_state_dict(state["objective"])
         self.consumed = state["consumed"]
+        if self.budgeted is not None:
+            self.budgeted.load_state_dict(pooled)
 
     def track(self, resume_step: int | None) -> None:
         """Open the optional trackers; steps after `resume_step` are dropped from them."""
@@ -194,6 +207,20 @@ def sampling_params(config: Config, stop_token_ids: Sequence[int], salt: int = 0
         max_new_tokens=s.max_new_tokens,
         stop_token_ids=tuple(stop_token_ids),
         seed=config.run.seed * 2**20 + salt,
+    )
+
+
+def pool_rules(config: Config) -> PoolRules:
+    """The config's `rollout.budget` as the pool takes it. Raises `BadInput` for sizes under which it could never train."""
+    b = config.rollout.budget
+    return PoolRules(
+        budget=b.tokens,
+        capacity=b.capacity,
+        train_capacity=b.train_capacity,
+        retention=b.retention,
+        samples=config.rollout.samples,
+        count=b.count,
+        group=b.group,
     )
 
 
@@ -253,8 +280,23 @@ def validate(config: Config) -> None:
             f"reward.overlong.buffer: expected at most sampling.max_new_tokens={config.sampling.max_new_tokens}, got"
             f" {config.reward.overlong.buffer}; it is the last part of that limit"
         )
+    if config.rollout.replay_routing and not config.rollout.return_experts:
+        raise BadInput("rollout.replay_routing: expected rollout.return_experts=true, which records what is replayed")
     if config.rollout.samples < 2:
         raise BadInput(f"rollout.samples: expected at least 2 for a group baseline, got {config.rollout.samples}")
+    if config.run.loop == "budgeted":
+        _validate_budgeted(config)
+
+
+def _validate_budgeted(config: Config) -> None:
+    pool_rules(config)
+    if config.rollout.budget.kv == "keep":
+        raise BadInput("rollout.budget.kv=keep: parked rollouts cannot keep their KV yet; use recompute")
+    if config.rollout.dynamic_rounds:
+        raise BadInput(
+            f"rollout.dynamic_rounds: expected 0 with run.loop=budgeted, got {config.rollout.dynamic_rounds}; the budget"
+            " decides how many prompts a step draws; use rollout.drop_zero_variance"
+        )
 
 
 def assemble(config: Config, folder: RunFolder, policy: Policy, view: LiveView, stop: StopFlag) -> Run:
@@ -275,12 +317,14 @@ def assemble(config: Config, folder: RunFolder, policy: Policy, view: LiveView, 
         temperature=config.sampling.temperature,
         total_updates=config.run.steps * config.train.updates_per_step,
         device=device,
+        replay_routing=config.rollout.replay_routing,
     )
     try:
         engine = open_engine(policy.model.config, config.engine, device)
     except BaseException:
         trainer.close()
         raise
+    budgeted = config.run.loop == "budgeted"
     return Run(
         config=config,
         folder=folder,
@@ -295,4 +339,5 @@ def assemble(config: Config, folder: RunFolder, policy: Policy, view: LiveView, 
         budget=FailureBudget(config.rollout.failure_budget),
         view=view,
         stop=stop,
+        budgeted=BudgetedRollouts(pool_rules(config), source.prompt) if budgeted else None,
     )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rollkeel import objectives, rewards
-from rollkeel.config import Config
+from rollkeel.config import Config, load
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.rollout_store import read_step, to_rollouts, write_step
 from rollkeel.engines.open import open_engine
@@ -25,6 +25,8 @@ from rollkeel.report import regions
 from rollkeel.rewards import FailureBudget, Graders
 from rollkeel.rollout.collect import collect, issue
 from rollkeel.rollout.evaluate import evaluate
+from rollkeel.rollout.measure import speed_curve
+from rollkeel.rollout.scenario import Scenario
 from rollkeel.run import EVAL_SEED, StopFlag, eval_prompts, prompt_source, sampling_params
 from rollkeel.sync.publish import DirectPublisher
 from rollkeel.train import checkpoint
@@ -113,6 +115,22 @@ def eval_stage(config: Config, out: Path | None) -> dict[str, float]:
     return metrics
 
 
+def measured(scenario: Scenario) -> Scenario:
+    """The scenario with the decode and prefill speeds of the embedded engine, as `measure` says, on this machine."""
+    wanted = scenario.measure
+    policy = _policy(load(wanted.recipe))
+    sizes = sorted(set(wanted.sequences))
+    engine_config = load(wanted.recipe).engine.model_copy(update={"processes": 0, "slots": sizes[-1]})
+    engine = open_engine(policy.model.config, engine_config, resolve_device("auto"))
+    DirectPublisher([engine]).publish(checkpoint_views(policy.model).items(), 0)
+    try:
+        speeds = speed_curve(engine, sizes, wanted.tokens)
+    finally:
+        engine.close()
+    update = {"curve": speeds.curve, "prefill_tokens_s": speeds.prefill_tokens_s, "sequence_s": speeds.sequence_s}
+    return scenario.model_copy(update={"engine": scenario.engine.model_copy(update=update)})
+
+
 def objective_summaries() -> list[tuple[str, str]]:
     """Name and first paragraph, on one line, of every objective recipe."""
     docs = {name: inspect.getdoc(recipe) or "" for name, recipe in objectives.RECIPES.items()}
@@ -166,6 +184,7 @@ def _make_parent(out: Path) -> None:
 
 __all__ = [
     "eval_stage",
+    "measured",
     "objective_description",
     "objective_summaries",
     "plot_objectives",

@@ -359,6 +359,19 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class SteppedEngine(Engine, Protocol):
+    """An engine whose clock is decode steps, so that a schedule does not depend on timing."""
+
+    def advance(self, steps: int) -> list[Segment]:
+        """Run exactly `steps` decode steps, fewer once nothing is in flight; then what ended, ordered by request id."""
+        ...
+
+    def progress(self) -> dict[int, int]:
+        """Response tokens that each request in flight has so far, its prefix included, by id."""
+        ...
+
+
 class Grader(Protocol):
     """Turns complete rollouts into rewards. A failure is `Status.GRADER_FAILURE` with reward None, never 0."""
 

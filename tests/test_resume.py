@@ -9,19 +9,15 @@ from __future__ import annotations
 import random
 import shutil
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
-from tiny_run import STEPS, TINY, cli, events, files, rows, start, weights
+from tiny_run import DEADLINE_S, STEPS, TINY, assert_same, cli, events, files, kill_at, rows, start, wait_for, weights
 
 from rollkeel.config import load
-from rollkeel.diagnostics.rollout_store import read_step
 from rollkeel.pipeline import train
 
 STAGES = ("rollout", "update", "checkpoint")
-DEADLINE_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -54,56 +50,6 @@ def copy(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "copy"))
 
 
-def assert_same(run: Path, whole: Path) -> None:
-    """Metrics, rollouts and final weights of `run` are those of the uninterrupted run."""
-    assert rows(run) == rows(whole)
-    assert weights(run) == weights(whole)
-    names = [file.name for file in sorted((whole / "rollouts").iterdir())]
-    assert [file.name for file in sorted((run / "rollouts").iterdir())] == names
-    for name in names:
-        assert read_step(run / "rollouts" / name).equals(read_step(whole / "rollouts" / name)), name
-    left = [path.name for path in run.rglob(".*") if path.name != ".lock"]
-    assert left == []
-
-
-def wait_for(run: Path, process: subprocess.Popen[str], stage: str, step: int) -> None:
-    """Until the log says that `stage` of `step` (or of a later one) has begun."""
-    log, seen, end = run / "events.jsonl", 0, time.monotonic() + DEADLINE_S
-    while time.monotonic() < end:
-        size = log.stat().st_size if log.exists() else 0
-        if size > seen:
-            seen = size
-            found = [e for e in events(run) if e["event"] == "stage"]
-            if any(e["stage"] == stage and e["step"] >= step for e in found):
-                return
-        assert process.poll() is None, f"ended before {stage} of step {step}: {process.communicate()[1]}"
-        time.sleep(0.0005)
-    process.kill()
-    raise AssertionError(f"{stage} of step {step} did not begin within {DEADLINE_S} s")
-
-
-def fell_in(run: Path) -> str:
-    """Stage that was going on when the process died, by the last event; `between` if a checkpoint had just been saved."""
-    last = [e for e in events(run) if e["event"] in ("stage", "checkpoint_saved")][-1]
-    return last["stage"] if last["event"] == "stage" else "between"
-
-
-def kill_at(run: Path, cache: Path, stage: str, step: int, delay_s: float) -> str:
-    """Start a run, kill it `delay_s` after `stage` of `step` began; the stage in which the kill fell."""
-    process = start(cache, "train", *TINY, f"run.dir={run}")
-    try:
-        wait_for(run, process, stage, step)
-        time.sleep(delay_s)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    log = events(run)
-    assert any(e["event"] == "sft_cached" for e in log)
-    assert not any(e["event"] == "run_end" for e in log)
-    return fell_in(run)
-
-
 @pytest.mark.parametrize(
     ("stage", "step", "delay_s"), [("rollout", 5, 0.0), ("update", 8, 0.002), ("checkpoint", 3, 0.01)]
 )
@@ -112,7 +58,7 @@ def test_killed_run_continues_bit_for_bit(
 ) -> None:
     for attempt in range(4):  # on a busy machine the stage may be over before the signal arrives
         run = tmp_path / f"run{attempt}"
-        if kill_at(run, cache, stage, step, delay_s) == stage:
+        if kill_at(run, cache, TINY, stage, step, delay_s) == stage:
             break
     else:
         pytest.fail(f"four kills, none of them in {stage}")
@@ -128,7 +74,7 @@ def test_twenty_kills_at_random_moments(whole: Path, cache: Path, tmp_path: Path
             break
         run = tmp_path / f"run{attempt}"
         stage = min(STAGES, key=lambda s: (counts[s], draw.random()))
-        fell = kill_at(run, cache, stage, draw.randint(1, STEPS), draw.uniform(0.0, 0.03))
+        fell = kill_at(run, cache, TINY, stage, draw.randint(1, STEPS), draw.uniform(0.0, 0.03))
         counts[fell if fell in STAGES else "elsewhere"] += 1
         resumed = start(cache, "train", "--resume", run)
         assert resumed.communicate()[1] == ""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollkeel.cli import main
+from rollkeel.diagnostics.rollout_store import read_step
 
 STEPS = 12
 TINY = [
@@ -36,6 +40,7 @@ TINY = [
 ]
 """Every part of the state that a resume must bring back is in use: moments, warm-up, reference weights, data position."""
 
+DEADLINE_S = 120.0
 VOLATILE = ("time/", "throughput/", "memory/")
 
 
@@ -88,3 +93,53 @@ def start(cache: Path, *words: str | Path) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def assert_same(run: Path, whole: Path) -> None:
+    """Metrics, rollouts and final weights of `run` are those of the uninterrupted run."""
+    assert rows(run) == rows(whole)
+    assert weights(run) == weights(whole)
+    names = [file.name for file in sorted((whole / "rollouts").iterdir())]
+    assert [file.name for file in sorted((run / "rollouts").iterdir())] == names
+    for name in names:
+        assert read_step(run / "rollouts" / name).equals(read_step(whole / "rollouts" / name)), name
+    left = [path.name for path in run.rglob(".*") if path.name != ".lock"]
+    assert left == []
+
+
+def wait_for(run: Path, process: subprocess.Popen[str], stage: str, step: int) -> None:
+    """Until the log says that `stage` of `step` (or of a later one) has begun."""
+    log, seen, end = run / "events.jsonl", 0, time.monotonic() + DEADLINE_S
+    while time.monotonic() < end:
+        size = log.stat().st_size if log.exists() else 0
+        if size > seen:
+            seen = size
+            found = [e for e in events(run) if e["event"] == "stage"]
+            if any(e["stage"] == stage and e["step"] >= step for e in found):
+                return
+        assert process.poll() is None, f"ended before {stage} of step {step}: {process.communicate()[1]}"
+        time.sleep(0.0005)
+    process.kill()
+    raise AssertionError(f"{stage} of step {step} did not begin within {DEADLINE_S} s")
+
+
+def fell_in(run: Path) -> str:
+    """Stage that was going on when the process died, by the last event; `between` if a checkpoint had just been saved."""
+    last = [e for e in events(run) if e["event"] in ("stage", "checkpoint_saved")][-1]
+    return last["stage"] if last["event"] == "stage" else "between"
+
+
+def kill_at(run: Path, cache: Path, words: Sequence[str], stage: str, step: int, delay_s: float) -> str:
+    """Start a run with `words`, kill it `delay_s` after `stage` of `step` began; the stage in which the kill fell."""
+    process = start(cache, "train", *words, f"run.dir={run}")
+    try:
+        wait_for(run, process, stage, step)
+        time.sleep(delay_s)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    log = events(run)
+    assert any(e["event"] == "sft_cached" for e in log)
+    assert not any(e["event"] == "run_end" for e in log)
+    return fell_in(run)

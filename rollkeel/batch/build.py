@@ -61,13 +61,18 @@ class TrainingBatch:
         held = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sequences", "prompt_lengths")}
         return replace(self, **{name: value.to(device) for name, value in held.items() if value is not None})
 
-    def micro_batches(self, max_tokens: int) -> Iterator[MicroBatch]:
-        """Whole sequences packed to at most `max_tokens` tokens each (see `packing.plan`), on the batch's device."""
+    def micro_batches(self, max_tokens: int, *, replay: bool = False) -> Iterator[MicroBatch]:
+        """Whole sequences packed to at most `max_tokens` tokens each (see `packing.plan`), on the batch's device.
+
+        `replay`: with the experts that the engine chose, so that a pass takes them instead of its own choice.
+        """
         starts = np.concatenate([[0], np.cumsum(self.response_lengths)]).tolist()
         for members in plan([len(s) for s in self.sequences], max_tokens):
             micro = pack(members, self.sequences, self.prompt_lengths, starts, self.advantages.device)
             if self.topk_ids is not None:
                 micro = replace(micro, topk_ids=self.topk_ids.index_select(0, micro.indices))
+            if replay and self.experts is not None:
+                micro = replace(micro, experts=self.experts.index_select(0, micro.indices))
             yield micro
 
     def tokens(

@@ -34,6 +34,8 @@ class MicroBatch:
     """`[t]` int64: place of each response token in the flat tensors of the optimizer batch."""
     topk_ids: torch.Tensor | None = None
     """`[t, K]` int64: further tokens whose log-probs are wanted at each of these positions."""
+    experts: torch.Tensor | None = None
+    """`[t, layers, k]`: experts that these positions are sent to; None leaves them to the model's routers."""
 
 
 def plan(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

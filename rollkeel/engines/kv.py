@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
-from rollkeel.errors import EngineFailure
+from rollkeel.config import EngineConfig
+from rollkeel.errors import BadInput, EngineFailure
 
 
 class BlockPool:
@@ -174,3 +176,52 @@ class PagedCache:
         cache = store[layer]
         cache.view(-1, new.shape[-1]).index_copy_(0, rows, new.reshape(-1, new.shape[-1]))
         return cache
+
+
+def affordable_blocks(text: Any, config: EngineConfig, dtype: torch.dtype, max_length: int, wanted: int) -> int:
+    """How many of `wanted` KV blocks fit into `config.kv_memory_gb` for the architecture `text`.
+
+    Raises `BadInput` for a model without attention, and when not even one sequence of `max_length` tokens fits.
+    """
+    if not getattr(text, "num_attention_heads", None):
+        raise BadInput(f"engine: {text.model_type} has no attention; the embedded engine cannot serve it")
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    width = max(width, getattr(text, "qk_head_dim", None) or 0)
+    size = torch.finfo(dtype).bits // 8
+    per_block = 2 * text.num_hidden_layers * heads * width * config.block_size * size
+    affordable = int(config.kv_memory_gb * 2**30 / per_block)
+    needed = -(-max_length // config.block_size) + 3
+    if affordable < needed:
+        raise BadInput(
+            f"engine.kv_memory_gb={config.kv_memory_gb}: one sequence of {max_length} tokens needs "
+            f"{needed * per_block / 2**30:.2f} GB; raise it or lower engine.max_length"
+        )
+    return min(wanted, affordable)
+
+
+def prefill_step(
+    jobs: Sequence[tuple[list[int], np.ndarray, int]], size: int, padding: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, Step]:
+    """Token ids `[T]`, positions `[T]` and the step of one forward pass over `jobs`: (blocks, tokens, first position) each.
+
+    `size`: tokens per block; `padding`: the block that stands where a sequence has none.
+    """
+    count, longest = len(jobs), max(len(tokens) for _, tokens, _ in jobs)
+    width = max(-(-(start + len(tokens)) // size) for _, tokens, start in jobs)
+    table = np.full((count, width), padding, np.int64)
+    grid = np.full((count, longest), -1, np.int64)
+    for row, (blocks, tokens, start) in enumerate(jobs):
+        table[row, : min(width, len(blocks))] = blocks[:width]
+        grid[row, : len(tokens)] = np.arange(start, start + len(tokens))
+    scatter = np.flatnonzero(grid.ravel() >= 0)
+    positions = grid.ravel()[scatter]
+    slots = table[scatter // longest, positions // size] * size + positions % size
+    step = Step(
+        slots=torch.from_numpy(slots).to(device),
+        table=torch.from_numpy(table).to(device),
+        query_positions=torch.from_numpy(grid).to(device),
+        scatter=None if len(scatter) == grid.size else torch.from_numpy(scatter).to(device),
+    )
+    ids = torch.from_numpy(np.concatenate([tokens for _, tokens, _ in jobs])).to(device)
+    return ids, torch.from_numpy(positions).to(device), step

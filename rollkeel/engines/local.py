@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from rollkeel.config import EngineConfig
-from rollkeel.engines.kv import BlockPool, PagedCache, Step
+from rollkeel.engines.kv import BlockPool, PagedCache, Step, affordable_blocks, prefill_step
 from rollkeel.engines.requests import check_requests
 from rollkeel.engines.rng import uniforms
 from rollkeel.engines.sampling import SamplingRows, sample
@@ -86,7 +86,8 @@ class LocalEngine:
         self._config = config
         block = config.block_size
         max_blocks = -(-self._max_length // block)
-        self._pool = BlockPool(self._affordable_blocks(text, config.slots * (max_blocks + 1) + 1))
+        wanted_blocks = config.slots * (max_blocks + 1) + 1
+        self._pool = BlockPool(affordable_blocks(text, config, self._forward.dtype, self._max_length, wanted_blocks))
         self._cache = PagedCache(self._pool.free, block)
         wanted = config.forward == "compiled" or (config.forward == "auto" and suits(self._forward))
         self._compiled = compiled_decode(self._forward, self._cache, self._max_length) if wanted else None
@@ -109,23 +110,6 @@ class LocalEngine:
             returns_experts=moe_layers > 0,
             returns_topk=True,
         )
-
-    def _affordable_blocks(self, text: Any, wanted: int) -> int:
-        if not getattr(text, "num_attention_heads", None):
-            raise BadInput(f"engine: {text.model_type} has no attention; the embedded engine cannot serve it")
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        width = max(width, getattr(text, "qk_head_dim", None) or 0)
-        size = torch.finfo(self._forward.dtype).bits // 8
-        per_block = 2 * text.num_hidden_layers * heads * width * self._config.block_size * size
-        affordable = int(self._config.kv_memory_gb * 2**30 / per_block)
-        needed = -(-self._max_length // self._config.block_size) + 3
-        if affordable < needed:
-            raise BadInput(
-                f"engine.kv_memory_gb={self._config.kv_memory_gb}: one sequence of {self._max_length} tokens needs "
-                f"{needed * per_block / 2**30:.2f} GB; raise it or lower engine.max_length"
-            )
-        return min(wanted, affordable)
 
     @property
     def version(self) -> int:
@@ -160,14 +144,34 @@ class LocalEngine:
         """Decode until a request ends or `timeout_s` passed."""
         deadline = time.monotonic() + timeout_s
         while not self._done and (self._waiting or self._active):
-            if self._version < 0:
-                raise EngineFailure("engine local: no proven weights to serve; publish weights before polling")
-            self._admit()
-            self._decode()
+            self._advance_once()
             if time.monotonic() >= deadline:
                 break
         done, self._done = self._done, []
         return done
+
+    @torch.inference_mode()
+    def advance(self, steps: int) -> list[Segment]:
+        """Exactly `steps` decode steps, fewer once nothing is in flight; then what ended, ordered by request id."""
+        for _ in range(steps):
+            if not (self._waiting or self._active):
+                break
+            self._advance_once()
+        done, self._done = sorted(self._done, key=lambda segment: segment.request_id), []
+        return done
+
+    def progress(self) -> dict[int, int]:
+        """Response tokens that each request in flight has so far, its prefix included, by id."""
+        made = {r.request.id: len(r.request.prefix) + len(r.span) for r in (*self._waiting, *self._active.values())}
+        for slot, running in self._active.items():
+            made[running.request.id] += int(self._slots.made[slot])
+        return made
+
+    def _advance_once(self) -> None:
+        if self._version < 0:
+            raise EngineFailure("engine local: no proven weights to serve; publish weights before polling")
+        self._admit()
+        self._decode()
 
     def interrupt(self, ids: Sequence[int] | None = None) -> None:
         wanted = None if ids is None else set(ids)
@@ -281,26 +285,8 @@ class LocalEngine:
             while count < len(jobs) and (count + 1) * len(jobs[count][1]) <= self._config.prefill_tokens:
                 count += 1
             group, jobs = jobs[:count], jobs[count:]
-            lengths = [len(tokens) for _, tokens, _ in group]
-            longest = max(lengths)
-            size = self._config.block_size
-            width = max(-(-(start + len(tokens)) // size) for _, tokens, start in group)
-            table = np.full((count, width), self._padding_block, np.int64)
-            grid = np.full((count, longest), -1, np.int64)
-            for row, (blocks, tokens, start) in enumerate(group):
-                table[row, : min(width, len(blocks))] = blocks[:width]
-                grid[row, : len(tokens)] = np.arange(start, start + len(tokens))
-            scatter = np.flatnonzero(grid.ravel() >= 0)
-            positions = grid.ravel()[scatter]
-            slots = table[scatter // longest, positions // size] * size + positions % size
-            step = Step(
-                slots=torch.from_numpy(slots).to(self._device),
-                table=torch.from_numpy(table).to(self._device),
-                query_positions=torch.from_numpy(grid).to(self._device),
-                scatter=None if len(scatter) == grid.size else torch.from_numpy(scatter).to(self._device),
-            )
-            ids = torch.from_numpy(np.concatenate([tokens for _, tokens, _ in group])).to(self._device)
-            self._run(ids, torch.from_numpy(positions).to(self._device), step, None)
+            ids, positions, step = prefill_step(group, self._config.block_size, self._padding_block, self._device)
+            self._run(ids, positions, step, None)
 
     def _run(
         self, ids: torch.Tensor, positions: torch.Tensor, step: Step, experts: list[torch.Tensor] | None

@@ -4,8 +4,9 @@
        │                                             │
        └── weights: one shared-memory buffer ──▶ copy, prove ──▶ segments and proofs back through the pipe
 
-A call to `submit` is cut into contiguous shares, one per worker, by position alone; each worker starts on its whole share at
-once. So what runs beside what, and with it every bit of the result, does not depend on process timing.
+A call to `submit` is cut into contiguous shares, one per worker, which even out what is in flight. A worker starts when it is
+first polled and then decodes on its own until it is empty; under `advance` it decodes the steps it is told and waits. So what
+runs beside what, and with it every bit of the result, does not depend on process timing.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class _Worker:
     process: Any
     pipe: connection.Connection
     flying: dict[int, Request] = field(default_factory=dict)
+    free: bool = False
+    """Decodes on its own: from a poll until nothing is left in flight. Otherwise it waits for `advance`."""
     dead: str = ""
     """Why it is gone; empty while it lives."""
 
@@ -87,25 +90,29 @@ class WorkerEngine:
         flying = [i for worker in self._workers for i in worker.flying]
         check_requests(requests, flying, self.capabilities, self._vocab_size)
         living = self._living()
-        shares = np.array_split(np.arange(len(requests)), len(living))
-        for worker, share in zip(living, shares, strict=True):
-            mine = [requests[i] for i in share]
-            if not mine:
+        ends = np.cumsum(even_shares([len(w.flying) for w in living], len(requests)))
+        asked = []
+        for worker, start, end in zip(living, [0, *ends], ends, strict=False):
+            if start == end:
                 continue
+            mine = list(requests[start:end])
             worker.flying.update({r.id: r for r in mine})
-            self._send(worker, ("submit", mine))
-        asked = [w for w, share in zip(living, shares, strict=True) if len(share)]
+            self._send(worker, ("submit", mine, worker.free))
+            asked.append(worker)
         # Requests of a worker that died come back as failures, so its silence is no error here.
         self._answers(asked, self._config.deadline_s, "to take requests", may_die=True)
 
     def poll(self, timeout_s: float) -> list[Segment]:
         deadline = time.monotonic() + timeout_s
         while not self._done:
-            busy = [w for w in self._workers if w.flying and not w.dead]
+            busy = self._busy()
             if not busy:
                 break
-            if self._version < 0:
-                raise EngineFailure("engine local: no proven weights to serve; publish weights before polling")
+            paused = [w for w in busy if not w.free]
+            for worker in paused:
+                worker.free = True
+                self._send(worker, ("run",))
+            self._answers(paused, self._config.deadline_s, "to start decoding", may_die=True)
             ready = connection.wait([w.pipe for w in busy], max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
@@ -114,6 +121,35 @@ class WorkerEngine:
                     self._receive(worker)
         done, self._done = self._done, []
         return done
+
+    def advance(self, steps: int) -> list[Segment]:
+        """Exactly `steps` decode steps in every worker, fewer in one that has nothing left; then what ended, by request id."""
+        asked = self._busy()
+        for worker in asked:
+            worker.free = False
+            self._send(worker, ("advance", steps))
+        for segments in self._answers(asked, self._config.deadline_s, f"to decode {steps} steps", may_die=True):
+            self._done += segments
+            ended = {segment.request_id for segment in segments}
+            for worker in asked:
+                worker.flying = {i: r for i, r in worker.flying.items() if i not in ended}
+        done, self._done = sorted(self._done, key=lambda segment: segment.request_id), []
+        return done
+
+    def progress(self) -> dict[int, int]:
+        """Response tokens that each request in flight has so far, its prefix included, by id."""
+        asked = self._busy()
+        for worker in asked:
+            self._send(worker, ("progress",))
+        told = self._answers(asked, self._config.deadline_s, "to tell its progress", may_die=True)
+        return {request: tokens for part in told for request, tokens in part.items()}
+
+    def _busy(self) -> list[_Worker]:
+        """Living workers with something in flight. Raises `EngineFailure` when they have no weights to serve it with."""
+        busy = [w for w in self._workers if w.flying and not w.dead]
+        if busy and self._version < 0:
+            raise EngineFailure("engine local: no proven weights to serve; publish weights before polling")
+        return busy
 
     def interrupt(self, ids: Sequence[int] | None = None) -> None:
         asked = [w for w in self._workers if w.flying and not w.dead]
@@ -212,6 +248,7 @@ class WorkerEngine:
         if kind == "segments":
             for segment in value:
                 worker.flying.pop(segment.request_id, None)
+            worker.free = worker.free and bool(worker.flying)
             self._done += value
             return None
         if kind == "error":
@@ -232,6 +269,15 @@ class WorkerEngine:
             self._memory.close()
             self._memory.unlink()
             self._memory = None
+
+
+def even_shares(loads: Sequence[int], count: int) -> list[int]:
+    """How many of `count` new requests each worker gets, so that loads end as even as they can; the first get the odd ones."""
+    shares = [0] * len(loads)
+    for _ in range(count):
+        least = min(range(len(loads)), key=lambda i: (loads[i] + shares[i], i))
+        shares[least] += 1
+    return shares
 
 
 def _write_update(memory: shared_memory.SharedMemory, layout: Sequence[Any], slices: Sequence[WeightSlice]) -> None:
@@ -256,21 +302,21 @@ def _serve(
     try:
         engine = LocalEngine(hf_config, config, device=device, max_length=max_length)
         pipe.send(("answer", engine.capabilities))
-        busy = False
+        free = False
         while True:
-            if not busy or pipe.poll(0):
+            # Without weights nothing can be sampled; the caller's poll says so.
+            if not (free and engine.busy and engine.version >= 0) or pipe.poll(0):
                 message = pipe.recv()
                 if message[0] == "close":
                     return
+                free = _stays_free(message, free)
                 try:
                     pipe.send(("answer", _act(engine, message)))
                 except RollkeelError as error:
                     pipe.send(("error", error))  # the message was refused; the engine lives on
-            if engine.version < 0:
-                busy = False  # nothing can be sampled; the caller's poll says so
                 continue
             segments = engine.poll(0)
-            busy = engine.busy
+            free = engine.busy
             if segments:
                 pipe.send(("segments", segments))
     except (EOFError, BrokenPipeError):
@@ -279,9 +325,20 @@ def _serve(
         pipe.send(("error", error))
 
 
+def _stays_free(message: tuple[Any, ...], free: bool) -> bool:
+    """Whether the worker decodes on its own after `message`. The caller decides: it may not know yet that all has ended."""
+    return {"run": True, "advance": False}.get(message[0], message[2] if message[0] == "submit" else free)
+
+
 def _act(engine: Any, message: tuple[Any, ...]) -> Any:
     if message[0] == "submit":
         engine.submit(message[1])
+    elif message[0] == "advance":
+        return engine.advance(message[1])
+    elif message[0] == "progress":
+        return engine.progress()
+    elif message[0] == "run":
+        return True
     elif message[0] == "interrupt":
         engine.interrupt(message[1])
     elif message[0] == "update":

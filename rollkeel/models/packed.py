@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from rollkeel.errors import BadInput
 from rollkeel.models.experts import SORTED_EXPERTS
 from rollkeel.models.fused import fusable, fused
-from rollkeel.models.routers import expert_layers, record_experts
+from rollkeel.models.routers import RoutingShape, expert_layers, record_experts, replay_experts
 
 VARLEN_ATTENTION = "rollkeel_varlen"
 """Name of the implementation in transformers' attention interface. No mask function is registered under it on purpose:
@@ -198,11 +198,14 @@ class PackedModel:
         position_ids: torch.Tensor,
         cu_seqlens: torch.Tensor | Sequence[int],
         experts: list[torch.Tensor] | None = None,
+        replay: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Final hidden states (after the last norm) `[N, D]` of `input_ids [N]`, `position_ids [N]` restarting at 0.
 
         `cu_seqlens [S + 1]`: first token of each sequence, then N. Equal, to rounding, to each sequence run alone.
-        `experts`, when given, receives one `[N, k]` tensor of expert ids per mixture-of-experts layer.
+        `experts`, when given, receives one `[N, k]` tensor of expert ids per mixture-of-experts layer: the routers' choice.
+        `replay`: expert ids `[t, layers, k]` and the tokens `[t]` that go to them whatever the routers choose (see
+        `replay_experts`, which says what it refuses; ids are not checked here).
         """
         cu = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else list(cu_seqlens)
         lengths = [b - a for a, b in itertools.pairwise(cu)]
@@ -210,14 +213,53 @@ class PackedModel:
             raise BadInput(
                 f"packed batch: cu_seqlens expected rising from 0 to {input_ids.numel()}, got {cu[:4]}…{cu[-1:]}"
             )
-        with record_experts(() if experts is None else self._expert_layers) as chosen:
-            if self.varlen:
-                hidden, inside = self._packed(input_ids, position_ids, lengths), None
-            else:
-                hidden, inside = self._padded(input_ids, position_ids, lengths)
+        # Place of each token among the rows that the experts see.
+        rows = None if self.varlen else _inside(lengths, input_ids.device).flatten().nonzero().squeeze(1)
+        if replay is not None:
+            where = replay[1] if rows is None else rows.index_select(0, replay[1])
+            routing = replay_experts(self._expert_layers, replay[0], where)
+        else:
+            routing = record_experts(() if experts is None else self._expert_layers)
+        with routing as chosen:
+            run = self._packed if self.varlen else self._padded
+            hidden = run(input_ids, position_ids, lengths)
         if experts is not None:
-            experts += chosen if inside is None else [c[inside.flatten()] for c in chosen]
+            experts += chosen if rows is None else [c.index_select(0, rows) for c in chosen]
         return hidden
+
+    @torch.no_grad()
+    def replayable(self) -> RoutingShape:
+        """The shape of the experts that `replay` takes, after a proof on a few tokens that this model can replay.
+
+        Raises `BadInput` for a dense model, and for one whose routing weights cannot be computed for given experts.
+        """
+        if not self._expert_layers:
+            raise BadInput(
+                f"routing replay: model {type(self.model).__name__} has no routed experts that replay could reach; set"
+                " rollout.replay_routing=false"
+            )
+        device = self._embedding.weight.device
+        ids, positions = self._probe_tokens(device)
+        cu = list(itertools.accumulate(_PROBE_LENGTHS, initial=0))
+        own: list[torch.Tensor] = []
+        expected = self(ids, positions, cu, own).float()
+        counts, sizes = {c.shape[-1] for c in own}, {int(getattr(m, "num_experts", 0)) for m in self._expert_layers}
+        if len(own) != len(self._expert_layers) or len(counts) != 1 or len(sizes) != 1:
+            raise BadInput(
+                f"routing replay: expected layers of one shape, got {sorted(counts)} of {sorted(sizes)} experts in"
+                f" {len(own)} of {len(self._expert_layers)} layers; set rollout.replay_routing=false"
+            )
+        shape, chosen = RoutingShape(len(own), counts.pop(), sizes.pop()), torch.stack(own, 1)
+        every = torch.arange(len(ids), device=device)
+        same = self(ids, positions, cu, None, (chosen, every)).float()
+        moved = self(ids, positions, cu, None, ((chosen + 1) % shape.experts, every)).float()
+        tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.1
+        if not (same - expected).norm() <= tolerance * expected.norm() or not torch.isfinite(moved).all():
+            raise BadInput(
+                f"routing replay: model {type(self.model).__name__} computes something else when its own choice is replayed;"
+                " set rollout.replay_routing=false"
+            )
+        return shape
 
     def _packed(self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         token = _LAYOUT.set(Layout.build(lengths, input_ids.device))
@@ -229,31 +271,23 @@ class PackedModel:
             _LAYOUT.reset(token)
         return out.last_hidden_state[0]
 
-    def _padded(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states `[N, D]`, and the places `[S, Lmax]` of the padded batch that are no padding."""
-        sizes = torch.tensor(lengths, device=input_ids.device)
-        inside = torch.arange(max(lengths), device=input_ids.device) < sizes.unsqueeze(1)
+    def _padded(self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        inside = _inside(lengths, input_ids.device)
         ids = torch.full(inside.shape, self._pad, dtype=input_ids.dtype, device=input_ids.device)
         positions = torch.zeros_like(ids)
         ids[inside], positions[inside] = input_ids, position_ids
         with _implementations(self.model, None, input_ids.device):
             out = self.backbone(input_ids=ids, attention_mask=inside.long(), position_ids=positions, use_cache=False)
-        return out.last_hidden_state[inside], inside
+        return out.last_hidden_state[inside]
 
     @torch.no_grad()
     def _probe(self) -> bool:
         """True if packed and padded hidden states agree on a few tokens."""
-        weight: torch.Tensor = self._embedding.weight
-        device, vocab = weight.device, weight.shape[0]
-        total = sum(_PROBE_LENGTHS)
-        ids = (torch.arange(total, device=device) * 7919 + 11) % vocab
-        positions = torch.cat([torch.arange(n, device=device) for n in _PROBE_LENGTHS])
+        ids, positions = self._probe_tokens(self._embedding.weight.device)
         training = self.model.training
         self.model.eval()
         try:
-            padded = self._padded(ids, positions, _PROBE_LENGTHS)[0].float()
+            padded = self._padded(ids, positions, _PROBE_LENGTHS).float()
             packed = self._try_packed(ids, positions)
         finally:
             self.model.train(training)
@@ -262,12 +296,21 @@ class PackedModel:
         tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.1
         return bool((packed - padded).norm() <= tolerance * padded.norm())
 
+    def _probe_tokens(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = (torch.arange(sum(_PROBE_LENGTHS), device=device) * 7919 + 11) % self._embedding.weight.shape[0]
+        return ids, torch.cat([torch.arange(n, device=device) for n in _PROBE_LENGTHS])
+
     def _try_packed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         """None if the model cannot even run with the attention replaced; the padded form then serves it."""
         try:
             return self._packed(ids, positions, _PROBE_LENGTHS).float()
         except (RuntimeError, TypeError, ValueError, LookupError):
             return None
+
+
+def _inside(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """`[S, Lmax]` bool: places of the padded batch that are no padding."""
+    return torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device).unsqueeze(1)
 
 
 def _replaceable(model: PreTrainedModel, config: Any) -> bool:

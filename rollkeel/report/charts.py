@@ -25,8 +25,8 @@ _MAX_SERIES = 8
 _MAX_SVG = 64_000
 # Stand-ins that become CSS variables in the SVG; in a PNG they are the colours themselves, legible on both themes.
 _INK, _GRID = "#80848b", "#80848c"
-_SERIES = ("#3b7dd8", "#e0762f", "#2f9e63", "#b455c4", "#c9a227", "#d64561", "#26a0b5", "#8a6d5a")
-_CSS = {_INK: "var(--muted)", _GRID: "var(--grid)"} | {color: f"var(--s{i + 1})" for i, color in enumerate(_SERIES)}
+SERIES = ("#3b7dd8", "#e0762f", "#2f9e63", "#b455c4", "#c9a227", "#d64561", "#26a0b5", "#8a6d5a")
+_CSS = {_INK: "var(--muted)", _GRID: "var(--grid)"} | {color: f"var(--s{i + 1})" for i, color in enumerate(SERIES)}
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "rollkeel",
@@ -120,23 +120,31 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _chart(spec: Spec, rows: Rows) -> Chart:
+def drawing(title: str, caption: str, paint: Callable[[Axes], None]) -> Chart:
+    """A chart in the page's style of whatever `paint` draws, with a legend if it labels more than one thing."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(5.6, 2.7), layout="constrained")
         axes = figure.add_subplot()
-        (spec.draw or _lines)(axes, rows, spec)
-        axes.set_xlabel("step")
-        axes.set_ylabel(spec.unit)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+        paint(axes)
         axes.tick_params(length=0)
-        axes.margins(x=0.02)
-        if spec.log:
-            _log_scale(axes)
         handles, labels = axes.get_legend_handles_labels()
         labels = ["".join(c for c in label if c.isprintable())[:40] for label in labels]
         if len(labels) > 1:
             figure.legend(handles, labels, loc="outside upper left", ncols=min(len(labels), 4), handlelength=1.2)
-        return Chart(title=spec.title, caption=spec.caption, markup=_markup(figure, spec.title))
+        return Chart(title=title, caption=caption, markup=_markup(figure, title))
+
+
+def _chart(spec: Spec, rows: Rows) -> Chart:
+    def paint(axes: Axes) -> None:
+        (spec.draw or _lines)(axes, rows, spec)
+        axes.set_xlabel("step")
+        axes.set_ylabel(spec.unit)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+        axes.margins(x=0.02)
+        if spec.log:
+            _log_scale(axes)
+
+    return drawing(spec.title, spec.caption, paint)
 
 
 def _log_scale(axes: Axes) -> None:
@@ -151,7 +159,7 @@ def _log_scale(axes: Axes) -> None:
 
 
 def _lines(axes: Axes, rows: Rows, spec: Spec) -> None:
-    for color, key in zip(_SERIES, matching(rows, spec.keys)[:_MAX_SERIES], strict=False):
+    for color, key in zip(SERIES, matching(rows, spec.keys)[:_MAX_SERIES], strict=False):
         steps, values = series(rows, key)
         values = values * spec.scale
         if spec.log:
@@ -170,8 +178,8 @@ def _curve(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, label:
 
 def _reward(axes: Axes, rows: Rows, spec: Spec) -> None:
     if matching(rows, ("reward/mean",)):
-        _curve(axes, *series(rows, "reward/mean"), color=_SERIES[0], label="training reward")
-    colors = iter(_SERIES[1:])
+        _curve(axes, *series(rows, "reward/mean"), color=SERIES[0], label="training reward")
+    colors = iter(SERIES[1:])
     for key in matching(rows, ("eval/*/avg@k",))[:3]:
         color, task = next(colors), key.split("/")[1]
         found = [row for row in rows if _number(row.get(key))][-MAX_POINTS:]
@@ -204,7 +212,7 @@ def _stages(axes: Axes, rows: Rows, spec: Spec) -> None:
     steps = curves[0][0]
     labels = [key[5:-2] for key in keys]
     heights = [np.maximum(values, 0) for _, values in curves]
-    axes.stackplot(steps, heights, colors=_SERIES[: len(keys)], labels=labels, alpha=0.8, linewidth=0)
+    axes.stackplot(steps, heights, colors=SERIES[: len(keys)], labels=labels, alpha=0.8, linewidth=0)
     axes.set_ylim(bottom=0)
 
 

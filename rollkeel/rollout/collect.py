@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ def collect(
     while waiting:
         segments = engine.poll(POLL_S)
         for segment in segments:
-            done[segment.request_id] = _complete(waiting.pop(segment.request_id), segment, tokenizer)
+            done[segment.request_id] = extended(waiting.pop(segment.request_id), segment, tokenizer)
         now = time.monotonic()
         heard = now if segments else heard
         if waiting and should_stop():
@@ -75,11 +76,11 @@ def collect(
     return [done[r.id] for r in issued]
 
 
-def _complete(rollout: Rollout, segment: Segment, tokenizer: Any) -> Rollout:
+def extended(rollout: Rollout, segment: Segment, tokenizer: Any) -> Rollout:
+    """`rollout` with the tokens of `segment` behind its own, ended as the segment did, and decoded."""
     span = rollout.span.append(segment.span)
-    fields = {f: getattr(rollout, f) for f in rollout.__dataclass_fields__}
     text = decode(span.token_ids, rollout.sampling.stop_token_ids, tokenizer)
-    return Rollout(**{**fields, "span": span, "status": segment.status, "detail": segment.detail, "text": text})
+    return replace(rollout, span=span, status=segment.status, detail=segment.detail, text=text)
 
 
 def decode(token_ids: np.ndarray, stop_token_ids: Sequence[int], tokenizer: Any) -> str:

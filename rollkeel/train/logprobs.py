@@ -270,9 +270,13 @@ class PolicyForward:
         self.chunk = chunk
 
     def score(self, micro: MicroBatch, *, temperature: float = 1.0, experts: bool = False) -> Scores:
-        """What the model says about a micro-batch's response tokens, at its `topk_ids` too; with `experts`, its routing."""
+        """What the model says about a micro-batch's response tokens, at its `topk_ids` too; with `experts`, its routing.
+
+        A micro-batch with experts is sent to those; `experts` then tells what the routers would have chosen.
+        """
         chosen: list[torch.Tensor] | None = [] if experts and self.packed.num_moe_layers else None
-        hidden = self.packed(micro.input_ids, micro.position_ids, micro.cu_seqlens, chosen)
+        replay = None if micro.experts is None else (micro.experts, micro.predict_index)
+        hidden = self.packed(micro.input_ids, micro.position_ids, micro.cu_seqlens, chosen, replay)
         logprobs, entropy, topk = token_logprobs(
             hidden.index_select(0, micro.predict_index),
             self.head.weight,

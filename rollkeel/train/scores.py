@@ -20,7 +20,8 @@ class Scores(NamedTuple):
     topk_logprobs: torch.Tensor | None = None
     """`[t, K]` float32 at the batch's `topk_ids`, without gradient; None if it has none."""
     experts: torch.Tensor | None = None
-    """`[t, layers, k]` int16: experts chosen at the position that predicts the token; None unless asked for."""
+    """`[t, layers, k]` int16: experts that the routers choose at the position that predicts the token, also where others
+    are replayed; None unless asked for."""
 
 
 class ScoreSheet:

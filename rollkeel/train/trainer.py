@@ -50,14 +50,16 @@ class UpdateOutput:
     weight: torch.Tensor
     """`[T]` correction weight of the objective, 1 where it has none."""
     experts: torch.Tensor | None = None
-    """`[T, layers, k]` int16: experts the update's own pass chose; None unless asked for."""
+    """`[T, layers, k]` int16: experts the routers chose in the update's own pass; None unless asked for."""
 
 
 class LocalTrainer:
     """Trains `policy.model` in place with whole optimizer batches.
 
     Args: `temperature`: of the sampler, so that log-probs are those of the distribution it drew from (0 counts as 1);
-    `total_updates`: updates of the whole run, for the cosine schedule; `device`: where `policy.model` lies or is moved to.
+    `total_updates`: updates of the whole run, for the cosine schedule; `device`: where `policy.model` lies or is moved to;
+    `replay_routing`: send every token to the experts that the engine chose for it, in `score` and `update` alike, weighted
+    by the routers as they are now (rollout routing replay, Ma et al. 2025; the reference model keeps its own choice).
     Same inputs give bit-identical weights on a CPU. The model runs in eval mode: dropout would make log-probs of the same
     weights differ between passes.
     """
@@ -70,6 +72,7 @@ class LocalTrainer:
         temperature: float,
         total_updates: int,
         device: torch.device | str = "cpu",
+        replay_routing: bool = False,
     ) -> None:
         self.policy, self.config, self.temperature = policy, config, temperature
         self.device = torch.device(device)
@@ -85,17 +88,17 @@ class LocalTrainer:
             weight_decay=config.weight_decay,
             clip_norm=config.clip_norm,
         )
-        self._helpers: list[Helper] = []
         if config.processes > 1:
             if self.device.type != "cpu":
                 raise BadInput(
                     f"train.processes={config.processes}: helper processes share CPU memory, the device is {self.device}"
                 )
             self.model.share_memory()
-            self._helpers = [
-                Helper(i, self.model, config.logprob_chunk, torch.get_num_threads()) for i in range(1, config.processes)
-            ]
         self._forward = PolicyForward(self.model, chunk=config.logprob_chunk)
+        self._replay = self._forward.packed.replayable() if replay_routing else None
+        self._helpers = [
+            Helper(i, self.model, config.logprob_chunk, torch.get_num_threads()) for i in range(1, config.processes)
+        ]
         self._views: dict[str, torch.Tensor] | None = None
         self._reference: PolicyForward | None = None
         if config.kl_coefficient > 0:
@@ -177,7 +180,7 @@ class LocalTrainer:
         """Forward, backward and optimizer step over all micro-batches, here and in the helpers; `optimizer/*` metrics."""
         self._stepper.zero_grad()
         try:
-            own, *others = self._shares(batch)
+            own, *others = self._shares(batch, 1 + len(self._helpers), True)
             for helper, share in zip(self._helpers, others, strict=True):
                 helper.start(share, self.temperature, _by_logprobs(loss_of, through_entropy), experts=experts)
             try:
@@ -230,7 +233,7 @@ class LocalTrainer:
             sheet.put(micro.indices, scores)
 
         helpers = self._helpers if forward is self._forward else []
-        own, *others = self._shares(batch, 1 + len(helpers))
+        own, *others = self._shares(batch, 1 + len(helpers), forward is self._forward)
         for helper, share in zip(helpers, others, strict=True):
             helper.start(share, self.temperature, sink=keep)
         try:
@@ -240,14 +243,20 @@ class LocalTrainer:
             self._finish_helpers()
         return sheet.scores
 
-    def _shares(self, batch: TrainingBatch, count: int | None = None) -> list[list[MicroBatch]]:
-        """Micro-batches of each process, the trainer's own first; several processes get pieces small enough to balance."""
-        count = 1 + len(self._helpers) if count is None else count
+    def _shares(self, batch: TrainingBatch, count: int, policy: bool) -> list[list[MicroBatch]]:
+        """Micro-batches of each process, the trainer's own first; several processes get pieces small enough to balance.
+
+        `policy`: for the policy, which replays the engine's routing if it is to.
+        """
+        replay = policy and self._replay is not None
+        if policy and self._replay is not None:
+            self._replay.check(batch.experts)
         limit = self.config.micro_batch_tokens
         if count > 1:
             lengths = [len(s) for s in batch.sequences]
             limit = min(limit, max(max(lengths), -(-sum(lengths) // (2 * count))))
-        return shares(list(batch.micro_batches(limit)), count) if count > 1 else [list(batch.micro_batches(limit))]
+        micros = list(batch.micro_batches(limit, replay=replay))
+        return shares(micros, count) if count > 1 else [micros]
 
     def _finish_helpers(self) -> None:
         """Wait for every helper before the first error is raised: none may be left in the middle of a pass."""

@@ -1,0 +1,90 @@
+"""Speeds of an engine: what the simulator needs to know about it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollkeel.errors import EngineFailure
+from rollkeel.rollout.fleet import Curve, Fleet
+from rollkeel.types import Engine, Request, SamplingParams
+
+_ROUNDS = 8
+_POLL_S = 60.0
+_PROMPT = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """Fields of `FleetConfig`."""
+
+    curve: list[list[float]]
+    prefill_tokens_s: float
+    sequence_s: float
+
+
+def speed_curve(engine: Engine, sizes: Sequence[int], tokens: int) -> Speeds:
+    """Measure decoding of `sizes` sequences (ascending; the last fills the engine's slots) of `tokens` tokens each.
+
+    The curve is the slope between `tokens` and twice as many, so that what a sequence costs on entry is not in it;
+    prefill is the slope over prompt lengths. `sequence_s` is what remains of a run with refill, uniformly distributed
+    lengths and twice as many sequences as slots. Each time is the fastest of a few repetitions, the one that other
+    programs and compilation disturbed least.
+    """
+    size = sizes[-1]
+    lengths = np.random.default_rng(0).integers(1, 2 * tokens, 2 * size).tolist()
+    jobs = [([n] * count, 1) for count in sizes for n in (tokens, 2 * tokens)]
+    jobs += [([1] * size, _PROMPT), ([1] * size, _PROMPT + tokens), (lengths, _PROMPT)]
+    *pairs, refilled = _fastest(engine, jobs)
+    slopes = [max(long - short, long / 10) for short, long in zip(pairs[::2], pairs[1::2], strict=True)]
+    curve = [[float(count), count * tokens / slope] for count, slope in zip(sizes, slopes, strict=False)]
+    prefill = size * tokens / slopes[-1]
+    expected = Fleet(Curve(curve), 1, prefill_tokens_s=prefill)
+    waiting = list(enumerate(lengths))
+    while waiting or len(expected):
+        while waiting and len(expected) < size:
+            id, length = waiting.pop(0)
+            expected.admit(id, 0, length, _PROMPT)
+        expected.finish_next()
+    beside = refilled - expected.now
+    return Speeds(curve=curve, prefill_tokens_s=prefill, sequence_s=max(0.0, beside / len(lengths)))
+
+
+def _fastest(engine: Engine, jobs: Sequence[tuple[Sequence[int], int]]) -> list[float]:
+    """Shortest time of each job over rounds of all jobs, so that a busy moment of the machine hits one round of each."""
+    rounds: list[list[float]] = []
+    first = 0
+    for _ in range(_ROUNDS):
+        rounds.append([])
+        for lengths, prompt in jobs:
+            rounds[-1].append(_seconds(engine, lengths, prompt, first))
+            first += len(lengths)
+    return [min(times) for times in zip(*rounds, strict=True)]
+
+
+def _seconds(engine: Engine, lengths: Sequence[int], prompt: int, first: int) -> float:
+    """Wall time of one request per length, without stop tokens, each with its own prompt of `prompt` tokens."""
+    rng = np.random.default_rng(first)
+    requests = [
+        Request(
+            id=id,
+            prompt_ids=rng.integers(0, 200, prompt, dtype=np.int64),
+            sampling=SamplingParams(max_new_tokens=length),
+        )
+        for id, length in enumerate(lengths, first)
+    ]
+    start = time.perf_counter()
+    engine.submit(requests)
+    ended = 0
+    while ended < len(requests):
+        heard = engine.poll(_POLL_S)
+        if not heard:
+            raise EngineFailure(
+                f"measuring engine {engine.capabilities.name}: nothing for {_POLL_S:.0f} s from {len(requests)} "
+                "sequences; measure fewer sequences or tokens"
+            )
+        ended += len(heard)
+    return time.perf_counter() - start

@@ -1,0 +1,64 @@
+"""Rollouts as a tree that `train.state` writes exactly: JSON facts, and one array per fact about tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import numpy as np
+
+from rollkeel.errors import BadInput, Corrupt
+from rollkeel.types import Prompt, Rollout, SamplingParams, Status, TokenSpan
+
+_NAMES = tuple(f.name for f in fields(TokenSpan))
+_PLAIN = ("id", "group", "member", "engine", "dtype", "reward", "text", "detail")
+
+
+def pack_rollouts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """`{"facts": [one dict of JSON values per rollout], "tokens": {name: array}}`; arrays run rollout after rollout.
+
+    Prompts are kept as an index of the data source with their content hash, sampling parameters with every rollout.
+    """
+    facts, parts = [], {name: [] for name in _NAMES}
+    for r in rollouts:
+        held = [n for n in _NAMES if getattr(r.span, n) is not None]
+        for name in held if len(r.span) else ():
+            parts[name].append(getattr(r.span, name))
+        fact = {name: getattr(r, name) for name in _PLAIN} | {"status": r.status.value, "length": len(r.span)}
+        fact |= {"prompt": r.prompt.index, "prompt_id": r.prompt.id, "held": held, "sampling": asdict(r.sampling)}
+        facts.append(fact)
+    return {"facts": facts, "tokens": {name: np.concatenate(found) for name, found in parts.items() if found}}
+
+
+def unpack_rollouts(state: Mapping[str, Any], prompt: Callable[[int], Prompt]) -> list[Rollout]:
+    """What `pack_rollouts` packed. `prompt(index)` looks a prompt up in the data source.
+
+    Raises `BadInput` when the data source has another prompt at that index, `Corrupt` when lengths do not add up.
+    """
+    used, out = dict.fromkeys(_NAMES, 0), []
+    for fact in state["facts"]:
+        found = prompt(fact["prompt"])
+        if found.id != fact["prompt_id"]:
+            raise BadInput(
+                f"rollout {fact['id']}: the data source has another prompt at index {fact['prompt']} than when it was"
+                " sampled; resume with the same data"
+            )
+        span, n = {}, fact["length"]
+        for name in fact["held"] if n else ():
+            start = used[name]
+            used[name] = start + n
+            span[name] = state["tokens"][name][start : start + n]
+            if len(span[name]) != n:
+                raise Corrupt(f"rollout {fact['id']}: {name} ends after {len(span[name])} of {n} tokens")
+        sampling = {**fact["sampling"], "stop_token_ids": tuple(fact["sampling"]["stop_token_ids"])}
+        out.append(
+            Rollout(
+                **{name: fact[name] for name in _PLAIN},
+                status=Status(fact["status"]),
+                prompt=found,
+                sampling=SamplingParams(**sampling),
+                span=TokenSpan(**span) if n else TokenSpan.empty(),
+            )
+        )
+    return out
