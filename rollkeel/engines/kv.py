@@ -148,9 +148,12 @@ class PagedCache:
             q = query.new_zeros(sequences * per_sequence, heads, query.shape[-1])
             q = q.index_copy_(0, step.scatter, query).view(sequences, per_sequence, kv_heads, group, -1)
         q = q.permute(0, 2, 3, 1, 4).reshape(sequences * kv_heads, group * per_sequence, -1)
-        bias = step.bias(length, window, query.dtype)
-        scores = torch.bmm(q, keys.transpose(1, 2)).view(sequences, kv_heads, group, per_sequence, length)
-        scores = torch.add(bias[:, None, None], scores, alpha=scale).float()
+        bias = step.bias(length, window, torch.float32)
+        # Scores stay in float32, as in every fused attention kernel.
+        scores = torch.bmm(q.float(), keys.float().transpose(1, 2)).view(
+            sequences, kv_heads, group, per_sequence, length
+        )
+        scores = torch.add(bias[:, None, None], scores, alpha=scale)
         if sinks is None:
             probs = scores.softmax(-1)
         else:
