@@ -31,10 +31,11 @@ import numpy as np
 from rich.console import Console
 
 from rollkeel import loop
-from rollkeel.config import Config, load
+from rollkeel.config import Config
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.runfolder import RunFolder
 from rollkeel.models.loading import load_policy
+from rollkeel.recipe import load
 from rollkeel.run import StopFlag, assemble
 from rollkeel.types import Request
 

@@ -12,9 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
-from rollkeel.config import Config, from_tree, load, merge
+from rollkeel.config import Config
 from rollkeel.errors import BadInput, RollkeelError
 from rollkeel.host import keep_freed_memory
+from rollkeel.recipe import from_tree, load, merge
 
 # Two spinning threads on a shared core are ten times slower than one; this must be set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,22 +1,15 @@
-"""One typed tree: a YAML recipe plus `a.b=c` overrides.
+"""One typed tree of settings. `recipe.py` reads it from YAML and overrides; the resolved tree is saved with every run.
 
-An unknown key is an error that names the nearest valid one; the resolved tree is saved with every run.
-Importing this module, and refusing a bad config, costs no torch import.
+Importing this module costs no torch import.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from rollkeel.errors import BadInput, nearest
-
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Node(BaseModel):
@@ -291,107 +284,3 @@ for _kind in (_Loader, _Dumper):
 def parse_yaml(text: str) -> Any:
     """YAML in which `1e-4` is a number and `'1e-4'` a string. Raises `yaml.YAMLError`."""
     return yaml.load(text, _Loader)
-
-
-def load(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Read a recipe (path, or name of a file in `recipes/`; None is all defaults) and apply `a.b=c` overrides.
-
-    Raises `BadInput` for a missing file, broken YAML, an unknown key (naming the nearest), or a wrong type or range.
-    """
-    return from_tree(merge(_read(recipe) if recipe is not None else {}, overrides))
-
-
-def merge(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`tree` with `a.b=c` overrides written into it. Raises `BadInput` for an override that is not of that form."""
-    given: set[str] = set()
-    for text in overrides:
-        _apply(tree, text, given)
-    return tree
-
-
-def from_tree(tree: Mapping[str, Any]) -> Config:
-    """Validate a nested mapping. Raises `BadInput` on the first fault."""
-    _check_keys(tree, Config, "")
-    try:
-        config = Config.model_validate(_tuples(tree))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(p) for p in first["loc"])
-        raise BadInput(f"config {where}: {first['msg']}, got {first['input']!r}") from None
-    if (config.data.task is None) == (config.data.path is None):
-        raise BadInput("config data: expected exactly one of data.task and data.path; set the other to null")
-    return config
-
-
-def find_recipe(name: str | Path) -> Path:
-    """Path of a recipe given as a file or as a name under `recipes/`. Raises `BadInput` naming the nearest."""
-    for candidate in (Path(name), RECIPES / f"{name}.yaml"):
-        if candidate.is_file():
-            return candidate
-    known = sorted(str(p.relative_to(RECIPES).with_suffix("")) for p in RECIPES.rglob("*.yaml"))
-    raise BadInput(f"recipe {str(name)!r}: no such file and no recipe of that name{nearest(str(name), known)}")
-
-
-def _read(recipe: str | Path) -> dict[str, Any]:
-    path = find_recipe(recipe)
-    try:
-        tree = parse_yaml(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadInput(f"recipe {path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise BadInput(f"recipe {path}: expected a mapping of sections, got {type(tree).__name__}")
-    return tree
-
-
-def _apply(tree: dict[str, Any], text: str, given: set[str]) -> None:
-    """Write one override into `tree` and its key into `given`."""
-    key, sep, raw = text.partition("=")
-    if not sep or not key.strip():
-        raise BadInput(f"override {text!r}: expected key=value, for example train.lr=1e-4")
-    try:
-        value = parse_yaml(raw) if raw.strip() else None
-    except yaml.YAMLError:
-        raise BadInput(f"override {text!r}: the value is not valid YAML") from None
-    parts = key.strip().split(".")
-    node = tree
-    for part in parts[:-1]:
-        if node.get(part) is None:  # absent, or a section left empty in the YAML
-            node[part] = {}
-        child = node[part]
-        if not isinstance(child, dict):
-            whole = len(parts) == 3 and parts[0] == "objective"  # a threshold that becomes a drop rate
-            hint = f"; write 'objective.{part}={{{parts[-1]}: {raw.strip()}}}'" if whole else ""
-            raise BadInput(f"override {text!r}: {part!r} is a value, not a section{hint}")
-        node = child
-    if parts == ["objective", "name"] and value != node.get("name", ObjectiveConfig().name):
-        # The recipe's options of another objective mean nothing to this one; those typed before the name do.
-        for option in [k for k in node if f"objective.{k}" not in given]:
-            del node[option]
-    node[parts[-1]] = value
-    given.add(".".join(parts))
-
-
-def _check_keys(tree: Any, model: type[BaseModel], where: str) -> None:
-    if not isinstance(tree, Mapping):
-        hint = f"; write {where}.name={tree}" if "name" in model.model_fields and isinstance(tree, str) else ""
-        raise BadInput(f"config {where or 'top level'}: expected a section of keys, got {tree!r}{hint}")
-    for key, value in tree.items():
-        path = f"{where}.{key}" if where else str(key)
-        info = model.model_fields.get(str(key))
-        if info is None:
-            if model.model_config.get("extra") == "allow":
-                continue
-            raise BadInput(f"config {path}: unknown key{nearest(str(key), list(model.model_fields), where)}")
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            _check_keys({} if value is None else value, info.annotation, path)
-
-
-def _tuples(value: Any) -> Any:
-    """YAML has lists only; strict fields are tuples."""
-    if isinstance(value, Mapping):
-        return {k: ({} if v is None and k in Config.model_fields else _tuples(v)) for k, v in value.items()}
-    if isinstance(value, list):
-        return tuple(_tuples(v) for v in value)
-    return value

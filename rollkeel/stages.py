@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rollkeel import objectives, rewards
-from rollkeel.config import Config, load
+from rollkeel.config import Config
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.rollout_store import read_step, to_rollouts, write_step
 from rollkeel.engines.open import open_engine
@@ -21,6 +21,7 @@ from rollkeel.models.loading import Policy, load_policy, quiet_transformers, res
 from rollkeel.models.names import checkpoint_views
 from rollkeel.objectives.registry import find
 from rollkeel.pipeline import sft
+from rollkeel.recipe import load
 from rollkeel.report import regions
 from rollkeel.rewards import FailureBudget, Graders
 from rollkeel.rollout.collect import collect, issue

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from tiny_run import DEADLINE_S, STEPS, TINY, assert_same, cli, events, files, kill_at, rows, start, wait_for, weights
 
-from rollkeel.config import load
 from rollkeel.diagnostics.rollout_store import per_token, read_step, to_rollouts
 from rollkeel.errors import BadInput, GraderFailure
 from rollkeel.pipeline import train
+from rollkeel.recipe import load
 from rollkeel.types import Rollout
 
 BUDGETED = [

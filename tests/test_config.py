@@ -14,8 +14,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollkeel.config import RECIPES, Config, find_recipe, from_tree, load, merge, parse_yaml
+from rollkeel.config import Config, parse_yaml
 from rollkeel.errors import BadInput
+from rollkeel.recipe import RECIPES, find_recipe, from_tree, load, merge
 
 RECIPE_FILES = sorted(p for p in RECIPES.rglob("*.yaml") if p.parent.name != "simulate")
 

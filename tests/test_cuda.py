@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from rollkeel.config import EngineConfig, ModelConfig, TrainConfig, load
+from rollkeel.config import EngineConfig, ModelConfig, TrainConfig
 from rollkeel.engines.local import LocalEngine
 from rollkeel.models.loading import load_policy
+from rollkeel.recipe import load
 from rollkeel.sync.publish import DirectPublisher
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import Request, SamplingParams

@@ -29,14 +29,15 @@ LEFT_TO_RIGHT = (
 """Stages; those in one set stand side by side and must not import each other."""
 WATCHERS = ({"diagnostics"}, {"report"}, {"memory", "cluster"}, {"lab"})
 """They may look at every stage and at what stands before them here; no stage knows them."""
-FOUNDATIONS = {"types", "config", "errors", "events", "models", "host"}
-MEETING_PLACES = {"loop", "run", "pipeline", "stages", "cli", "__main__"}
+FOUNDATIONS = {"types", "config", "recipe", "errors", "events", "models", "host"}
+MEETING_PLACES = {"loop", "learn", "run", "pipeline", "stages", "cli", "__main__"}
 """The files in which stages meet."""
 OF_FOUNDATIONS = {
     "errors": set(),
     "host": set(),
     "types": {"errors"},
     "config": {"errors"},
+    "recipe": {"config", "errors"},
     "events": {"errors"},
     "models": {"errors", "types", "config", "events"},
 }

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tiny_run import rows
 
-from rollkeel.config import load
 from rollkeel.pipeline import train
+from rollkeel.recipe import load
 
 ACCURACY = "eval/runsum/avg@k"
 

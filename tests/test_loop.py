@@ -18,12 +18,12 @@ import torch
 from tiny_run import TINY, rows, weights
 
 from rollkeel import rewards
-from rollkeel.config import load
 from rollkeel.diagnostics.rollout_store import per_token, read_step, to_rollouts
 from rollkeel.errors import BadInput, GraderFailure, RunStopped
-from rollkeel.loop import Known, credit_of, update
+from rollkeel.learn import Known, credit_of, update
 from rollkeel.objectives import build
 from rollkeel.pipeline import train
+from rollkeel.recipe import load
 from rollkeel.run import Run
 from rollkeel.train.scores import Scores
 from rollkeel.types import Rollout, TokenSpan

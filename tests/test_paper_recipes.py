@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rollkeel import objectives
-from rollkeel.config import RECIPES, load
+from rollkeel.recipe import RECIPES, load
 
 FILES = sorted((RECIPES / "papers").glob("*.yaml"))
 # file → prompts, samples, response tokens, updates per step, learning rate, objective (None: a warm start only)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from tiny_run import DEADLINE_S, STEPS, TINY, assert_same, cli, events, files, kill_at, rows, start, wait_for, weights
 
-from rollkeel.config import load
 from rollkeel.pipeline import train
+from rollkeel.recipe import load
 
 STAGES = ("rollout", "update", "checkpoint")
 

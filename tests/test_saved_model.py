@@ -13,9 +13,9 @@ from tiny_run import TINY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollkeel.batch.build import build_batch
-from rollkeel.config import load
 from rollkeel.diagnostics.rollout_store import read_step, to_rollouts
 from rollkeel.pipeline import train
+from rollkeel.recipe import load
 from rollkeel.run import Run
 
 # The entropy term moves the weights whatever the rewards are.

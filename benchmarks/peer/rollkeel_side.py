@@ -68,9 +68,9 @@ class Bench:
     """The stage under test, built once; `run` is what is timed."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from rollkeel.config import load
         from rollkeel.models.loading import load_policy, quiet_transformers
         from rollkeel.objectives import grpo
+        from rollkeel.recipe import load
         from rollkeel.rewards.graders import register
         from rollkeel.train.trainer import LocalTrainer
 

@@ -20,11 +20,12 @@ from typing import Any
 
 import yaml
 
-from rollkeel.config import Config, from_tree, parse_yaml
+from rollkeel.config import Config, parse_yaml
 from rollkeel.diagnostics.lock import NAME as LOCK
 from rollkeel.diagnostics.lock import RunLock
 from rollkeel.errors import BadInput, Corrupt, NonFinite
 from rollkeel.events import EventLog, write_atomic
+from rollkeel.recipe import from_tree
 
 CONFIG, METRICS, EVENTS, REPORT = "config.yaml", "metrics.jsonl", "events.jsonl", "report.html"
 _ROLLOUTS = re.compile(r"step_(\d{6,})\.parquet")

@@ -11,8 +11,9 @@ import numpy as np
 import yaml
 from pydantic import Field, ValidationError
 
-from rollkeel.config import RECIPES, Node, _check_keys, find_recipe, merge, parse_yaml
+from rollkeel.config import Node, parse_yaml
 from rollkeel.errors import BadInput
+from rollkeel.recipe import RECIPES, _check_keys, find_recipe, merge
 
 POLICIES = ("sync", "oversample", "april", "c3po", "async")
 _BLOCK = 4096

@@ -19,10 +19,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollkeel.config import Config, load
+from rollkeel.config import Config
 from rollkeel.diagnostics.lock import is_locked
 from rollkeel.diagnostics.runfolder import RunFolder
 from rollkeel.errors import BadInput, Corrupt, NonFinite
+from rollkeel.recipe import load
 
 
 def make(path: Path, steps: int = 0) -> RunFolder:

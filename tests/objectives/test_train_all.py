@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from tiny_run import TINY, rows
 
-from rollkeel.config import load
 from rollkeel.objectives import RECIPES, Objective, build
 from rollkeel.pipeline import train
+from rollkeel.recipe import load
 
 STEPS = 30
 QUICK = [

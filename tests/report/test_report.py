@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollkeel.config import Config, load
+from rollkeel.config import Config
 from rollkeel.diagnostics.rollout_store import write_step
 from rollkeel.diagnostics.runfolder import RunFolder
 from rollkeel.errors import BadInput
+from rollkeel.recipe import load
 from rollkeel.report import render
 from rollkeel.report.charts import MAX_POINTS, charts, matching, series, smooth
 from rollkeel.report.samples import choose, shade, visible

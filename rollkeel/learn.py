@@ -1,0 +1,196 @@
+"""What the trainer does with a step's rollouts: passes, credit, updates, and what they say about engine and trainer.
+
+Blind to how the rollouts were scheduled; the loops in `loop.py` differ before this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from rollkeel import advantages
+from rollkeel.batch.build import TrainingBatch, build_batch, split_by_groups
+from rollkeel.diagnostics.mismatch import mismatch_metrics
+from rollkeel.diagnostics.rollout_store import write_step
+from rollkeel.diagnostics.routing import routing_metrics
+from rollkeel.diagnostics.updates import merge_updates
+from rollkeel.objectives.kl import ESTIMATORS
+from rollkeel.rewards.overlong import overlong_penalty
+from rollkeel.rollout.dynamic import Drawn
+from rollkeel.run import Clock, Run
+from rollkeel.train.scores import Scores
+from rollkeel.train.trainer import UpdateOutput
+from rollkeel.types import Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What other policies say about the step's tokens, `[T]` each, where somebody needs it."""
+
+    old: Scores | None = None
+    """The weights at the start of the step."""
+    ref: torch.Tensor | None = None
+    """Log-probs of the frozen start model."""
+
+    def of(self, part: slice) -> dict[str, torch.Tensor | None]:
+        """Arguments of `LocalTrainer.update` for a part of the tokens."""
+        old = (None, None) if self.old is None else (self.old.logprobs, self.old.topk_logprobs)
+        named = {"old_logprobs": old[0], "old_topk_logprobs": old[1], "ref_logprobs": self.ref}
+        return {name: None if value is None else value[part] for name, value in named.items()}
+
+
+def learn(run: Run, step: int, drawn: Drawn, metrics: dict[str, float], clock: Clock) -> bool:
+    """Passes, credit, updates; adds to `metrics` and writes the step's rollouts. False if nothing was learnt."""
+    config, objective = run.config, run.objective
+    graded = [r for r in drawn.rollouts if r.reward is not None]
+    metrics |= advantages.group_metrics([r.reward for r in graded], [r.group for r in graded])
+    groups = split_by_groups(drawn.batch, config.train.updates_per_step)
+    chosen = [r for group in groups for r in group]
+    credit: dict[int, float] = {}
+    logprobs = keep = None
+    if chosen:
+        version = run.trainer.version
+        whole = build_batch(chosen, np.zeros(len(chosen)), objective.aggregate).to(run.trainer.device)
+        known = passes(run, whole, len(groups), clock)
+        credit = credit_of(run, step, chosen, known, metrics)
+        with clock.stage("update"):
+            parts = [build_batch(g, [credit[r.id] for r in g], objective.aggregate) for g in groups]
+            outputs = update(run, parts, known, metrics)
+        metrics |= watch(run, whole, parts, known, outputs, version)
+        logprobs = known.old.logprobs if known.old else torch.cat([o.logprobs for o in outputs])
+        keep = torch.cat([o.keep for o in outputs])
+    metrics["optimizer/updates"] = float(len(groups))
+    if config.report.rollouts:
+        with clock.stage("record"):
+            store(run, step, graded, chosen, credit, logprobs, keep)
+    return bool(groups)
+
+
+def passes(run: Run, whole: TrainingBatch, updates: int, clock: Clock) -> Known:
+    """Forward passes over all tokens before the first update, as far as somebody needs them."""
+    needs, in_reward = run.objective.needs, run.config.train.kl_in == "reward" and run.config.train.kl_coefficient > 0
+    old = ref = None
+    # One update on all tokens sees exactly the weights that "old" means: its own first pass is the old pass, unless
+    # a rule must look at the whole batch before that.
+    ahead = run.objective.denominator == "kept" or any(rule.threshold.adaptive for _, rule in run.objective.rules())
+    if in_reward or ((updates > 1 or ahead) and needs & {"old_logprobs", "old_topk_logprobs"}):
+        with clock.stage("logprob"):
+            old = run.trainer.score(whole)
+    if in_reward or "ref_logprobs" in needs:
+        with clock.stage("logprob"):
+            ref = run.trainer.ref_logprobs(whole)
+    return Known(old=old, ref=ref)
+
+
+def credit_of(
+    run: Run, step: int, rollouts: Sequence[Rollout], known: Known, metrics: dict[str, float]
+) -> dict[int, float]:
+    """Advantage of each rollout by id, from its reward with what the config adds to it."""
+    config, n = run.config, len(rollouts)
+    lengths = np.array([len(r.span) for r in rollouts])
+    reward = np.array([r.reward for r in rollouts], dtype=np.float64)
+    limit, overlong = config.sampling.max_new_tokens, config.reward.overlong
+    added = np.zeros(n)
+    if overlong.buffer:
+        penalty = overlong_penalty(lengths, limit, overlong.buffer, overlong.penalty)
+        metrics |= {
+            "reward/overlong_penalty": abs(float(penalty.mean())),
+            "reward/overlong_share": float((penalty < 0).mean()),
+        }
+        added += penalty
+    if config.train.kl_in == "reward" and known.old is not None and known.ref is not None:
+        per_token = ESTIMATORS[config.train.kl_estimator](known.old.logprobs.double(), known.ref.double())
+        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+        penalty = config.train.kl_coefficient * np.add.reduceat(per_token.cpu().numpy(), starts)
+        metrics["reward/kl_penalty"] = float(penalty.mean())
+        added -= penalty
+    if added.any():
+        metrics["reward/shaped_mean"] = float((reward + added).mean())
+    partial = config.run.loop == "budgeted" and config.rollout.budget.group == "partial"
+    name = config.advantages.name or ("rloo" if partial else run.objective.advantage)
+    credit = advantages.compute(name, reward + added, [r.group for r in rollouts])
+    if config.advantages.shuffle:
+        credit = advantages.shuffle(credit, config.run.seed, step)
+    return {r.id: float(c) for r, c in zip(rollouts, credit, strict=True)}
+
+
+def update(run: Run, parts: Sequence[TrainingBatch], known: Known, metrics: dict[str, float]) -> list[UpdateOutput]:
+    """One optimizer update per part; adds their metrics, see `merge_updates`."""
+    outputs, start = [], 0
+    for part in parts:
+        window = slice(start, start + len(part))
+        start += len(part)
+        current = "old_logprobs" in run.objective.needs and known.old is None
+        first = not outputs
+        outputs.append(
+            run.trainer.update(part, run.objective, **known.of(window), old_is_current=current, experts=first)
+        )
+    # The controllers' bounds go by two names.
+    bounds = {f"mask/{owner}/{rule.parameter}" for owner, rule in run.objective.rules() if rule.threshold.adaptive}
+    metrics |= merge_updates([o.metrics for o in outputs], [len(p) for p in parts], bounds)
+    return outputs
+
+
+def watch(
+    run: Run,
+    whole: TrainingBatch,
+    parts: Sequence[TrainingBatch],
+    known: Known,
+    outputs: Sequence[UpdateOutput],
+    version: int,
+) -> dict[str, float]:
+    """Engine against trainer, at the weights `version` that sampled; what p alone says, at those of every update."""
+    credited = replace(whole, advantages=torch.cat([p.advantages for p in parts]).to(whole.advantages.device))
+
+    def measured(seen: Sequence[UpdateOutput]) -> dict[str, float]:
+        logprobs = torch.cat([o.logprobs for o in seen])
+        tokens = credited.tokens(
+            logprobs,
+            old_logprobs=known.old.logprobs if known.old else None,
+            ref_logprobs=known.ref,
+            indices=torch.arange(len(logprobs), device=logprobs.device),
+        )
+        weight = torch.cat([o.weight for o in seen]) if run.objective.weight is not None else None
+        return mismatch_metrics(tokens, version, weight=weight)
+
+    found = measured(outputs)
+    if known.old is None and len(outputs) > 1:
+        # Without an old pass only the first update's pass saw the weights that sampled.
+        found = {name: value for name, value in found.items() if not name.startswith("mismatch/")}
+        found |= {name: value for name, value in measured(outputs[:1]).items() if name.startswith("mismatch/")}
+    engine, experts = parts[0].experts, outputs[0].experts
+    return found | routing_metrics(engine if experts is None or engine is None else engine.to(experts.device), experts)
+
+
+def store(
+    run: Run,
+    step: int,
+    rollouts: Sequence[Rollout],
+    chosen: Sequence[Rollout],
+    credit: dict[int, float],
+    logprobs: torch.Tensor | None,
+    keep: torch.Tensor | None,
+) -> None:
+    """Write the step's rollouts with what the trainer thought of every token of those it was trained on."""
+    trained: dict[int, np.ndarray] = {}
+    masks: dict[int, np.ndarray] = {}
+    if logprobs is not None and keep is not None:
+        p, k, start = logprobs.cpu().numpy(), keep.cpu().numpy(), 0
+        for r in chosen:
+            window = slice(start, start + len(r.span))
+            trained[r.id], masks[r.id] = p[window], k[window]
+            start += len(r.span)
+    spread = {r.id: np.full(len(r.span), credit[r.id], np.float32) for r in chosen}
+    tokenizer = run.policy.tokenizer
+    write_step(
+        run.folder.rollouts(step),
+        rollouts,
+        step=step,
+        train_logprobs=trained,
+        keep=masks,
+        advantages=spread,
+        piece=lambda i: tokenizer.decode([i]),
+    )
