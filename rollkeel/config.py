@@ -91,6 +91,8 @@ class EngineConfig(Node):
     """What samples. The numeric mode is independent of the trainer's."""
 
     kind: Literal["local"] = "local"
+    kv: Literal["recompute", "keep"] = "recompute"
+    """KV of sequences that new weights find unfinished: computed again under them, or kept as older weights computed it."""
     dtype: Literal["fp32", "bf16", "fp8", "fp8_weights", "int8", "int4"] = "fp32"
     """`fp8` is weights and activations, `fp8_weights`/`int8`/`int4` weights only; router, norms, embeddings and head stay high precision."""
     processes: int = Field(default=0, ge=0)
@@ -130,7 +132,7 @@ class BudgetConfig(Node):
     Ω_infer, `capacity`: rollouts in the engine at once. Ω_train, `train_capacity`: most rollouts in a batch, 0 is no limit.
     σ, `retention`: an unfinished rollout that was parked more often is given up. `count`: whole rollouts as they finish
     (Algorithm 1) or every token when it is `generated`. `group`: `wait` for whole groups, or train `partial` ones with a
-    leave-one-out baseline over what is there. `kv`: that of parked rollouts is computed again (`keep` does not exist yet).
+    leave-one-out baseline over what is there. `engine.kv` says what becomes of the KV of parked rollouts.
     """
 
     tokens: int = Field(default=1024, ge=1)
@@ -139,7 +141,6 @@ class BudgetConfig(Node):
     retention: int = Field(default=3, ge=0)
     count: Literal["finished", "generated"] = "finished"
     group: Literal["wait", "partial"] = "wait"
-    kv: Literal["recompute", "keep"] = "recompute"
 
 
 class RolloutConfig(Node):

@@ -24,6 +24,7 @@ from rollkeel.engines.open import open_engine
 from rollkeel.errors import BadInput
 from rollkeel.models.loading import Policy, resolve_device, save_policy
 from rollkeel.objectives import Objective
+from rollkeel.protocols import Engine
 from rollkeel.rewards import FailureBudget, Graders
 from rollkeel.rollout.budgeted import BudgetedRollouts
 from rollkeel.rollout.pool import PoolRules
@@ -31,7 +32,7 @@ from rollkeel.sync.publish import DirectPublisher
 from rollkeel.tasks.source import PromptSource
 from rollkeel.train import checkpoint
 from rollkeel.train.trainer import LocalTrainer
-from rollkeel.types import Engine, Prompt, SamplingParams
+from rollkeel.types import Prompt, SamplingParams
 
 EVAL_SEED = 0x5EED
 """Mixed into the run seed for evaluation draws, so that they never repeat those of training."""
@@ -290,8 +291,6 @@ def validate(config: Config) -> None:
 
 def _validate_budgeted(config: Config) -> None:
     pool_rules(config)
-    if config.rollout.budget.kv == "keep":
-        raise BadInput("rollout.budget.kv=keep: parked rollouts cannot keep their KV yet; use recompute")
     if config.rollout.dynamic_rounds:
         raise BadInput(
             f"rollout.dynamic_rounds: expected 0 with run.loop=budgeted, got {config.rollout.dynamic_rounds}; the budget"

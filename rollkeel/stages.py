@@ -21,6 +21,7 @@ from rollkeel.models.loading import Policy, load_policy, quiet_transformers, res
 from rollkeel.models.names import checkpoint_views
 from rollkeel.objectives.registry import find
 from rollkeel.pipeline import sft
+from rollkeel.protocols import Engine
 from rollkeel.recipe import load
 from rollkeel.report import regions
 from rollkeel.rewards import FailureBudget, Graders
@@ -31,7 +32,7 @@ from rollkeel.rollout.scenario import Scenario
 from rollkeel.run import EVAL_SEED, StopFlag, eval_prompts, prompt_source, sampling_params
 from rollkeel.sync.publish import DirectPublisher
 from rollkeel.train import checkpoint
-from rollkeel.types import Engine, Rollout
+from rollkeel.types import Rollout
 
 
 def sft_stage(config: Config, out: Path) -> dict[str, float]:

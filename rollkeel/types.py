@@ -8,9 +8,9 @@ This module imports neither torch nor transformers at run time, so that reading 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -167,6 +167,18 @@ class TokenSpan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeptKV:
+    """Keys and values of an interrupted sequence, out of the engine: all of its tokens but the last one."""
+
+    keys: FloatArray
+    """`[layers, kv_heads, n, d]` in the engine's storage dtype."""
+    values: FloatArray
+    """`[layers, kv_heads, n, dv]`."""
+    version: int
+    """Oldest policy version that computed any of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """One sequence an engine is asked to sample."""
 
@@ -176,7 +188,9 @@ class Request:
     """`[P]` int64, P ≥ 1."""
     sampling: SamplingParams
     prefix: TokenSpan = field(default_factory=TokenSpan.empty)
-    """Tokens already sampled for this rollout; sampling goes on behind them. Their KV is recomputed."""
+    """Tokens already sampled for this rollout; sampling goes on behind them. Their KV is recomputed, unless `kv` has it."""
+    kv: KeptKV | None = None
+    """What `Segment.kv` returned when this sequence was interrupted, or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +202,8 @@ class Segment:
     status: Status
     detail: str = ""
     """One line when `status` is a failure."""
+    kv: KeptKV | None = None
+    """Of an interrupted sequence, from an engine that keeps KV (`engine.kv=keep`): hand it back with the request to resume."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,59 +342,3 @@ class StepReport:
     step: int
     version: int
     metrics: Mapping[str, float]
-
-
-@runtime_checkable
-class Engine(Protocol):
-    """Anything that generates tokens. Requests batch and may cross processes."""
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that would sample the next token."""
-        ...
-
-    @property
-    def capabilities(self) -> Capabilities: ...
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests. Raises `BadInput` for an empty prompt, an id outside the vocabulary or a prompt beyond the context."""
-        ...
-
-    def poll(self, timeout_s: float) -> list[Segment]:
-        """Segments that ended since the last call; waits at most `timeout_s` for the first. Empty when nothing is in flight."""
-        ...
-
-    def interrupt(self, ids: Sequence[int] | None = None) -> None:
-        """Stop these requests (all of them when None); `poll` then returns what they have with `Status.INTERRUPTED`."""
-        ...
-
-    def update_weights(self, update: WeightUpdate) -> Proof:
-        """Serve `update.version` from the next decode step on, proven by recomputed checksums."""
-        ...
-
-    def close(self) -> None: ...
-
-
-@runtime_checkable
-class SteppedEngine(Engine, Protocol):
-    """An engine whose clock is decode steps, so that a schedule does not depend on timing."""
-
-    def advance(self, steps: int) -> list[Segment]:
-        """Run exactly `steps` decode steps, fewer once nothing is in flight; then what ended, ordered by request id."""
-        ...
-
-    def progress(self) -> dict[int, int]:
-        """Response tokens that each request in flight has so far, its prefix included, by id."""
-        ...
-
-
-class Grader(Protocol):
-    """Turns complete rollouts into rewards. A failure is `Status.GRADER_FAILURE` with reward None, never 0."""
-
-    def grade(self, rollouts: Sequence[Rollout]) -> list[Rollout]: ...
-
-
-class Publisher(Protocol):
-    """Brings the trainer's weights to engines and refuses to go on without proof."""
-
-    def publish(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> Mapping[str, float]: ...

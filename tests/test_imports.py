@@ -29,13 +29,14 @@ LEFT_TO_RIGHT = (
 """Stages; those in one set stand side by side and must not import each other."""
 WATCHERS = ({"diagnostics"}, {"report"}, {"memory", "cluster"}, {"lab"})
 """They may look at every stage and at what stands before them here; no stage knows them."""
-FOUNDATIONS = {"types", "config", "recipe", "errors", "events", "models", "host"}
+FOUNDATIONS = {"types", "protocols", "config", "recipe", "errors", "events", "models", "host"}
 MEETING_PLACES = {"loop", "learn", "run", "pipeline", "stages", "cli", "__main__"}
 """The files in which stages meet."""
 OF_FOUNDATIONS = {
     "errors": set(),
     "host": set(),
     "types": {"errors"},
+    "protocols": {"types"},
     "config": {"errors"},
     "recipe": {"config", "errors"},
     "events": {"errors"},
@@ -137,7 +138,7 @@ ENGINES = ("vllm", "sglang", "ray")
     [
         ("rollkeel.objectives", ("transformers", *ENGINES)),
         (
-            "rollkeel, rollkeel.types, rollkeel.config, rollkeel.errors, rollkeel.events, rollkeel.cli, rollkeel.tasks,"
+            "rollkeel, rollkeel.types, rollkeel.protocols, rollkeel.recipe, rollkeel.config, rollkeel.errors, rollkeel.events, rollkeel.cli, rollkeel.tasks,"
             " rollkeel.tasks.source, rollkeel.diagnostics.runfolder, rollkeel.rewards",
             ("torch", "transformers", "tokenizers", *ENGINES),
         ),

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from rollkeel.batch.build import TrainingBatch
     from rollkeel.config import EngineConfig
     from rollkeel.models.loading import Policy
+    from rollkeel.protocols import Engine
     from rollkeel.train.trainer import LocalTrainer
-    from rollkeel.types import Engine, Prompt, Rollout
+    from rollkeel.types import Prompt, Rollout
 
 GRADER = "benchmark-even-share"
 

@@ -56,7 +56,7 @@ class _SharedPrompt:
 
 
 class LocalEngine:
-    """Implements `rollkeel.types.Engine` in this process. Not thread-safe."""
+    """Implements `rollkeel.protocols.SteppedEngine` in this process. Not thread-safe."""
 
     def __init__(
         self,

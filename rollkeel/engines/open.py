@@ -9,7 +9,7 @@ import torch
 from rollkeel.config import EngineConfig
 from rollkeel.engines.local import LocalEngine
 from rollkeel.engines.workers import WorkerEngine
-from rollkeel.types import Engine
+from rollkeel.protocols import Engine
 
 
 def open_engine(

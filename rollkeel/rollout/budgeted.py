@@ -19,10 +19,11 @@ from typing import Any, final
 import numpy as np
 
 from rollkeel.errors import BadInput, EngineFailure, Interrupted
+from rollkeel.protocols import SteppedEngine
 from rollkeel.rollout.collect import extended
 from rollkeel.rollout.pool import Member, Pool, PoolRules
 from rollkeel.rollout.state import pack_rollouts, unpack_rollouts
-from rollkeel.types import Prompt, Request, Rollout, SamplingParams, Segment, Status, SteppedEngine, TokenSpan
+from rollkeel.types import Prompt, Request, Rollout, SamplingParams, Segment, Status, TokenSpan
 
 BUCKETS = 4
 """Parts of `max_new_tokens` by which purge rates are reported."""

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from rollkeel.errors import EngineFailure, Interrupted
-from rollkeel.types import Engine, Prompt, Request, Rollout, SamplingParams, Segment, Status
+from rollkeel.protocols import Engine
+from rollkeel.types import Prompt, Request, Rollout, SamplingParams, Segment, Status
 
 POLL_S = 1.0
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from rollkeel.protocols import Engine, Grader
 from rollkeel.rollout.collect import collect, issue
-from rollkeel.types import Engine, Grader, Prompt, Rollout, SamplingParams
+from rollkeel.types import Prompt, Rollout, SamplingParams
 
 
 def evaluate(

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollkeel.errors import EngineFailure
+from rollkeel.protocols import Engine
 from rollkeel.rollout.fleet import Curve, Fleet
-from rollkeel.types import Engine, Request, SamplingParams
+from rollkeel.types import Request, SamplingParams
 
 _ROUNDS = 8
 _POLL_S = 60.0

@@ -9,7 +9,8 @@ import torch
 
 from rollkeel.errors import EngineFailure
 from rollkeel.models.checksum import MASK, tensor_checksum
-from rollkeel.types import Engine, WeightSlice, WeightUpdate
+from rollkeel.protocols import Engine
+from rollkeel.types import WeightSlice, WeightUpdate
 
 
 def full_update(weights: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightUpdate:

@@ -21,8 +21,9 @@ from rollkeel.engines.local import LocalEngine
 from rollkeel.engines.workers import WorkerEngine, even_shares
 from rollkeel.errors import EngineFailure
 from rollkeel.models.names import checkpoint_views
+from rollkeel.protocols import SteppedEngine
 from rollkeel.sync.publish import full_update
-from rollkeel.types import Request, Segment, Status, SteppedEngine
+from rollkeel.types import Request, Segment, Status
 
 LENGTHS = [3, 9, 5, 1, 12, 4, 7, 2, 8, 6, 10, 11]
 

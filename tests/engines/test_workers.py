@@ -22,8 +22,9 @@ from rollkeel.engines.open import open_engine
 from rollkeel.engines.workers import WorkerEngine
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.names import checkpoint_views
+from rollkeel.protocols import Engine
 from rollkeel.sync.publish import DirectPublisher, full_update
-from rollkeel.types import Engine, Status
+from rollkeel.types import Status
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from rollkeel import rewards, tasks
 from rollkeel.errors import BadInput, EngineFailure, GraderFailure
+from rollkeel.protocols import Grader
 from rollkeel.rewards import FailureBudget, Graders, graders
-from rollkeel.types import Grader, GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
+from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
 
 
 def rollout(text: str = "", answer: str = "4", grader: GraderSpec | str = "exact", **changes: Any) -> Rollout:

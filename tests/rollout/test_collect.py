@@ -14,11 +14,11 @@ import pytest
 
 from rollkeel.errors import EngineFailure, Interrupted
 from rollkeel.models.presets import EOS, build_tokenizer
+from rollkeel.protocols import Engine
 from rollkeel.rollout import collect as collect_module
 from rollkeel.rollout.collect import collect, decode, issue
 from rollkeel.types import (
     Capabilities,
-    Engine,
     GraderSpec,
     Prompt,
     Proof,

@@ -20,13 +20,14 @@ from tiny_run import cli
 
 from rollkeel.diagnostics.rollout_store import write_step
 from rollkeel.errors import BadInput
+from rollkeel.protocols import Engine
 from rollkeel.report.simulation import observed_lengths
 from rollkeel.rollout.fleet import Curve, Fleet
 from rollkeel.rollout.ledger import Ledger
 from rollkeel.rollout.measure import speed_curve
 from rollkeel.rollout.scenario import POLICIES, LengthConfig, Lengths, Scenario, load_scenario
 from rollkeel.rollout.simulate import compare, counted, overlapped, simulate
-from rollkeel.types import Engine, GraderSpec, Prompt, Request, Rollout, SamplingParams, Segment, Status, TokenSpan
+from rollkeel.types import GraderSpec, Prompt, Request, Rollout, SamplingParams, Segment, Status, TokenSpan
 
 LINEAR = "engine.curve=[[1, 10]]"
 """Ten tokens per second, shared by whatever runs: a step with n sequences takes n / 10 s."""

@@ -1,0 +1,107 @@
+"""What differs between inference servers: how one is started, asked for tokens, interrupted and given weights.
+
+`ServedEngine` (served.py) is the engine; a `Backend` speaks one server's HTTP. Backends are stateless but for their settings, so
+that a server can be restarted under them. Every method that waits raises `EngineFailure` naming what it waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from rollkeel.types import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """One continuation asked of a server."""
+
+    key: str
+    """Name of the request at the server, unique over restarts and re-issues; `abort` uses it."""
+    token_ids: Sequence[int]
+    """Prompt and everything sampled so far."""
+    sampling: SamplingParams
+    max_new_tokens: int
+    """Tokens still to sample; ≤ `sampling.max_new_tokens`."""
+    seed: int
+    """For the server's own generator: a function of run seed, rollout and tokens already sampled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """New tokens of a generation, in order."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    """Under the distribution that sampled them (after temperature)."""
+    kept_mass: Sequence[float] = ()
+    """Empty means 1 for each token: nothing was cut off."""
+    topk_ids: Sequence[Sequence[int]] = ()
+    topk_logprobs: Sequence[Sequence[float]] = ()
+    experts: np.ndarray | None = None
+    """`[n, layers, k]` int16, from servers that return routed experts."""
+    finish: str = ""
+    """`stop`, `length`, `abort`; empty while more is to come."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """How a server is started."""
+
+    model: Path
+    """Hugging Face folder with config, tokenizer and the weights to begin with."""
+    port: int
+    dtype: str
+    max_length: int
+    slots: int
+    """Most sequences decoded together."""
+    python: str
+    """Interpreter that has the server installed."""
+    device: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further command line options, `name: value`; a value of True stands for a bare switch."""
+
+
+class Backend(Protocol):
+    """One kind of inference server. `http` is an asynchronous client bound to the server's address."""
+
+    name: str
+    keeps_kv: bool
+    """Whether `pause(keep_kv=True)` leaves running sequences and their KV in the server."""
+
+    def command(self, settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
+        """Command line and additional environment that start the server."""
+        ...
+
+    async def ready(self, http: Any) -> bool:
+        """True once requests would be served."""
+        ...
+
+    def generate(self, http: Any, wanted: Generation) -> AsyncIterator[Chunk]:
+        """Stream one continuation; the last chunk has `finish`."""
+        ...
+
+    async def abort(self, http: Any, keys: Sequence[str]) -> None:
+        """Stop these generations; their streams end with `finish="abort"`."""
+        ...
+
+    async def score(self, http: Any, token_ids: Sequence[int]) -> np.ndarray:
+        """`[n - 1]` float32 log-probs of tokens 1 … n−1 under the served weights at temperature 1."""
+        ...
+
+    async def pause(self, http: Any, keep_kv: bool) -> None:
+        """Stop decoding so that weights can change."""
+        ...
+
+    async def load(self, http: Any, folder: Path, version: int) -> int | None:
+        """Take the weights of a Hugging Face folder (safetensors) that this machine and the server both see, drop every
+        cached prefix. Returns the checksum of what the server received, where it can compute one."""
+        ...
+
+    async def resume(self, http: Any) -> None:
+        """Decode again."""
+        ...

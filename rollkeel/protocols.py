@@ -1,0 +1,79 @@
+"""What stages ask of each other: the loop meets engines, graders and publishers through these protocols alone.
+
+Imports no torch at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from rollkeel.types import Capabilities, FloatArray, IntArray, Proof, Request, Rollout, Segment, WeightUpdate
+
+if TYPE_CHECKING:
+    import torch
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Anything that generates tokens. Requests batch and may cross processes."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that would sample the next token."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests. Raises `BadInput` for an empty prompt, an id outside the vocabulary or a prompt beyond the context."""
+        ...
+
+    def poll(self, timeout_s: float) -> list[Segment]:
+        """Segments that ended since the last call; waits at most `timeout_s` for the first. Empty when nothing is in flight."""
+        ...
+
+    def interrupt(self, ids: Sequence[int] | None = None) -> None:
+        """Stop these requests (all of them when None); `poll` then returns what they have with `Status.INTERRUPTED`."""
+        ...
+
+    def update_weights(self, update: WeightUpdate) -> Proof:
+        """Serve `update.version` from the next decode step on, proven by recomputed checksums."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class SteppedEngine(Engine, Protocol):
+    """An engine whose clock is decode steps, so that a schedule does not depend on timing."""
+
+    def advance(self, steps: int) -> list[Segment]:
+        """Run exactly `steps` decode steps, fewer once nothing is in flight; then what ended, ordered by request id."""
+        ...
+
+    def progress(self) -> dict[int, int]:
+        """Response tokens that each request in flight has so far, its prefix included, by id."""
+        ...
+
+
+@runtime_checkable
+class ProbedEngine(Engine, Protocol):
+    """An engine in another program, whose memory cannot be read: what it serves is proven by what it computes."""
+
+    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        """Log-probs `[n - 1]` of tokens 1 … n−1 of each sequence under the served weights, temperature 1."""
+        ...
+
+
+class Grader(Protocol):
+    """Turns complete rollouts into rewards. A failure is `Status.GRADER_FAILURE` with reward None, never 0."""
+
+    def grade(self, rollouts: Sequence[Rollout]) -> list[Rollout]: ...
+
+
+class Publisher(Protocol):
+    """Brings the trainer's weights to engines and refuses to go on without proof."""
+
+    def publish(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> Mapping[str, float]: ...
