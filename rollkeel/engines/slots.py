@@ -27,7 +27,7 @@ class Slots:
         self.token, self.position = ints(count), ints(count)
         """Last token, whose KV is not computed yet, and its absolute position."""
         self.made, self.limit = ints(count), ints(count)
-        """Tokens sampled since admission, and how many may be."""
+        """Tokens sampled since admission or the last `take`, and how many may be."""
         self.drawn = ints(count)
         """Response index of the next token: the counter of the random draws."""
         self.key = ints(count)
@@ -74,6 +74,8 @@ class Slots:
         self, active: torch.Tensor, drawn: Sampled | None, topk: int, experts: list[torch.Tensor] | None
     ) -> None:
         """Store what only some requests ask for, the `topk` best of `drawn` and the experts; call before `record`."""
+        if not topk and not experts:
+            return
         at = self.made[active]
         if topk and drawn is not None:
             values, ids = drawn.scores.log_softmax(-1).topk(topk, -1)
@@ -106,23 +108,25 @@ class Slots:
         stopped = (drawn.ids[:, None] == self.stop[active]).any(-1)
         return torch.stack((stopped, at + 1 >= self.limit[active], ~drawn.logprobs.isfinite()))
 
-    def span(self, slot: int, request: Request, version: int) -> TokenSpan:
-        """The tokens sampled in `slot` since admission, all under weights `version`."""
+    def take(self, slot: int, request: Request, version: int, kv_version: int) -> TokenSpan:
+        """The tokens sampled in `slot` since admission or the last call, under weights `version` behind KV of `kv_version`."""
         n = int(self.made[slot])
 
         def copy(t: torch.Tensor) -> np.ndarray:
             return t[slot, :n].cpu().numpy().copy()
 
-        stamp = np.full(n, version, np.int64)
         wanted = request.sampling
         topk = (copy(self.topk[0]), copy(self.topk[1])) if wanted.return_topk and self.topk is not None and n else None
-        return TokenSpan(
+        span = TokenSpan(
             token_ids=copy(self.ids),
             logprobs=copy(self.logprobs),
             kept_mass=copy(self.kept),
-            versions=stamp,
-            kv_versions=stamp.copy(),
+            versions=np.full(n, version, np.int64),
+            kv_versions=np.full(n, kv_version, np.int64),
             experts=copy(self.experts) if wanted.return_experts and self.experts is not None and n else None,
             topk_ids=topk[0][:, : wanted.return_topk] if topk else None,
             topk_logprobs=topk[1][:, : wanted.return_topk] if topk else None,
         )
+        self.made[slot] = 0
+        self.limit[slot] -= n
+        return span
