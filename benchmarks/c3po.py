@@ -106,6 +106,7 @@ def config_of(args: argparse.Namespace, slots: int, budgeted: bool) -> Config:
         f"rollout.samples={SAMPLES}",
         f"rollout.budget={json.dumps(budget)}",
         f"engine.slots={slots}",
+        f"engine.kv={args.kv if budgeted else 'recompute'}",
         f"engine.processes={args.processes}",
         f"train.processes={max(args.processes, 1)}",
         "eval.every=0",
@@ -163,6 +164,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="measured steps")
     parser.add_argument("--warmup", type=int, default=6, help="steps before them, in which the pool fills")
     parser.add_argument("--retention", type=int, default=8, help="σ of C3PO++")
+    parser.add_argument("--kv", choices=("keep", "recompute"), default="keep", help="of parked rollouts")
     parser.add_argument("--processes", type=int, default=0, help="engine workers and trainer processes")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()

@@ -122,7 +122,7 @@ def test_a_resumed_rollout_keeps_log_probs_of_the_weights_that_sampled_it(whole:
     for step in range(2, STEPS + 1):
         trained = per_token(read_step(whole / "rollouts" / f"step_{step:06d}.parquet"), "train_logprobs")
         for r in stored(whole, step):
-            fresh = r.span.versions == 2 * (step - 1)
+            fresh = r.span.kv_versions == 2 * (step - 1)  # then the token is of those weights too
             gap = np.abs(trained[r.id] - r.span.logprobs)
             assert gap[fresh].max(initial=0) < 1e-4
             old = max(old, float(gap[~fresh].max(initial=0)))
