@@ -239,15 +239,23 @@ class LocalEngine:
         for source, target in copies:
             self._cache.copy_block(source, target)
         self._prefill(tails)
-        for slot, running in entered:
-            tokens = running.tokens()
-            drawn = len(running.request.prefix) + len(running.span)
-            room = self._room(running.request, len(running.span))
-            self._slots.place(slot, running.request, len(tokens), int(tokens[-1]), drawn, room)
-            self._slots.table[slot] = self._padding_block
-            self._slots.table[slot, : len(running.blocks)] = torch.tensor(running.blocks, device=self._device)
-            self._active[slot] = running
-            self._batch = None
+        if not entered:
+            return
+        spans = [r.request.prefix.append(r.span) if len(r.span) else r.request.prefix for _, r in entered]
+        self._slots.place(
+            [slot for slot, _ in entered],
+            [r.request for _, r in entered],
+            drawn=[len(span) for span in spans],
+            last=[
+                int(span.token_ids[-1] if len(span) else r.request.prompt_ids[-1])
+                for span, (_, r) in zip(spans, entered, strict=True)
+            ],
+            limit=[self._room(r.request, len(r.span)) for _, r in entered],
+            blocks=[r.blocks for _, r in entered],
+            padding=self._padding_block,
+        )
+        self._active |= dict(entered)
+        self._batch = None
 
     def _reserve(self, tokens: int, others: Sequence[_Running]) -> bool:
         """True if a sequence of `tokens` can start beside `others`; shared prompts none of them uses make room first."""
@@ -277,6 +285,9 @@ class LocalEngine:
     def _prefill(self, jobs: list[Job]) -> None:
         """Compute and store KV of each job's tokens, which start at its offset; several jobs share a forward pass."""
         jobs = sorted((j for j in jobs if len(j[1])), key=lambda j: len(j[1]))
+        if self._compiled is not None and jobs:
+            self._compiled.prefill(jobs)
+            return
         while jobs:
             count = 1
             while count < len(jobs) and (count + 1) * len(jobs[count][1]) <= self._config.prefill_tokens:
@@ -369,8 +380,9 @@ class LocalEngine:
     def _stamp(self, slot: int) -> None:
         """Move what a slot has sampled under the weights it was sampled with to its sequence."""
         running = self._active[slot]
-        part = self._slots.take(slot, running.request, self._version, running.kv_version)
-        running.span = running.span.append(part)
+        if self._slots.made[slot]:
+            part = self._slots.take(slot, running.request, self._version, running.kv_version)
+            running.span = running.span.append(part)
 
     def _requeue(self, slot: int) -> None:
         self._waiting.appendleft(self._leave(slot))

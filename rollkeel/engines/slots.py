@@ -42,22 +42,43 @@ class Slots:
         self.experts: torch.Tensor | None = None
         self.topk: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def place(self, slot: int, request: Request, tokens: int, last: int, drawn: int, limit: int) -> None:
-        """Put a request into `slot`: `tokens` of it exist, `last` is the final one, `limit` more may be sampled."""
-        p = request.sampling
-        self.token[slot], self.position[slot] = last, tokens - 1
-        self.made[slot], self.drawn[slot], self.limit[slot] = 0, drawn, limit
-        seed, rollout = torch.tensor([p.seed]), torch.tensor([request.id])
-        self.key[slot] = request_keys(seed, rollout)[0].to(self.device)
-        self.temperature[slot], self.top_p[slot] = p.temperature, p.top_p
-        self.top_k[slot], self.min_p[slot] = p.top_k, p.min_p
-        if len(p.stop_token_ids) > self.stop.shape[1]:
-            grown = torch.full((len(self.stop), len(p.stop_token_ids)), -1, dtype=torch.int64, device=self.device)
+    def place(
+        self,
+        slots: Sequence[int],
+        requests: Sequence[Request],
+        *,
+        last: Sequence[int],
+        drawn: Sequence[int],
+        limit: Sequence[int],
+        blocks: Sequence[Sequence[int]],
+        padding: int,
+    ) -> None:
+        """Put requests into `slots`: `last` is the final token of each, `drawn` of them were sampled, `limit` more may be.
+
+        Their keys and values lie in `blocks`; `padding` is the block behind those.
+        """
+        at, asked = torch.tensor(slots, device=self.device), [r.sampling for r in requests]
+        columns = torch.tensor(
+            [
+                [len(r.prompt_ids) + n - 1, n, t, m, p.top_k, p.seed, r.id]
+                for r, p, n, t, m in zip(requests, asked, drawn, last, limit, strict=True)
+            ]
+        ).T
+        self.key[at] = request_keys(columns[5], columns[6]).to(self.device)
+        position, already, token, most, top_k = columns[:5].to(self.device)
+        self.position[at], self.drawn[at], self.token[at] = position, already, token
+        self.limit[at], self.top_k[at], self.made[at] = most, top_k, 0
+        shape = torch.tensor([[p.temperature, p.top_p, p.min_p] for p in asked], device=self.device).T
+        self.temperature[at], self.top_p[at], self.min_p[at] = shape
+        most_stops = max(len(p.stop_token_ids) for p in asked)
+        if most_stops > self.stop.shape[1]:
+            grown = torch.full((len(self.stop), most_stops), -1, dtype=torch.int64, device=self.device)
             grown[:, : self.stop.shape[1]] = self.stop
             self.stop = grown
-        self.stop[slot] = -1
-        for i, token in enumerate(p.stop_token_ids):
-            self.stop[slot, i] = token
+        width = self.stop.shape[1]
+        self.stop[at] = torch.tensor([[*p.stop_token_ids, *[-1] * width][:width] for p in asked], device=self.device)
+        width = self.table.shape[1]
+        self.table[at] = torch.tensor([[*b, *[padding] * (width - len(b))] for b in blocks], device=self.device)
 
     def rows(self, active: torch.Tensor, requests: Sequence[Request]) -> SamplingRows:
         """Sampling parameters of the active slots."""
