@@ -288,6 +288,32 @@ SPECS = (
         keys=("staleness/mean", "staleness/max", "staleness/span"),
         caption="Trainer version minus the version that sampled the token.",
     ),
+    Spec(
+        title="Controlled acceptance",
+        unit="share of tokens or rollouts",
+        keys=("controller/acceptance", "controller/target"),
+        caption="What a drop rate aims at, and its running estimate.",
+    ),
+    Spec(
+        title="Rollout pool",
+        unit="rollouts",
+        keys=("pool/parked", "pool/held", "pool/ready", "pool/waiting", "pool/purged"),
+        caption="Unfinished and parked; finished and waiting for their group; of those ready to train; not begun; given up in the step.",
+    ),
+    Spec(
+        title="Lengths under a budget",
+        unit="tokens",
+        keys=("rollout/finished_length_mean", "rollout/issued_length_mean"),
+        caption="What finished in a step against all that was in the engine: short answers finish first.",
+        label=lambda key: _tail(key).removesuffix("_length_mean"),
+    ),
+    Spec(
+        title="Routing flips",
+        unit="tokens (%)",
+        keys=("routing/flipped_tokens",),
+        caption="Tokens that engine and trainer send to different experts in some layer.",
+        scale=100,
+    ),
     Spec(title="KL to the start", unit="KL (nats/token)", keys=("policy/kl_base", "policy/kl_ref")),
     Spec(
         title="Time per stage",

@@ -26,6 +26,7 @@ from rollkeel.rollout.pool import Member, Pool, PoolRules
 from rollkeel.rollout.state import pack_rollouts, unpack_rollouts
 from rollkeel.types import KeptKV, Prompt, Request, Rollout, SamplingParams, Segment, Status, TokenSpan
 
+GAUGES = ("parked", "held", "ready", "waiting", "queued_prompts", "age_max", "held_age_max")
 BUCKETS = 4
 """Parts of `max_new_tokens` by which purge rates are reported."""
 
@@ -134,7 +135,7 @@ class BudgetedRollouts:
             "rollout/overshoot": float(self.pool.overshoot),
             "rollout/generated_tokens": float(done["tokens_generated"]),
             "rollout/decode_steps": float(partition.steps),
-            **{f"pool/{name}": float(now[name]) for name in ("parked", "held", "waiting", "queued_prompts", "age_max")},
+            **{f"pool/{name}": float(now[name]) for name in GAUGES},
             **{
                 f"pool/{name}": float(done[name])
                 for name in ("started", "resumed", "finished", "purged", "failed", "reissued", "returned")
