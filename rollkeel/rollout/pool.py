@@ -53,7 +53,7 @@ class Pool:
         """Iterations begun."""
         self.spent = 0
         """Tokens counted against Φ in this iteration."""
-        self._active = False
+        self._active = self._full = False
         self._next_id = self._next_group = 0
         self._returned: deque[int] = deque()
         self._totals: Counter[str] = Counter()
@@ -70,6 +70,8 @@ class Pool:
         No finished member: the prompt returns to the source, to be served before fresh ones, first in first out.
         One: every lost member is issued again and waits for a place in the engine. Two or more: complete, for `end`.
         This is the only moment of such decisions, so in one iteration a prompt is served and a place issued at most once.
+        An iteration that finds a whole batch of Ω_train ready samples nothing: otherwise a Φ above what Ω_train takes would
+        let finished rollouts pile up and grow old.
         """
         self._require(not self._active, "begin() inside an iteration", "call end() first")
         self._active = True
@@ -81,6 +83,8 @@ class Pool:
             self._lose(m, "purged")
         if self.rules.group == "wait":
             self._decide_groups()
+        capacity = self.rules.train_capacity
+        self._full = 0 < capacity <= sum(map(len, self._complete().values()))
         self._rebuild()
         return sorted(m.id for m in purged)
 
@@ -131,8 +135,8 @@ class Pool:
 
     @property
     def exhausted(self) -> bool:
-        """The budget of this iteration is reached: interrupt what runs and call `end`."""
-        return self.spent >= self.rules.budget
+        """The budget of this iteration is reached, or a whole batch was ready before it: interrupt what runs, call `end`."""
+        return self._full or self.spent >= self.rules.budget
 
     @property
     def overshoot(self) -> int:
@@ -223,6 +227,7 @@ class Pool:
             "rules": asdict(self.rules),
             "iteration": self.iteration,
             "active": self._active,
+            "full": self._full,
             "spent": self.spent,
             "next_id": self._next_id,
             "next_group": self._next_group,
@@ -243,7 +248,11 @@ class Pool:
             if not all(m.status in STATUSES for m in members):
                 raise ValueError(f"unknown status in {sorted({m.status for m in members})}")
             numbers = {name: int(state[name]) for name in ("iteration", "spent", "next_id", "next_group")}
-            active, returned = bool(state["active"]), deque(int(p) for p in state["returned"])
+            active, full, returned = (
+                bool(state["active"]),
+                bool(state["full"]),
+                deque(int(p) for p in state["returned"]),
+            )
             totals, before = Counter(state["totals"]), Counter(state["before"])
         except (KeyError, TypeError, ValueError) as error:
             raise Corrupt(
@@ -257,7 +266,7 @@ class Pool:
                 )
         self.iteration, self.spent = numbers["iteration"], numbers["spent"]
         self._next_id, self._next_group = numbers["next_id"], numbers["next_group"]
-        self._active, self._returned, self._totals, self._before = active, returned, totals, before
+        self._active, self._full, self._returned, self._totals, self._before = active, full, returned, totals, before
         self.members = {m.id: m for m in members}
         self._rebuild()
 

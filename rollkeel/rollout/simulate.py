@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -132,7 +132,8 @@ def overlapped(scenario: Scenario, lengths: Lengths, slots: int) -> Result:
     """
     share, bound, cost = scenario.asynchronous.share, scenario.asynchronous.staleness, scenario.train
     slots = max(1, int(slots * share))
-    pool = Pool(_rules(scenario, lengths, slots, bound - 1))
+    # One batch ahead is its own limit; the pool's would stop an engine that here never waits.
+    pool = Pool(replace(_rules(scenario, lengths, slots, bound - 1), train_capacity=0))
     fleet, result = _fleet(scenario, share), Result("async", slots, _peak(scenario) * share, Ledger(lengths))
     book = result.ledger
     publish_at = math.inf

@@ -57,6 +57,8 @@ class Ledger:
     served: list[int] = field(default_factory=list)
     fresh: int = 0
     spent: int = 0
+    full: bool = False
+    """Whether the iteration began with a whole batch ready."""
     last_step: int = 0
     ended: dict[int, str] = field(default_factory=dict)
     at: dict[int, Place] = field(default_factory=dict)
@@ -92,6 +94,12 @@ class Ledger:
                 else:
                     self.groups[g] = [p if p.status == "finished" else Place(p.issue + 1) for p in places]
                     self.tally["reissued"] += len(places) - 1
+        ready, most = 0, self.rules.train_capacity
+        for places in self.groups.values():
+            kinds = Counter(p.status for p in places)
+            whole = kinds["waiting"] + kinds["parked"] == 0 and kinds["finished"] >= 2
+            ready += kinds["finished"] if whole or self.rules.group == "partial" else 0
+        self.full = most > 0 and ready >= most
 
     def refill(self, sent: list[Member], exhausted: bool) -> None:
         before = len(self.having("running"))
@@ -242,12 +250,16 @@ def step(pool: Pool, ledger: Ledger, rng: random.Random, lengths: dict[int, int]
     ledger.advance(generated, finished)
 
 
+FULL = [0]
+"""Iterations that found a whole batch ready, in this process."""
+
+
 def run_schedule(chosen: PoolRules, rng: random.Random, reloads: float = 0.02, iterations: int = 4) -> Pool:
     """Run a schedule under audit, with failures and detours through JSON at random moments (`reloads` per step)."""
     pool, ledger = Pool(chosen), Ledger(chosen)
     lengths: dict[int, int] = {}
     detours = random.Random(1)
-    tail, failures = rng.uniform(0.1, 0.5), rng.choice((0.0, 0.0, 0.05, 0.4))
+    tail, failures, full = rng.uniform(0.1, 0.5), rng.choice((0.0, 0.0, 0.05, 0.4)), 0
     for _ in range(iterations):
         ledger.begin(pool.begin())
         for _ in range(40):
@@ -259,7 +271,9 @@ def run_schedule(chosen: PoolRules, rng: random.Random, reloads: float = 0.02, i
             ledger.refill(pool.refill(), pool.exhausted)
             pool = reloaded(pool) if detours.random() < reloads else pool
             step(pool, ledger, rng, lengths, tail)
-        assert pool.exhausted == (pool.spent >= chosen.budget)
+        assert pool.exhausted == (ledger.full or pool.spent >= chosen.budget)
+        full += ledger.full
+        assert not (ledger.full and pool.spent)
         assert (pool.spent, pool.overshoot) == (ledger.spent, max(0, ledger.spent - chosen.budget))
         if pool.exhausted:
             ledger.refill(pool.refill(), True)
@@ -268,6 +282,7 @@ def run_schedule(chosen: PoolRules, rng: random.Random, reloads: float = 0.02, i
         pool = reloaded(pool) if detours.random() < reloads else pool
         ledger.end(pool.end())
         ledger.conserves(pool)
+    FULL[0] += full
     return pool
 
 
@@ -283,6 +298,7 @@ def test_ten_thousand_random_schedules_keep_every_invariant(part: int) -> None:
         except AssertionError as error:
             raise AssertionError(f"schedule {seed}, {chosen}") from error
     assert min(seen[k] for k in ("trained", "purged", "failed", "reissued", "returned")) > 100, seen
+    assert FULL[0] > 20
 
 
 @st.composite
@@ -331,6 +347,29 @@ def test_groups_begun_and_not_complete_stay_bounded(count: str) -> None:
             ledger.end(pool.end())
             assert len(ledger.groups) <= pool.rules.capacity
         assert pool.counts["groups_trained"] > 10
+
+
+@pytest.mark.parametrize("group", ["wait", "partial"])
+def test_what_is_ready_stays_bounded_when_training_takes_less_than_is_made(group: str) -> None:
+    """Φ of 60 tokens is some ten rollouts of which Ω_train takes six: without back-pressure four more would wait each time."""
+    chosen, rng = (
+        rules(budget=60, train_capacity=6, capacity=12, retention=99, samples=3, group=group),
+        random.Random(5),
+    )
+    pool, ledger, most, sampled = Pool(chosen), Ledger(chosen), 0, 0
+    lengths: dict[int, int] = {}
+    for _ in range(60):
+        ledger.begin(pool.begin())
+        assert pool.exhausted == (pool.counts["ready"] >= 6)
+        sampled += not pool.exhausted
+        while not pool.exhausted:
+            ledger.refill(pool.refill(), False)
+            step(pool, ledger, rng, lengths, 0.2)
+        ledger.end(pool.end())
+        ledger.conserves(pool)
+        most = max(most, pool.counts["ready"])
+    assert most < 6 + 60 // 2
+    assert 20 < sampled < 55
 
 
 # Group rules, by hand
@@ -542,7 +581,7 @@ def test_a_small_group_does_not_overtake_one_that_does_not_fit() -> None:
 
 
 def test_the_older_group_is_trained_first_also_when_it_completes_later() -> None:
-    pool = Pool(rules(samples=2, capacity=6, train_capacity=2, budget=100))
+    pool = Pool(rules(samples=2, capacity=6, train_capacity=3, budget=100))
     pool.begin()
     pool.refill()
     assert list(end_as(pool, {0: "P", 1: "F", 2: "F", 3: "F", 4: "F", 5: "F"}).groups) == [1]
