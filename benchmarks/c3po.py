@@ -21,7 +21,6 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.runfolder import RunFolder
 from rollkeel.models.loading import load_policy
 from rollkeel.recipe import load
+from rollkeel.rollout.scenario import LengthConfig, Lengths
 from rollkeel.run import StopFlag, assemble
 from rollkeel.types import Request
 
@@ -56,18 +56,16 @@ MODELS: dict[str, dict[str, Any]] = {
 8 sequences as with 64; `wide`, 26 M parameters, reads its weights from memory as large models do."""
 
 
-@cache
-def length_of(request: int, median: int) -> int:
-    """Tokens of rollout `request`: a function of its id alone."""
-    draw = np.random.default_rng([0xC3, request]).lognormal(np.log(median), SIGMA)
-    return int(np.clip(round(draw), 1, CUT * median))
+def lengths_of(median: int, sigma: float = SIGMA, cut: int = CUT, observed: np.ndarray | None = None) -> Lengths:
+    """Tokens of every rollout, a function of its id alone; `observed` are drawn from instead, at most `cut` × `median`."""
+    return Lengths(LengthConfig(median=median, sigma=sigma, max=cut * median), seed=0xC3, observed=observed)
 
 
 class Forced:
-    """An engine whose requests end after `length_of` tokens; everything else is the engine's own."""
+    """An engine whose requests end after their length in tokens; everything else is the engine's own."""
 
-    def __init__(self, engine: Any, median: int) -> None:
-        self._engine, self._median = engine, median
+    def __init__(self, engine: Any, lengths: Lengths) -> None:
+        self._engine, self._lengths = engine, lengths
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -76,7 +74,7 @@ class Forced:
         self._engine.submit([self._forced(r) for r in requests])
 
     def _forced(self, r: Request) -> Request:
-        limit = length_of(r.id, self._median)
+        limit = self._lengths.of(0, r.id)
         return replace(r, sampling=replace(r.sampling, max_new_tokens=limit, stop_token_ids=()))
 
     # Named here too, because a protocol is recognised by the class.
@@ -109,8 +107,11 @@ class Forced:
 
 def config_of(args: argparse.Namespace, slots: int, budgeted: bool) -> Config:
     count = args.prompts * SAMPLES
-    mean = float(np.mean([length_of(i, args.median) for i in range(4096)]))
-    budget = {"tokens": round(count * mean), "capacity": slots * max(args.processes, 1), "retention": args.retention}
+    budget = {
+        "tokens": round(count * args.lengths.mean()),
+        "capacity": slots * max(args.processes, 1),
+        "retention": args.retention,
+    }
     words = [
         f"run.loop={'budgeted' if budgeted else 'sync'}",
         f"run.steps={args.warmup + args.steps}",
@@ -138,7 +139,7 @@ def measure(args: argparse.Namespace, slots: int, budgeted: bool) -> dict[str, f
         folder = RunFolder.create(Path(path) / "run", config)
         run = assemble(config, folder, load_policy(config.model, "cpu"), view, stop)
         try:
-            run.engine = Forced(run.engine, args.median)
+            run.engine = Forced(run.engine, args.lengths)
             run.publish()
             for step in range(1, args.warmup + args.steps):  # the last step would evaluate and save
                 loop.step_once(run, step, loop.sample_budgeted if budgeted else loop.sample)
@@ -184,7 +185,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
     args.steps += 1  # step_once on the last step of a run would also evaluate
-    issued = float(np.mean([length_of(i, args.median) for i in range(4096)]))
+    args.lengths = lengths_of(args.median)
+    issued = args.lengths.mean()
     best: dict[str, dict[str, float]] = {}
     for name, budgeted in (("barrier", False), ("c3po++", True)):
         for slots in args.slots:

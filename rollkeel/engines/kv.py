@@ -123,28 +123,45 @@ class PagedCache:
                 heads = cache.shape[0] // self.num_blocks
                 cache[target * heads : (target + 1) * heads] = cache[source * heads : (source + 1) * heads]
 
-    def read(self, blocks: Sequence[int], tokens: int, version: int) -> KeptKV | None:
-        """Copy of the first `tokens` entries in `blocks`, whose oldest is of `version`; None for no tokens.
+    def read(self, sequences: Sequence[tuple[Sequence[int], int, int]]) -> list[KeptKV | None]:
+        """Copies of sequences, each (blocks, tokens n to take, oldest version in them); None where n is 0.
 
         Raises `BadInput` where the layers' shapes differ.
         """
-        if tokens < 1:
-            return None
+        blocks = [b for owned, _, _ in sequences for b in owned]
         found = []
         for store in (self._keys, self._values):
-            layers = [self._of(store[layer], blocks).flatten(1, 2)[:, :tokens] for layer in sorted(store)]
-            if len({part.shape for part in layers}) != 1:
+            layers = [
+                store[layer].view(self.num_blocks, -1, *store[layer].shape[1:])[blocks] for layer in sorted(store)
+            ]
+            if len({part.shape for part in layers}) > 1:
                 raise BadInput(
                     "engine.kv=keep: expected layers whose keys have one shape; use recompute for this model"
                 )
-            found.append(torch.stack(layers).float().cpu().numpy())
-        return KeptKV(keys=found[0], values=found[1], version=version)
+            found.append(torch.stack(layers).transpose(1, 2).flatten(2, 3).float().cpu().numpy() if layers else None)
+        out: list[KeptKV | None] = []
+        start = 0
+        for owned, tokens, version in sequences:
+            part, kept = slice(start, start + tokens), None
+            if tokens and found[0] is not None and found[1] is not None:
+                kept = KeptKV(keys=found[0][:, :, part].copy(), values=found[1][:, :, part].copy(), version=version)
+            out.append(kept)
+            start += len(owned) * self.block_size
+        return out
 
-    def write(self, blocks: Sequence[int], kept: KeptKV) -> None:
-        """Put back what `read` returned. Raises `BadInput` when it has another shape than this cache."""
-        for store, arrays in ((self._keys, kept.keys), (self._values, kept.values)):
-            for layer, array in enumerate(arrays):
-                heads, tokens, width = array.shape
+    def write(self, sequences: Sequence[tuple[Sequence[int], KeptKV]]) -> None:
+        """Put back what `read` returned, into these blocks. Raises `BadInput` when it has another shape than this cache."""
+        blocks = [b for owned, _ in sequences for b in owned]
+        for store, name in ((self._keys, "keys"), (self._values, "values")):
+            arrays = [getattr(kept, name) for _, kept in sequences]
+            layers, heads, _, width = arrays[0].shape
+            rows = torch.zeros(layers, heads, len(blocks) * self.block_size, width)
+            start = 0
+            for (owned, _), array in zip(sequences, arrays, strict=True):
+                rows[:, :, start : start + array.shape[2]] = torch.from_numpy(array)
+                start += len(owned) * self.block_size
+            parts = rows.view(layers, heads, len(blocks), self.block_size, width).transpose(1, 2).to(self._device)
+            for layer in range(layers):
                 if layer not in store:
                     shape = (self.num_blocks * heads, self.block_size, width)
                     store[layer] = torch.zeros(shape, dtype=self._dtype, device=self._device)
@@ -154,15 +171,7 @@ class PagedCache:
                         f"engine.kv=keep: expected {cache.shape[0] // self.num_blocks} heads of {cache.shape[-1]} in layer"
                         f" {layer}, got {heads} of {width}; the KV is that of another model"
                     )
-                rows = torch.zeros(heads, len(blocks) * self.block_size, width, dtype=cache.dtype)
-                rows[:, :tokens] = torch.from_numpy(array)
-                parts = rows.view(heads, len(blocks), self.block_size, width).transpose(0, 1).to(cache.device)
-                cache.view(self.num_blocks, heads, self.block_size, width)[list(blocks)] = parts
-
-    def _of(self, cache: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
-        """`[heads, blocks, block_size, d]` of these blocks."""
-        view = cache.view(self.num_blocks, -1, *cache.shape[1:])
-        return view[list(blocks)].transpose(0, 1)
+                cache.view(self.num_blocks, heads, self.block_size, width)[blocks] = parts[layer].to(cache.dtype)
 
     def attend(
         self,

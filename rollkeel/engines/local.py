@@ -173,12 +173,13 @@ class LocalEngine:
 
     def interrupt(self, ids: Sequence[int] | None = None) -> None:
         wanted = None if ids is None else set(ids)
-        for slot in [s for s, r in self._active.items() if wanted is None or r.request.id in wanted]:
-            self._stamp(slot)
-            running, kept = self._active[slot], None
-            if self._keep:
-                kept = self._cache.read(running.blocks, len(running.tokens()) - 1, running.kv_version)
-            self._emit(self._leave(slot), Status.INTERRUPTED, kept)
+        slots = [s for s, r in self._active.items() if wanted is None or r.request.id in wanted]
+        kept: list[KeptKV | None] = [None] * len(slots)
+        if self._keep and slots:
+            leaving, ends = [self._active[s] for s in slots], self._slots.position[slots].tolist()
+            kept = self._cache.read([(r.blocks, end, r.kv_version) for r, end in zip(leaving, ends, strict=True)])
+        for slot, kv in zip(slots, kept, strict=True):
+            self._emit(self._leave(slot), Status.INTERRUPTED, kv)
         staying: deque[_Running] = deque()
         for running in self._waiting:
             if wanted is None or running.request.id in wanted:
@@ -232,10 +233,11 @@ class LocalEngine:
                 tails.append((running.blocks, tokens[start:-1], start))
             entered.append((free.pop(0), running))
         self._prefill(prompts)
+        brought = [(r.blocks, r.kv) for _, r in entered if r.kv is not None]
+        if brought:
+            self._cache.write(brought)
         for _, running in entered:
-            if running.kv is not None:
-                self._cache.write(running.blocks, running.kv)
-                running.kv = None
+            running.kv = None
         for source, target in copies:
             self._cache.copy_block(source, target)
         self._prefill(tails)

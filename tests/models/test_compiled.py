@@ -79,7 +79,7 @@ def test_prefilled_keys_and_values_are_pytorchs(name: str, rows: int, monkeypatc
         with torch.inference_mode():
             engine._prefill([(b, t[:15], 0) for b, t in zip(blocks, tokens, strict=True)])
             engine._prefill([(blocks[3], tokens[3][15:], 15)])
-        found.append([engine._cache.read(b, len(t), 1) for b, t in zip(blocks, tokens, strict=True)])
+        found.append(engine._cache.read([(b, len(t), 1) for b, t in zip(blocks, tokens, strict=True)]))
     for a, b in zip(*found, strict=True):
         assert a is not None
         assert b is not None
