@@ -171,7 +171,7 @@ class KeptKV:
     """Keys and values of an interrupted sequence, out of the engine: all of its tokens but the last one."""
 
     keys: FloatArray
-    """`[layers, kv_heads, n, d]` in the engine's storage dtype."""
+    """`[layers, kv_heads, n, d]` float32."""
     values: FloatArray
     """`[layers, kv_heads, n, dv]`."""
     version: int
@@ -190,7 +190,7 @@ class Request:
     prefix: TokenSpan = field(default_factory=TokenSpan.empty)
     """Tokens already sampled for this rollout; sampling goes on behind them. Their KV is recomputed, unless `kv` has it."""
     kv: KeptKV | None = None
-    """What `Segment.kv` returned when this sequence was interrupted, or None."""
+    """What `Segment.kv` returned when this sequence was interrupted, or None. An engine that does not keep KV ignores it."""
 
 
 @dataclass(frozen=True, kw_only=True)

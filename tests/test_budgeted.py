@@ -46,13 +46,19 @@ def use_cache(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setenv("ROLLKEEL_CACHE", str(cache))
 
 
+@pytest.fixture(scope="module", params=["recompute", "keep"])
+def kv(request: pytest.FixtureRequest) -> str:
+    """What becomes of the KV of parked rollouts, as an override."""
+    return f"engine.kv={request.param}"
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+def whole(tmp_path_factory: pytest.TempPathFactory, cache: Path, kv: str) -> Path:
     """The uninterrupted run."""
     run = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLKEEL_CACHE", str(cache))
-        train(load(None, [*BUDGETED, f"run.dir={run}"]))
+        train(load(None, [*BUDGETED, kv, f"run.dir={run}"]))
     return run
 
 
@@ -83,10 +89,10 @@ def test_a_step_ends_with_its_budget(whole: Path) -> None:
         assert row["rollout/issued_length_mean"] > 0
 
 
-def test_no_rollout_is_trained_twice_and_groups_are_whole(whole: Path) -> None:
+def test_no_rollout_is_trained_twice_and_groups_are_whole(whole: Path, kv: str) -> None:
     seen: Counter[int] = Counter()
     groups: dict[int, int] = {}
-    spans = 0
+    spans = older = 0
     for step in range(1, STEPS + 1):
         members = stored(whole, step)
         seen.update(r.id for r in members)
@@ -95,8 +101,10 @@ def test_no_rollout_is_trained_twice_and_groups_are_whole(whole: Path) -> None:
             versions = r.span.versions.tolist()
             assert versions == sorted(versions)
             assert versions[-1] <= 2 * (step - 1)
-            # KV is computed again under the weights that go on: a token's prefix is never older than the token.
-            assert r.span.kv_versions.tolist() == versions
+            # KV computed again under the weights that go on is never older than the token; kept KV is that of the first.
+            expected = versions if kv.endswith("recompute") else [versions[0]] * len(versions)
+            assert r.span.kv_versions.tolist() == expected
+            older += expected != versions
             assert r.status.complete
             assert r.reward is not None
             spans += len(set(versions)) > 1
@@ -105,6 +113,7 @@ def test_no_rollout_is_trained_twice_and_groups_are_whole(whole: Path) -> None:
             assert 2 <= size <= 4
     assert max(seen.values()) == 1
     assert spans > 0
+    assert bool(older) == kv.endswith("keep")
 
 
 def test_a_resumed_rollout_keeps_log_probs_of_the_weights_that_sampled_it(whole: Path) -> None:
@@ -113,7 +122,7 @@ def test_a_resumed_rollout_keeps_log_probs_of_the_weights_that_sampled_it(whole:
     for step in range(2, STEPS + 1):
         trained = per_token(read_step(whole / "rollouts" / f"step_{step:06d}.parquet"), "train_logprobs")
         for r in stored(whole, step):
-            fresh = r.span.versions == 2 * (step - 1)
+            fresh = r.span.kv_versions == 2 * (step - 1)  # then the token is of those weights too
             gap = np.abs(trained[r.id] - r.span.logprobs)
             assert gap[fresh].max(initial=0) < 1e-4
             old = max(old, float(gap[~fresh].max(initial=0)))
@@ -193,11 +202,11 @@ def test_broken_graders_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("stage", "step", "delay_s"), [("rollout", 6, 0.002), ("update", 9, 0.002), ("checkpoint", 4, 0.01)]
 )
 def test_killed_run_continues_bit_for_bit(
-    stage: str, step: int, delay_s: float, whole: Path, cache: Path, tmp_path: Path
+    stage: str, step: int, delay_s: float, whole: Path, kv: str, cache: Path, tmp_path: Path
 ) -> None:
     for attempt in range(4):  # on a busy machine the stage may be over before the signal arrives
         killed = tmp_path / f"run{attempt}"
-        if kill_at(killed, cache, BUDGETED, stage, step, delay_s) == stage:
+        if kill_at(killed, cache, [*BUDGETED, kv], stage, step, delay_s) == stage:
             break
     else:
         pytest.fail(f"four kills, none of them in {stage}")
@@ -206,7 +215,7 @@ def test_killed_run_continues_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_twenty_kills_at_random_moments(whole: Path, cache: Path, tmp_path: Path) -> None:
+def test_twenty_kills_at_random_moments(whole: Path, kv: str, cache: Path, tmp_path: Path) -> None:
     draw, counts = random.Random(20), dict.fromkeys((*STAGES, "elsewhere"), 0)
     for attempt in range(40):
         if sum(counts.values()) >= 20 and min(counts[s] for s in STAGES) >= 4:
@@ -214,7 +223,7 @@ def test_twenty_kills_at_random_moments(whole: Path, cache: Path, tmp_path: Path
         killed = tmp_path / f"run{attempt}"
         stage = min(STAGES, key=lambda s: (counts[s], draw.random()))
         step = draw.randint(1, STEPS // 2) * 2 if stage == "checkpoint" else draw.randint(1, STEPS)
-        fell = kill_at(killed, cache, BUDGETED, stage, step, draw.uniform(0.0, 0.03))
+        fell = kill_at(killed, cache, [*BUDGETED, kv], stage, step, draw.uniform(0.0, 0.03))
         counts[fell if fell in STAGES else "elsewhere"] += 1
         resumed = start(cache, "train", "--resume", killed)
         assert resumed.communicate()[1] == ""
@@ -226,9 +235,9 @@ def test_twenty_kills_at_random_moments(whole: Path, cache: Path, tmp_path: Path
     assert min(counts[s] for s in STAGES) >= 4, counts
 
 
-def test_ctrl_c_in_the_middle_of_sampling_repeats_the_step(whole: Path, cache: Path, tmp_path: Path) -> None:
+def test_ctrl_c_in_the_middle_of_sampling_repeats_the_step(whole: Path, kv: str, cache: Path, tmp_path: Path) -> None:
     stopped = tmp_path / "run"
-    process = start(cache, "train", *BUDGETED, "checkpoint.every=5", f"run.dir={stopped}")
+    process = start(cache, "train", *BUDGETED, kv, "checkpoint.every=5", f"run.dir={stopped}")
     wait_for(stopped, process, "rollout", 7)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=DEADLINE_S)

@@ -15,6 +15,7 @@ import torch
 
 from rollkeel.config import EngineConfig
 from rollkeel.errors import BadInput, EngineFailure
+from rollkeel.types import KeptKV
 
 
 class BlockPool:
@@ -99,8 +100,11 @@ class Step:
 class PagedCache:
     """Keys and values of every layer, and attention over them. Layers are allocated when first written."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
+        self._dtype, self._device = dtype, torch.device(device)
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
         self._buffers: dict[int, torch.Tensor] = {}
@@ -118,6 +122,47 @@ class PagedCache:
             for cache in store.values():
                 heads = cache.shape[0] // self.num_blocks
                 cache[target * heads : (target + 1) * heads] = cache[source * heads : (source + 1) * heads]
+
+    def read(self, blocks: Sequence[int], tokens: int, version: int) -> KeptKV | None:
+        """Copy of the first `tokens` entries in `blocks`, whose oldest is of `version`; None for no tokens.
+
+        Raises `BadInput` where the layers' shapes differ.
+        """
+        if tokens < 1:
+            return None
+        found = []
+        for store in (self._keys, self._values):
+            layers = [self._of(store[layer], blocks).flatten(1, 2)[:, :tokens] for layer in sorted(store)]
+            if len({part.shape for part in layers}) != 1:
+                raise BadInput(
+                    "engine.kv=keep: expected layers whose keys have one shape; use recompute for this model"
+                )
+            found.append(torch.stack(layers).float().cpu().numpy())
+        return KeptKV(keys=found[0], values=found[1], version=version)
+
+    def write(self, blocks: Sequence[int], kept: KeptKV) -> None:
+        """Put back what `read` returned. Raises `BadInput` when it has another shape than this cache."""
+        for store, arrays in ((self._keys, kept.keys), (self._values, kept.values)):
+            for layer, array in enumerate(arrays):
+                heads, tokens, width = array.shape
+                if layer not in store:
+                    shape = (self.num_blocks * heads, self.block_size, width)
+                    store[layer] = torch.zeros(shape, dtype=self._dtype, device=self._device)
+                cache = store[layer]
+                if cache.shape[0] != self.num_blocks * heads or cache.shape[-1] != width:
+                    raise BadInput(
+                        f"engine.kv=keep: expected {cache.shape[0] // self.num_blocks} heads of {cache.shape[-1]} in layer"
+                        f" {layer}, got {heads} of {width}; the KV is that of another model"
+                    )
+                rows = torch.zeros(heads, len(blocks) * self.block_size, width, dtype=cache.dtype)
+                rows[:, :tokens] = torch.from_numpy(array)
+                parts = rows.view(heads, len(blocks), self.block_size, width).transpose(0, 1).to(cache.device)
+                cache.view(self.num_blocks, heads, self.block_size, width)[list(blocks)] = parts
+
+    def _of(self, cache: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
+        """`[heads, blocks, block_size, d]` of these blocks."""
+        view = cache.view(self.num_blocks, -1, *cache.shape[1:])
+        return view[list(blocks)].transpose(0, 1)
 
     def attend(
         self,

@@ -4,6 +4,8 @@
                  ▲                                            │
                  └────── weights changed, or no free block ◀──┘   (keeps its tokens, KV is recomputed)
 
+With `engine.kv=keep` new weights leave sequences where they are, and an interrupted one takes its KV along.
+
 Every token is sampled by the decode path, the first one too: a request's arithmetic does not depend on whether its
 prompt's KV was computed for it or shared. A slot that becomes free is refilled before the next decode step.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +23,7 @@ import torch
 
 from rollkeel.config import EngineConfig
 from rollkeel.engines.kv import BlockPool, PagedCache, Step, affordable_blocks, prefill_step
+from rollkeel.engines.prompts import Job, SharedPrompts
 from rollkeel.engines.requests import check_requests
 from rollkeel.engines.rng import uniforms
 from rollkeel.engines.sampling import SamplingRows, sample
@@ -31,7 +34,7 @@ from rollkeel.models.compiled import compiled_decode, suits
 from rollkeel.models.forward import FastForward, supports
 from rollkeel.models.forward_transformers import TransformersForward
 from rollkeel.models.numerics import is_quantised, weight_rounder
-from rollkeel.types import Capabilities, Proof, Request, Segment, Status, TokenSpan, WeightUpdate
+from rollkeel.types import Capabilities, KeptKV, Proof, Request, Segment, Status, TokenSpan, WeightUpdate
 
 
 @dataclass
@@ -42,17 +45,13 @@ class _Running:
     span: TokenSpan
     """Tokens sampled in this engine under earlier stays in a slot."""
     blocks: list[int] = field(default_factory=list)
+    kv: KeptKV | None = None
+    """KV it brought along, until it has a slot."""
+    kv_version: int = -1
+    """Oldest version that computed any of its KV; of no meaning in the queue."""
 
     def tokens(self) -> np.ndarray:
         return np.concatenate([self.request.prompt_ids, self.request.prefix.token_ids, self.span.token_ids])
-
-
-@dataclass
-class _SharedPrompt:
-    """KV of all prompt tokens but the last, kept while requests of that prompt are in the engine."""
-
-    blocks: list[int]
-    tokens: int
 
 
 class LocalEngine:
@@ -88,15 +87,15 @@ class LocalEngine:
         max_blocks = -(-self._max_length // block)
         wanted_blocks = config.slots * (max_blocks + 1) + 1
         self._pool = BlockPool(affordable_blocks(text, config, self._forward.dtype, self._max_length, wanted_blocks))
-        self._cache = PagedCache(self._pool.free, block)
+        self._cache = PagedCache(self._pool.free, block, self._forward.dtype, self._device)
         wanted = config.forward == "compiled" or (config.forward == "auto" and suits(self._forward))
         self._compiled = compiled_decode(self._forward, self._cache, self._max_length) if wanted else None
         self._padding_block = self._pool.take()
         self._slots = Slots(config.slots, self._max_length, max_blocks, self._device)
         self._waiting: deque[_Running] = deque()
         self._active: dict[int, _Running] = {}
-        self._prompts: dict[bytes, _SharedPrompt] = {}
-        self._users: dict[bytes, int] = {}
+        self._prompts = SharedPrompts(self._pool, block, config.prefix_sharing)
+        self._keep = config.kv == "keep"
         self._done: list[Segment] = []
         self._batch: tuple[torch.Tensor, SamplingRows, int, bool] | None = None
         self._version = -1
@@ -131,9 +130,8 @@ class LocalEngine:
             if self._room(request, 0) <= 0:
                 self._done.append(Segment(request_id=request.id, span=TokenSpan.empty(), status=Status.LENGTH))
                 continue
-            self._waiting.append(_Running(request, TokenSpan.empty()))
-            key = request.prompt_ids.tobytes()
-            self._users[key] = self._users.get(key, 0) + 1
+            self._waiting.append(_Running(request, TokenSpan.empty(), kv=request.kv if self._keep else None))
+            self._prompts.enter(request.prompt_ids)
 
     def _room(self, request: Request, made: int) -> int:
         used = len(request.prefix) + made
@@ -176,22 +174,28 @@ class LocalEngine:
     def interrupt(self, ids: Sequence[int] | None = None) -> None:
         wanted = None if ids is None else set(ids)
         for slot in [s for s, r in self._active.items() if wanted is None or r.request.id in wanted]:
-            self._finish(slot, Status.INTERRUPTED)
-        kept: deque[_Running] = deque()
+            self._stamp(slot)
+            running, kept = self._active[slot], None
+            if self._keep:
+                kept = self._cache.read(running.blocks, len(running.tokens()) - 1, running.kv_version)
+            self._emit(self._leave(slot), Status.INTERRUPTED, kept)
+        staying: deque[_Running] = deque()
         for running in self._waiting:
             if wanted is None or running.request.id in wanted:
-                self._emit(running, Status.INTERRUPTED)
+                self._emit(running, Status.INTERRUPTED, running.kv)
             else:
-                kept.append(running)
-        self._waiting = kept
+                staying.append(running)
+        self._waiting = staying
 
     @torch.inference_mode()
     def update_weights(self, update: WeightUpdate) -> Proof:
-        """Apply a full update in place. Sequences in flight keep their tokens; their KV is recomputed."""
+        """Apply a full update in place. Sequences in flight keep their tokens, and with `engine.kv=keep` their KV."""
         for slot in sorted(self._active, reverse=True):
-            self._requeue(slot)
-        for key in list(self._prompts):
-            self._pool.release(self._prompts.pop(key).blocks)
+            if self._keep:
+                self._stamp(slot)
+            else:
+                self._requeue(slot)
+        self._prompts.evict()
         self._version = -1
         checksum = apply_update(update, self._forward.destinations, self._config.dtype)
         if checksum != update.checksum:
@@ -205,7 +209,7 @@ class LocalEngine:
 
     def close(self) -> None:
         """Drop everything in flight, without asking what it was: closing must work after a failure too."""
-        for part in (self._waiting, self._active, self._prompts, self._users, self._done):
+        for part in (self._waiting, self._active, self._prompts, self._done):
             part.clear()
 
     # -- admission -----------------------------------------------------------------------------------------------------
@@ -213,8 +217,8 @@ class LocalEngine:
     def _admit(self) -> None:
         """Fill free slots in order of arrival: prompts nobody computed yet, then what comes behind the prompts."""
         free = [s for s in range(self._config.slots) if s not in self._active]
-        prompts: list[tuple[list[int], np.ndarray, int]] = []
-        tails: list[tuple[list[int], np.ndarray, int]] = []
+        prompts: list[Job] = []
+        tails: list[Job] = []
         entered: list[tuple[int, _Running]] = []
         copies: list[tuple[int, int]] = []
         while free and self._waiting:
@@ -228,58 +232,62 @@ class LocalEngine:
                 tails.append((running.blocks, tokens[start:-1], start))
             entered.append((free.pop(0), running))
         self._prefill(prompts)
+        for _, running in entered:
+            if running.kv is not None:
+                self._cache.write(running.blocks, running.kv)
+                running.kv = None
         for source, target in copies:
             self._cache.copy_block(source, target)
         self._prefill(tails)
-        for slot, running in entered:
-            tokens = running.tokens()
-            drawn = len(running.request.prefix) + len(running.span)
-            room = self._room(running.request, len(running.span))
-            self._slots.place(slot, running.request, len(tokens), int(tokens[-1]), drawn, room)
-            self._slots.table[slot] = self._padding_block
-            self._slots.table[slot, : len(running.blocks)] = torch.tensor(running.blocks, device=self._device)
-            self._active[slot] = running
-            self._batch = None
+        if not entered:
+            return
+        spans = [r.request.prefix.append(r.span) if len(r.span) else r.request.prefix for _, r in entered]
+        self._slots.place(
+            [slot for slot, _ in entered],
+            [r.request for _, r in entered],
+            drawn=[len(span) for span in spans],
+            last=[
+                int(span.token_ids[-1] if len(span) else r.request.prompt_ids[-1])
+                for span, (_, r) in zip(spans, entered, strict=True)
+            ],
+            limit=[self._room(r.request, len(r.span)) for _, r in entered],
+            blocks=[r.blocks for _, r in entered],
+            padding=self._padding_block,
+        )
+        self._active |= dict(entered)
+        self._batch = None
 
     def _reserve(self, tokens: int, others: Sequence[_Running]) -> bool:
         """True if a sequence of `tokens` can start beside `others`; shared prompts none of them uses make room first."""
         needed = 2 * (-(-tokens // self._config.block_size) + 1)
         if self._pool.free >= needed:
             return True
-        self._evict_idle(others)
+        self._prompts.evict(r.request.prompt_ids for r in others)
         return self._pool.free >= needed or not others
 
-    def _evict_idle(self, users: Iterable[_Running]) -> None:
-        used = {r.request.prompt_ids.tobytes() for r in users}
-        for key in [k for k in self._prompts if k not in used]:
-            self._pool.release(self._prompts.pop(key).blocks)
-
-    def _enter(
-        self, running: _Running, prompts: list[tuple[list[int], np.ndarray, int]], copies: list[tuple[int, int]]
-    ) -> int:
+    def _enter(self, running: _Running, prompts: list[Job], copies: list[tuple[int, int]]) -> int:
         """Give `running` its blocks; returns how many of its tokens will have KV without computing them for it alone."""
-        ids, size = running.request.prompt_ids, self._config.block_size
-        key, shared = ids.tobytes(), 0
-        if self._config.prefix_sharing and len(ids) > 1 and (key in self._prompts or self._users[key] > 1):
-            if key not in self._prompts:
-                blocks = [self._pool.take() for _ in range(-(-(len(ids) - 1) // size))]
-                self._prompts[key] = _SharedPrompt(blocks, len(ids) - 1)
-                prompts.append((blocks, ids[:-1], 0))
-            entry = self._prompts[key]
-            whole, shared = entry.tokens // size, entry.tokens
-            self._pool.share(entry.blocks[:whole])
-            running.blocks = list(entry.blocks[:whole])
-            if entry.tokens % size:
-                running.blocks.append(self._pool.take())
-                copies.append((entry.blocks[whole], running.blocks[-1]))
-        total = len(ids) + len(running.request.prefix) + len(running.span)
+        request, size = running.request, self._config.block_size
+        total = len(request.prompt_ids) + len(request.prefix) + len(running.span)
+        running.kv_version = self._version
+        if running.kv is not None:
+            running.kv_version = min(running.kv.version, self._version)
+            running.blocks, computed = [], total - 1
+        else:
+            placed = self._prompts.place(request.prompt_ids)
+            running.blocks, computed = placed.blocks, placed.computed
+            prompts += [placed.job] if placed.job else []
+            copies += [placed.copy] if placed.copy else []
         while len(running.blocks) * size < total:
             running.blocks.append(self._pool.take())
-        return shared
+        return computed
 
-    def _prefill(self, jobs: list[tuple[list[int], np.ndarray, int]]) -> None:
+    def _prefill(self, jobs: list[Job]) -> None:
         """Compute and store KV of each job's tokens, which start at its offset; several jobs share a forward pass."""
         jobs = sorted((j for j in jobs if len(j[1])), key=lambda j: len(j[1]))
+        if self._compiled is not None and jobs:
+            self._compiled.prefill(jobs)
+            return
         while jobs:
             count = 1
             while count < len(jobs) and (count + 1) * len(jobs[count][1]) <= self._config.prefill_tokens:
@@ -354,7 +362,7 @@ class LocalEngine:
             if running is None or positions[slot] < len(running.blocks) * size:
                 continue
             if self._pool.free == 0:
-                self._evict_idle(self._active.values())
+                self._prompts.evict(r.request.prompt_ids for r in self._active.values())
             while self._pool.free == 0 and slot in self._active:
                 self._requeue(next(reversed(self._active)))
             if slot in self._active:
@@ -362,12 +370,19 @@ class LocalEngine:
                 self._slots.table[slot, len(running.blocks) - 1] = running.blocks[-1]
 
     def _leave(self, slot: int) -> _Running:
+        self._stamp(slot)
         running = self._active.pop(slot)
-        running.span = running.span.append(self._slots.span(slot, running.request, self._version))
         self._pool.release(running.blocks)
         running.blocks = []
         self._batch = None
         return running
+
+    def _stamp(self, slot: int) -> None:
+        """Move what a slot has sampled under the weights it was sampled with to its sequence."""
+        running = self._active[slot]
+        if self._slots.made[slot]:
+            part = self._slots.take(slot, running.request, self._version, running.kv_version)
+            running.span = running.span.append(part)
 
     def _requeue(self, slot: int) -> None:
         self._waiting.appendleft(self._leave(slot))
@@ -375,11 +390,6 @@ class LocalEngine:
     def _finish(self, slot: int, status: Status) -> None:
         self._emit(self._leave(slot), status)
 
-    def _emit(self, running: _Running, status: Status) -> None:
-        key = running.request.prompt_ids.tobytes()
-        self._users[key] -= 1
-        if self._users[key] == 0:
-            del self._users[key]
-            if key in self._prompts:
-                self._pool.release(self._prompts.pop(key).blocks)
-        self._done.append(Segment(request_id=running.request.id, span=running.span, status=status))
+    def _emit(self, running: _Running, status: Status, kv: KeptKV | None = None) -> None:
+        self._prompts.leave(running.request.prompt_ids)
+        self._done.append(Segment(request_id=running.request.id, span=running.span, status=status, kv=kv))

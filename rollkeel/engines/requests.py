@@ -30,6 +30,11 @@ def _check(request: Request, about: Capabilities, vocab_size: int) -> None:
         if len(part) and (int(part.min()) < 0 or int(part.max()) >= vocab_size):
             bad = int(part.min()) if int(part.min()) < 0 else int(part.max())
             raise BadInput(f"request {request.id}: token id {bad} is outside the vocabulary of {vocab_size}")
+    if request.kv is not None and request.kv.keys.shape[2] != len(ids) + len(request.prefix) - 1:
+        raise BadInput(
+            f"request {request.id}: expected KV of all but the last of {len(ids) + len(request.prefix)} tokens, got"
+            f" {request.kv.keys.shape[2]}; hand back prefix and KV of the same segment"
+        )
     if request.sampling.return_topk > vocab_size:
         raise BadInput(
             f"request {request.id}: return_topk={request.sampling.return_topk} is more than the vocabulary of {vocab_size}"

@@ -27,7 +27,7 @@ class Slots:
         self.token, self.position = ints(count), ints(count)
         """Last token, whose KV is not computed yet, and its absolute position."""
         self.made, self.limit = ints(count), ints(count)
-        """Tokens sampled since admission, and how many may be."""
+        """Tokens sampled since admission or the last `take`, and how many may be."""
         self.drawn = ints(count)
         """Response index of the next token: the counter of the random draws."""
         self.key = ints(count)
@@ -42,22 +42,43 @@ class Slots:
         self.experts: torch.Tensor | None = None
         self.topk: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def place(self, slot: int, request: Request, tokens: int, last: int, drawn: int, limit: int) -> None:
-        """Put a request into `slot`: `tokens` of it exist, `last` is the final one, `limit` more may be sampled."""
-        p = request.sampling
-        self.token[slot], self.position[slot] = last, tokens - 1
-        self.made[slot], self.drawn[slot], self.limit[slot] = 0, drawn, limit
-        seed, rollout = torch.tensor([p.seed]), torch.tensor([request.id])
-        self.key[slot] = request_keys(seed, rollout)[0].to(self.device)
-        self.temperature[slot], self.top_p[slot] = p.temperature, p.top_p
-        self.top_k[slot], self.min_p[slot] = p.top_k, p.min_p
-        if len(p.stop_token_ids) > self.stop.shape[1]:
-            grown = torch.full((len(self.stop), len(p.stop_token_ids)), -1, dtype=torch.int64, device=self.device)
+    def place(
+        self,
+        slots: Sequence[int],
+        requests: Sequence[Request],
+        *,
+        last: Sequence[int],
+        drawn: Sequence[int],
+        limit: Sequence[int],
+        blocks: Sequence[Sequence[int]],
+        padding: int,
+    ) -> None:
+        """Put requests into `slots`: `last` is the final token of each, `drawn` of them were sampled, `limit` more may be.
+
+        Their keys and values lie in `blocks`; `padding` is the block behind those.
+        """
+        at, asked = torch.tensor(slots, device=self.device), [r.sampling for r in requests]
+        columns = torch.tensor(
+            [
+                [len(r.prompt_ids) + n - 1, n, t, m, p.top_k, p.seed, r.id]
+                for r, p, n, t, m in zip(requests, asked, drawn, last, limit, strict=True)
+            ]
+        ).T
+        self.key[at] = request_keys(columns[5], columns[6]).to(self.device)
+        position, already, token, most, top_k = columns[:5].to(self.device)
+        self.position[at], self.drawn[at], self.token[at] = position, already, token
+        self.limit[at], self.top_k[at], self.made[at] = most, top_k, 0
+        shape = torch.tensor([[p.temperature, p.top_p, p.min_p] for p in asked], device=self.device).T
+        self.temperature[at], self.top_p[at], self.min_p[at] = shape
+        most_stops = max(len(p.stop_token_ids) for p in asked)
+        if most_stops > self.stop.shape[1]:
+            grown = torch.full((len(self.stop), most_stops), -1, dtype=torch.int64, device=self.device)
             grown[:, : self.stop.shape[1]] = self.stop
             self.stop = grown
-        self.stop[slot] = -1
-        for i, token in enumerate(p.stop_token_ids):
-            self.stop[slot, i] = token
+        width = self.stop.shape[1]
+        self.stop[at] = torch.tensor([[*p.stop_token_ids, *[-1] * width][:width] for p in asked], device=self.device)
+        width = self.table.shape[1]
+        self.table[at] = torch.tensor([[*b, *[padding] * (width - len(b))] for b in blocks], device=self.device)
 
     def rows(self, active: torch.Tensor, requests: Sequence[Request]) -> SamplingRows:
         """Sampling parameters of the active slots."""
@@ -74,6 +95,8 @@ class Slots:
         self, active: torch.Tensor, drawn: Sampled | None, topk: int, experts: list[torch.Tensor] | None
     ) -> None:
         """Store what only some requests ask for, the `topk` best of `drawn` and the experts; call before `record`."""
+        if not topk and not experts:
+            return
         at = self.made[active]
         if topk and drawn is not None:
             values, ids = drawn.scores.log_softmax(-1).topk(topk, -1)
@@ -106,23 +129,25 @@ class Slots:
         stopped = (drawn.ids[:, None] == self.stop[active]).any(-1)
         return torch.stack((stopped, at + 1 >= self.limit[active], ~drawn.logprobs.isfinite()))
 
-    def span(self, slot: int, request: Request, version: int) -> TokenSpan:
-        """The tokens sampled in `slot` since admission, all under weights `version`."""
+    def take(self, slot: int, request: Request, version: int, kv_version: int) -> TokenSpan:
+        """The tokens sampled in `slot` since admission or the last call, under weights `version` behind KV of `kv_version`."""
         n = int(self.made[slot])
 
         def copy(t: torch.Tensor) -> np.ndarray:
             return t[slot, :n].cpu().numpy().copy()
 
-        stamp = np.full(n, version, np.int64)
         wanted = request.sampling
         topk = (copy(self.topk[0]), copy(self.topk[1])) if wanted.return_topk and self.topk is not None and n else None
-        return TokenSpan(
+        span = TokenSpan(
             token_ids=copy(self.ids),
             logprobs=copy(self.logprobs),
             kept_mass=copy(self.kept),
-            versions=stamp,
-            kv_versions=stamp.copy(),
+            versions=np.full(n, version, np.int64),
+            kv_versions=np.full(n, kv_version, np.int64),
             experts=copy(self.experts) if wanted.return_experts and self.experts is not None and n else None,
             topk_ids=topk[0][:, : wanted.return_topk] if topk else None,
             topk_logprobs=topk[1][:, : wanted.return_topk] if topk else None,
         )
+        self.made[slot] = 0
+        self.limit[slot] -= n
+        return span

@@ -1,7 +1,8 @@
-"""Decode steps of a `FastForward` on a CPU by compiled kernels, reading its weights and the engine's state where they lie."""
+"""Decode steps and prefills of a `FastForward` on a CPU by compiled kernels, which read weights and state where they lie."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,6 +35,10 @@ def suits(forward: object) -> bool:
         and forward.exact_activations
         and all(layer.out_bias is None for layer in forward.layers)
     )
+
+
+ROWS = 512
+"""Tokens prefilled in one call."""
 
 
 class Blocks(Protocol):
@@ -103,15 +108,38 @@ class CompiledDecode:
         `experts`, when given, receives one `[N, top_k]` tensor of expert ids per MoE layer.
         """
         f = self._forward
-        hidden = torch.empty(len(active), f.embedding.shape[1]).numpy()
         chosen = self._none if experts is None else np.empty((f.num_moe_layers, len(active), f.top_k), np.int64)
-        token, position, table = state.token.numpy(), state.position.numpy(), state.table.numpy()
+        hidden = self._layers(active, state.token.numpy(), state.position.numpy(), state.table.numpy(), chosen)
+        if experts is not None:
+            experts.extend(torch.from_numpy(chosen).unbind())
+        return hidden
+
+    def prefill(self, jobs: Sequence[tuple[list[int], np.ndarray, int]]) -> None:
+        """Store keys and values of each job's tokens: (blocks, token ids, position of the first).
+
+        The tokens of a sequence are rows of one step: a kernel takes them in order, and each finds the keys of those before.
+        """
+        counts = [len(tokens) for _, tokens, _ in jobs]
+        table = np.zeros((len(jobs), max(len(blocks) for blocks, _, _ in jobs)), np.int64)
+        for row, (blocks, _, _) in enumerate(jobs):
+            table[row, : len(blocks)] = blocks
+        owner = np.repeat(np.arange(len(jobs)), counts)
+        token = np.concatenate([tokens for _, tokens, _ in jobs])
+        position = np.concatenate([np.arange(start, start + len(tokens)) for _, tokens, start in jobs])
+        for first in range(0, len(token), ROWS):
+            part = slice(first, first + ROWS)
+            rows = np.arange(len(token[part]))
+            self._layers(rows, token[part], position[part], table[owner[part]], self._none)
+
+    def _layers(
+        self, active: np.ndarray, token: np.ndarray, position: np.ndarray, table: np.ndarray, chosen: np.ndarray
+    ) -> np.ndarray:
+        f = self._forward
+        hidden = torch.empty(len(active), f.embedding.shape[1]).numpy()
         kernels.layers(
             active, token, position, table, f.embedding.numpy(), self._cos, self._sin, f.norm.numpy(),
             self._rows, self._shape, self._scalars, chosen, self._work(len(active)), hidden,
         )  # fmt: skip
-        if experts is not None:
-            experts.extend(torch.from_numpy(chosen).unbind())
         return hidden
 
     def draw(self, active: np.ndarray, hidden: np.ndarray, state: State) -> np.ndarray:

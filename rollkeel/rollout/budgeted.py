@@ -5,7 +5,8 @@
                        └──────────────────────────────────────────┘
 
 The engine's clock is decode steps, so process timing cannot change a run. What is unfinished keeps its tokens with their
-log-probs and versions, and goes on in the next iteration; its KV is computed again under the new weights.
+log-probs and versions, and goes on in the next iteration. Its KV is computed again under the new weights, or with
+`engine.kv=keep` leaves the engine with it and comes back: what runs beside what, and where, is the same in a resumed run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rollkeel.protocols import SteppedEngine
 from rollkeel.rollout.collect import extended
 from rollkeel.rollout.pool import Member, Pool, PoolRules
 from rollkeel.rollout.state import pack_rollouts, unpack_rollouts
-from rollkeel.types import Prompt, Request, Rollout, SamplingParams, Segment, Status, TokenSpan
+from rollkeel.types import KeptKV, Prompt, Request, Rollout, SamplingParams, Segment, Status, TokenSpan
 
 BUCKETS = 4
 """Parts of `max_new_tokens` by which purge rates are reported."""
@@ -53,6 +54,8 @@ class BudgetedRollouts:
         self._prompt = lru_cache(maxsize=4096)(prompt)
         self._rollouts: dict[int, Rollout] = {}
         """Parked rollouts, and finished ones whose group is not complete, by id."""
+        self._kv: dict[int, KeptKV] = {}
+        """What parked rollouts took along, by id."""
 
     def sample(
         self,
@@ -70,11 +73,13 @@ class BudgetedRollouts:
         is asked after every decode step; then everything is put back as it was and `Interrupted` raised. `check` sees
         all rollouts of the iteration whenever the engine failed one, and may raise.
         """
-        before = self.pool.state_dict(), dict(self._rollouts)
+        before = self.pool.state_dict(), dict(self._rollouts), dict(self._kv)
         purged = [self._rollouts.pop(i) for i in self.pool.begin()]
+        for rollout in purged:
+            self._kv.pop(rollout.id, None)
         phase = _Phase(self.pool, engine, tokenizer)
         while not self.pool.exhausted:
-            phase.send([self._rollout(m, engine, sampling) for m in self.pool.refill()])
+            phase.send([self._rollout(m, engine, sampling) for m in self.pool.refill()], self._kv)
             failed = phase.step()
             if failed:
                 check([*phase.ended.values(), *phase.running.values()])
@@ -83,10 +88,11 @@ class BudgetedRollouts:
                 engine.interrupt()
                 engine.advance(0)
                 self.pool.load_state_dict(before[0])
-                self._rollouts = before[1]
+                self._rollouts, self._kv = before[1:]
                 raise Interrupted("stopped while sampling; the step is repeated on resume")
         parked = phase.park()
         self._rollouts |= parked
+        self._kv |= phase.kv
         ended = [phase.ended[i] for i in sorted(phase.ended)]
         return Partition(ended=ended, parked=list(parked.values()), purged=purged, steps=phase.steps)
 
@@ -105,12 +111,14 @@ class BudgetedRollouts:
 
     def state_dict(self) -> dict[str, Any]:
         """Pool and rollouts, for `train.state.save_state`. Between iterations only."""
-        return {"pool": self.pool.state_dict(), "rollouts": pack_rollouts(list(self._rollouts.values()))}
+        kv = {i: {"keys": kept.keys, "values": kept.values, "version": kept.version} for i, kept in self._kv.items()}
+        return {"pool": self.pool.state_dict(), "rollouts": pack_rollouts(list(self._rollouts.values())), "kv": kv}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`. Raises `BadInput` when the data or the rules of groups are others."""
         self.pool.load_state_dict(state["pool"])
         self._rollouts = {r.id: r for r in unpack_rollouts(state["rollouts"], self._prompt)}
+        self._kv = {i: KeptKV(**kept) for i, kept in state["kv"].items()}
 
     def metrics(self, partition: Partition) -> dict[str, float]:
         """`rollout/…` and `pool/…` of the iteration that `settle` ended."""
@@ -159,16 +167,23 @@ class _Phase:
         self.pool, self.engine, self.tokenizer = pool, engine, tokenizer
         self.running: dict[int, Rollout] = {}
         self.ended: dict[int, Rollout] = {}
+        self.kv: dict[int, KeptKV] = {}
+        """Of what was parked, where the engine keeps it."""
         self.steps = 0
         self._heard, self._seen = time.monotonic(), -1
 
-    def send(self, rollouts: Sequence[Rollout]) -> None:
-        """Hand rollouts to the engine, behind what they have."""
+    def send(self, rollouts: Sequence[Rollout], kv: dict[int, KeptKV]) -> None:
+        """Hand rollouts to the engine, behind what they have; takes their KV out of `kv`."""
         if not rollouts:
             return
         self.running |= {r.id: r for r in rollouts}
         self.engine.submit(
-            [Request(id=r.id, prompt_ids=r.prompt.token_ids, sampling=r.sampling, prefix=r.span) for r in rollouts]
+            [
+                Request(
+                    id=r.id, prompt_ids=r.prompt.token_ids, sampling=r.sampling, prefix=r.span, kv=kv.pop(r.id, None)
+                )
+                for r in rollouts
+            ]
         )
 
     def step(self) -> bool:
@@ -214,6 +229,8 @@ class _Phase:
             rollout = self.running.pop(segment.request_id)
             if segment.status is Status.INTERRUPTED:
                 done = replace(rollout, span=rollout.span.append(segment.span), status=Status.PARKED)
+                if segment.kv is not None:
+                    self.kv[done.id] = segment.kv
             else:
                 done = extended(rollout, segment, self.tokenizer)
                 if done.status.complete:

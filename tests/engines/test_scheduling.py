@@ -241,8 +241,7 @@ def test_configuration_changes_no_token_and_loses_no_block(model: Any, config: d
         assert same(segment.span, expected[i].span)
         np.testing.assert_allclose(segment.span.kept_mass, expected[i].span.kept_mass, atol=1e-4)
     assert engine._pool.free == free
-    assert not engine._users
-    assert not engine._prompts
+    assert len(engine._prompts) == 0
 
 
 @pytest.mark.parametrize("blocks", range(9, 20, 2))
@@ -303,7 +302,7 @@ def test_blocks_return_after_interrupt_and_update(model: Any) -> None:
     engine.interrupt()
     assert engine._pool.free == free
     drain(engine)
-    assert not engine._users
+    assert len(engine._prompts) == 0
 
 
 def test_topk_survives_neighbours_that_ask_for_more_or_less(model: Any) -> None:

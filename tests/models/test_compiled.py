@@ -65,6 +65,29 @@ def sample(net: torch.nn.Module, forward: str, dtype: str, experts: bool) -> tup
     return sorted(out, key=lambda s: s.request_id), engine
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2", "tiny-qwen3-moe"])
+@pytest.mark.parametrize("rows", [5, 512])
+def test_prefilled_keys_and_values_are_pytorchs(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one sequence is cut into several calls, and behind tokens that an earlier call has stored."""
+    monkeypatch.setattr(compiled, "ROWS", rows)
+    net, rng, found = model(name), np.random.default_rng(3), []
+    tokens = [rng.integers(0, 96, n) for n in (1, 4, 7, 23)]
+    for forward in ("fast", "compiled"):
+        engine = LocalEngine(net.config, EngineConfig(forward=forward, block_size=4), max_length=64)  # type: ignore[arg-type]
+        DirectPublisher([engine]).publish(checkpoint_views(net).items(), 1)  # type: ignore[arg-type]
+        blocks = [[engine._pool.take() for _ in range(7)] for _ in tokens]
+        with torch.inference_mode():
+            engine._prefill([(b, t[:15], 0) for b, t in zip(blocks, tokens, strict=True)])
+            engine._prefill([(blocks[3], tokens[3][15:], 15)])
+        found.append([engine._cache.read(b, len(t), 1) for b, t in zip(blocks, tokens, strict=True)])
+    for a, b in zip(*found, strict=True):
+        assert a is not None
+        assert b is not None
+        assert np.abs(a.keys).max() > 0.1
+        np.testing.assert_allclose(a.keys, b.keys, atol=2e-5)
+        np.testing.assert_allclose(a.values, b.values, atol=2e-5)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "tiny-qwen3", "tiny-qwen3-moe", "small-qwen3-moe"])
 def test_same_tokens_log_probs_and_experts_as_pytorch(name: str, dtype: str) -> None:
