@@ -131,6 +131,8 @@ class OverlappedRollouts:
         Raises `Interrupted` when asked to stop, `EngineFailure` after `deadline_s` in which nothing ended, and whatever went
         wrong in the feeder.
         """
+        if self._engine.due == "interrupt":
+            return None
         began = time.monotonic()
         with self._changed:
             self._awaited = True
@@ -140,7 +142,10 @@ class OverlappedRollouts:
                     if should_stop():
                         raise Interrupted("stopped while sampling; rollouts in flight are kept for the resumed run")
                     if self._stalled_at == self._calls:
-                        return self._replayed_stop(missing)
+                        raise BadInput(
+                            f"run.schedule: step {self.gate.done + 1} waits for {missing} rollouts that the recorded run had;"
+                            " replay with the config and the code of that run"
+                        )
                     silent = time.monotonic() - max(began, self._heard)
                     if silent > self._deadline_s:
                         raise EngineFailure(
@@ -232,14 +237,6 @@ class OverlappedRollouts:
                 yield
             finally:
                 self._calls += 1
-
-    def _replayed_stop(self, missing: int) -> None:
-        """The replayed run made its next call with no more rollouts than there are now."""
-        if self._engine.due != "interrupt":
-            raise BadInput(
-                f"run.schedule: step {self.gate.done + 1} waits for {missing} rollouts that the recorded run had; replay with"
-                " the config and the code of that run"
-            )
 
     def _join(self, timeout_s: float | None = None) -> None:
         with self._changed:
