@@ -195,7 +195,12 @@ class Run:
             self.budgeted.load_state_dict(state["budgeted"])
         if self.overlap is not None:
             self.overlap = overlapped(self, after=saved.step)
-            self.overlap.load_state_dict(state["async"])
+            self.overlap.load_state_dict(
+                state["async"],
+                version=self.trainer.version,
+                updates=self.config.train.updates_per_step,
+                limit=self.config.rollout.overlap.max_staleness,
+            )
         if self.lagged is not None:
             self.lagged.load_state_dict(state["lag"], saved.step)
 

@@ -167,6 +167,7 @@ def test_ctrl_c_and_kill_lose_nothing_and_the_whole_run_replays(cache: Path, tmp
     replayed(tmp_path / "again", whole, words)
 
 
+@pytest.mark.slow
 def test_a_killed_replay_goes_on_with_the_schedule(cache: Path, tmp_path: Path) -> None:
     run(tmp_path / "a", *VARIED)
     words = [*ASYNC, *VARIED, f"run.schedule={tmp_path / 'a' / 'schedule.jsonl'}", "sft.enabled=false"]
@@ -201,7 +202,7 @@ def test_another_schedule_and_another_bound_are_refused_in_one_line(
     words = [*VARIED, "run.steps=6", "eval.every=0"]
     run(tmp_path / "a", *words)
     schedule = f"run.schedule={tmp_path / 'a' / 'schedule.jsonl'}"
-    for other in (["rollout.samples=5"], ["checkpoint.every=4"], ["run.steps=8"], ["engine.processes=2"]):
+    for other in (["checkpoint.every=4"], ["engine.processes=2"]):
         name = tmp_path / other[0]
         code, _, err = cli(capsys, "train", *ASYNC, *words, schedule, *other, f"run.dir={name}")
         assert (code, err.count("\n")) == (2, 1), (other, err)
@@ -209,7 +210,9 @@ def test_another_schedule_and_another_bound_are_refused_in_one_line(
     shutil.rmtree(tmp_path / "a" / "checkpoints" / "step_000006")  # as if killed behind step 5
     bounds = ["rollout.overlap.max_staleness=1", "run.loop=sync", "rollout.samples=5"]
     for bound, message in zip(
-        bounds, ("max_staleness: the checkpoint", "got one of async", "rollout.samples"), strict=True
+        bounds,
+        ("max_staleness: the checkpoint's rollout 160 may be 4", "got one of async", "rollout.samples"),
+        strict=True,
     ):
         code, _, err = cli(capsys, "train", "--resume", tmp_path / "a", bound)
         assert (code, err.count("\n")) == (2, 1), err
@@ -259,15 +262,12 @@ def test_broken_graders_stop_the_run_or_are_counted(tmp_path: Path) -> None:
     assert all(row["failures/grader"] == 8 and row["rollout/count"] == 24 for row in found[1:])
 
 
-def test_it_learns(tmp_path: Path) -> None:
-    """The addition of two digits is half learnt by the warm start; a few dozen steps show in held-out accuracy."""
-    words = ["sft.steps=200", "run.steps=40", "train.lr=2e-3", "rollout.prompts=16", "rollout.samples=8"]
-    words += ["eval.every=0", "eval.items=64", "eval.samples=4", "sampling.max_new_tokens=4", "engine.slots=64"]
-    found = run(tmp_path / "run", *words)
-    score = next(k for k in found[-1] if k.endswith("/avg@k"))
-    assert (
-        found[-1][score] > found[0][score] + 3 * (found[0][f"{score}_se"] ** 2 + found[-1][f"{score}_se"] ** 2) ** 0.5
-    )
+@pytest.mark.slow
+def test_the_recipe_learns(tmp_path: Path) -> None:
+    train(load("async", [f"run.dir={tmp_path / 'run'}"]))
+    found = rows(tmp_path / "run")
+    assert found[-1]["eval/runsum/avg@k"] > 0.85 > 0.5 > found[0]["eval/runsum/avg@k"]
+    assert max(row["staleness/max"] for row in found[1:]) == 4
 
 
 @pytest.mark.slow

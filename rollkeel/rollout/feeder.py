@@ -218,12 +218,23 @@ class OverlappedRollouts:
         kv = {i: {"keys": kept.keys, "values": kept.values, "version": kept.version} for i, kept in self._kv.items()}
         return {"gate": self.gate.state_dict(), "rollouts": pack_rollouts([held[i] for i in sorted(held)]), "kv": kv}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`. Raises `BadInput` when data or rules are others, `Corrupt` for a missing rollout."""
+    def load_state_dict(self, state: Mapping[str, Any], *, version: int, updates: int, limit: int) -> None:
+        """Continue from `state_dict()` under weights `version`, with `updates` per step.
+
+        Raises `BadInput` when data or rules are others, or a token may be older than `limit` when its step begins; `Corrupt`
+        for a missing rollout.
+        """
         found = unpack_rollouts(state["rollouts"], lambda index: self._source.prompts([index])[0])
         self.gate.load_state_dict(state["gate"])
         if [r.id for r in found] != list(self.gate.open()):
             raise Corrupt(f"checkpoint: expected the rollouts {self.gate.open()}, got {len(found)} others")
+        for r in found:
+            begins = version + updates * (r.group // self.gate.prompts - self.gate.done)
+            if len(r.span) and begins - int(r.span.versions.min()) > limit:
+                raise BadInput(
+                    f"rollout.overlap.max_staleness: the checkpoint's rollout {r.id} may be {begins - int(r.span.versions.min())}"
+                    f" versions old when it is trained, expected at most {limit}; resume with the bound it was sampled under"
+                )
         self._parked = {r.id: r for r in found if r.status is Status.PARKED}
         self._ended = {r.id: r for r in found if r.status is not Status.PARKED}
         self._kv = {i: KeptKV(**kept) for i, kept in state["kv"].items()}
