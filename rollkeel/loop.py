@@ -54,6 +54,11 @@ def train_async(run: Run, first: int) -> None:
     """The same while further rollouts are sampled and graded: a step trains on whole batches in order, whose tokens are at
     most `rollout.overlap.max_staleness` versions old, and weights are published between decode steps. See
     `rollout/feeder.py` for who waits for whom and `rollout/overlap.py` for the bound."""
+    settings, updates = run.config.rollout.overlap, run.config.train.updates_per_step
+    if settings.max_staleness < updates:
+        run.view.note(
+            f"rollout.overlap.max_staleness={settings.max_staleness} is below train.updates_per_step={updates}: nothing overlaps"
+        )
     _train(run, first, sample_async)
 
 
