@@ -285,7 +285,7 @@ def wait_for_rows(path: Path, process: subprocess.Popen[str], count: int) -> Non
 def test_five_hundred_steps_with_three_kills_never_break_the_bound(cache: Path, tmp_path: Path) -> None:
     path, draw = tmp_path / "run", random.Random(500)
     words = [*ASYNC, *VARIED, "run.steps=500", "checkpoint.every=20", "eval.every=100", "train.lr=1e-4"]
-    words += ["sampling.max_new_tokens=16", "reward.overlong.buffer=16"]
+    words += ["sampling.max_new_tokens=16", "reward.overlong.buffer=16", "engine.slots=2"]
     process = start(cache, "train", *words, f"run.dir={path}")
     for step in sorted(draw.sample(range(40, 480), 3)):
         wait_for_rows(path, process, step)
