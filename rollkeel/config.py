@@ -27,8 +27,11 @@ class RunConfig(Node):
     seed: int = Field(default=0, ge=0)
     steps: int = Field(default=150, ge=0)
     """RL steps; 0 stops after SFT."""
-    loop: Literal["sync", "budgeted"] = "sync"
-    """`sync` waits for every rollout of a step, `budgeted` is C3PO++: see `rollout.budget`."""
+    loop: Literal["sync", "budgeted", "async"] = "sync"
+    """`sync` waits for every rollout of a step, `budgeted` is C3PO++: see `rollout.budget`, `async` samples while it trains:
+    see `rollout.overlap`."""
+    schedule: str | None = None
+    """With `run.loop=async`: the `schedule.jsonl` of another run of this config, to be replayed bit for bit."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = Field(default=1, ge=1)
     """CPU threads of the trainer process."""
@@ -143,6 +146,14 @@ class BudgetConfig(Node):
     group: Literal["wait", "partial"] = "wait"
 
 
+class OverlapConfig(Node):
+    """With `run.loop=async`: how far sampling may run ahead of training."""
+
+    max_staleness: int = Field(default=4, ge=0)
+    """Most optimizer updates between the weights that sampled a token and those that begin the step that trains on it.
+    Sampling runs `max_staleness // train.updates_per_step` whole steps ahead; 0 of them is no overlap."""
+
+
 class RolloutConfig(Node):
     prompts: int = Field(default=16, ge=1)
     """Prompts (groups) per step."""
@@ -161,6 +172,10 @@ class RolloutConfig(Node):
     """Share of a step's rollouts that may fail in engine or grader before the run stops."""
     budget: BudgetConfig = BudgetConfig()
     """With `run.loop=budgeted`, in the place of `prompts`."""
+    overlap: OverlapConfig = OverlapConfig()
+    """With `run.loop=async`."""
+    lag: int = Field(default=0, ge=0)
+    """Experiment: steps between sampling a batch and training on it (with `run.loop=sync`); staleness is exactly that."""
 
 
 class OverlongConfig(Node):

@@ -3,11 +3,12 @@
     prompts ─▶ collect ─▶ grade ─▶ old log-probs ─▶ credit ─▶ objective × updates ─▶ publish ─▶ (evaluate, checkpoint)
 
 `train_sync` waits for all rollouts of a step. `train_budgeted` (C3PO++) ends a step's sampling with a token budget and
-carries what is unfinished into the next. They differ in `sample` alone.
+carries what is unfinished into the next. `train_async` samples and grades the next steps' rollouts while it trains. They
+differ in `sample` alone, and in what goes on beside it: `rollout/feeder.py` draws that.
 
-One step is a function of the weights, the seed, the step number, the prompts consumed so far, the objective's state and, in
-`train_budgeted`, the pool; nothing else is carried along. That is why a run that was killed continues bit for bit: reload
-those of step s and do s + 1.
+One step is a function of the weights, the seed, the step number, the prompts consumed so far, the objective's state and
+what the loop carries (`Run.carried`): pool, open rollouts, queue. That is why a run that was killed continues bit for bit:
+reload those of step s and do s + 1. In `train_async` it is a function of the schedule too, which is recorded.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rollkeel.rollout.budgeted import stepped
 from rollkeel.rollout.collect import collect, issue
 from rollkeel.rollout.dynamic import Drawn, draw_once, draw_varied, varied_groups
 from rollkeel.rollout.evaluate import evaluate
+from rollkeel.rollout.feeder import check_staleness
 from rollkeel.run import Clock, Run
 from rollkeel.train.checkpoint import step_name
 from rollkeel.types import Rollout
@@ -34,17 +36,30 @@ Sample = Callable[[Run, dict[str, float], Clock], Drawn]
 
 
 def train_sync(run: Run, first: int) -> None:
-    """Steps `first` … `config.run.steps`, each on rollouts of the weights it starts from, whole batches of prompts.
+    """Steps `first` … `config.run.steps`, each on rollouts of the weights it starts from (with `rollout.lag`, of those so many
+    steps before), whole batches of prompts.
 
     Step 0 is the evaluation of the start model. Raises `Interrupted` after a checkpoint when asked to stop.
     """
-    _train(run, first, sample)
+    _train(run, first, sample if run.lagged is None else sample_lagged)
 
 
 def train_budgeted(run: Run, first: int) -> None:
     """The same with C3PO++ (Ring-1T report §2.3.3): a step trains on what finished by the end of its token budget, which
     earlier versions of the weights may have begun; what is unfinished waits in the pool, see `rollout/budgeted.py`."""
     _train(run, first, sample_budgeted)
+
+
+def train_async(run: Run, first: int) -> None:
+    """The same while further rollouts are sampled and graded: a step trains on whole batches in order, whose tokens are at
+    most `rollout.overlap.max_staleness` versions old, and weights are published between decode steps. See
+    `rollout/feeder.py` for who waits for whom and `rollout/overlap.py` for the bound."""
+    settings, updates = run.config.rollout.overlap, run.config.train.updates_per_step
+    if settings.max_staleness < updates:
+        run.view.note(
+            f"rollout.overlap.max_staleness={settings.max_staleness} is below train.updates_per_step={updates}: nothing overlaps"
+        )
+    _train(run, first, sample_async)
 
 
 def _train(run: Run, first: int, sampled: Sample) -> None:
@@ -65,7 +80,11 @@ def _train(run: Run, first: int, sampled: Sample) -> None:
                     f"{barren} steps in a row had no group with differing rewards; make the task easier or harder"
                 )
     except Interrupted:
+        if run.overlap is not None and run.overlap.replayed:
+            raise  # a checkpoint here would be one that the replayed run did not make
         if done >= 0:
+            if run.overlap is not None:
+                run.overlap.park()
             save(run, done)
         raise
 
@@ -95,16 +114,35 @@ def step_once(run: Run, step: int, sampled: Sample) -> bool:
     learnt = learn(run, step, drawn, metrics, clock)
     with clock.stage("sync"):
         run.publish()
-    if step == config.run.steps or (config.eval.every and step % config.eval.every == 0):
+    evaluates, saves = (
+        step == config.run.steps or (every > 0 and step % every == 0)
+        for every in (config.eval.every, config.checkpoint.every)
+    )
+    if run.overlap is not None:
+        go_on(run, step, clock, pause=evaluates or saves)
+    if evaluates:
         with clock.stage("eval"):
             metrics |= held_out(run)
     metrics |= describe([r for r in drawn.rollouts if r.reward is not None])
     update, rollout = (sum(len(r.span) for r in rollouts) for rollouts in (drawn.batch, drawn.rollouts))
-    metrics |= clock.metrics({"rollout": int(metrics.get("rollout/generated_tokens", rollout)), "update": update})
+    tokens = {"update": update, "step": update}
+    if run.overlap is None:  # there, sampling has no time of its own
+        tokens["rollout"] = int(metrics.get("rollout/generated_tokens", rollout))
+    metrics |= clock.metrics(tokens)
     run.record({"step": step, "version": run.trainer.version, **metrics})
-    if step == config.run.steps or (config.checkpoint.every and step % config.checkpoint.every == 0):
+    if saves:
         save(run, step)
     return learnt
+
+
+def go_on(run: Run, step: int, clock: Clock, *, pause: bool) -> None:
+    """Asynchronous: the step is trained and published, so further groups may enter the engine. `pause`: park instead."""
+    overlap = run.overlap
+    assert overlap is not None  # `assemble` made it
+    with clock.stage("park" if pause else "submit"):
+        overlap.finish()
+        overlap.park() if pause else overlap.send()
+    overlap.commit(step)
 
 
 def sample(run: Run, metrics: dict[str, float], clock: Clock) -> Drawn:
@@ -160,6 +198,41 @@ def sample_budgeted(run: Run, metrics: dict[str, float], clock: Clock) -> Drawn:
     return Drawn(chosen, batch, run.consumed - before, 1)
 
 
+def sample_async(run: Run, metrics: dict[str, float], clock: Clock) -> Drawn:
+    """The next rollouts in order, waited for as far as they are not there yet; others stay in flight."""
+    overlap, size = run.overlap, run.config.rollout
+    assert overlap is not None  # `assemble` made it
+    with clock.stage("rollout"):
+        if not overlap.running:
+            overlap.begin()
+        while (found := overlap.batch(run.stop)) is None:
+            # The run whose schedule is replayed was interrupted here, and resumed.
+            overlap.park()
+            overlap.begin()
+    rollouts = found
+    check_staleness(rollouts, run.trainer.version, size.overlap.max_staleness)
+    metrics |= run.budget.check(rollouts) | overlap.metrics()
+    metrics["async/wait_s"] = clock.seconds["rollout"]
+    drawn = draw_once(lambda first, count: rollouts, run.consumed, size.prompts, varied_only=size.drop_zero_variance)
+    run.consumed += drawn.consumed
+    return drawn
+
+
+def sample_lagged(run: Run, metrics: dict[str, float], clock: Clock) -> Drawn:
+    """The batch that has waited `rollout.lag` steps; behind it, the queue is filled up with batches of the weights of now."""
+    lagged = run.lagged
+    assert lagged is not None  # `assemble` made it
+    count = lagged.wanted(clock.step)
+    for number in range(1, count + 1):
+        about: dict[str, float] = {}
+        lagged.push(sample(run, about, clock), about)
+        if count > 1 and (number % 10 == 0 or number == count):
+            run.view.note(f"rollout.lag={lagged.lag}: {number} of {count} batches sampled from the start weights")
+    drawn, about = lagged.pop()
+    metrics |= about
+    return drawn
+
+
 def describe(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Lengths and endings of a step's rollouts."""
     if not rollouts:
@@ -196,7 +269,11 @@ def held_out(run: Run) -> dict[str, float]:
 def save(run: Run, step: int) -> None:
     """Checkpoint after `step`, unless it is there already."""
     if (run.folder.checkpoints / step_name(step)).is_dir():
+        if run.overlap is not None:
+            run.overlap.discard()
         return
+    if run.overlap is not None:
+        run.overlap.commit(step)
     run.folder.events.emit("stage", step=step, stage="checkpoint")
     run.save(step)
     run.folder.events.emit("checkpoint_saved", step=step)

@@ -20,11 +20,12 @@ from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.runfolder import RunFolder
 from rollkeel.errors import BadInput, Corrupt, Interrupted, RollkeelError
 from rollkeel.events import EventLog
-from rollkeel.loop import train_budgeted, train_sync
+from rollkeel.loop import train_async, train_budgeted, train_sync
 from rollkeel.models.loading import PRESET_PREFIX, Policy, load_policy, quiet_transformers, resolve_device, save_policy
-from rollkeel.run import Run, StopFlag, assemble, eval_prompts, prompt_source, validate
+from rollkeel.run import Run, StopFlag, assemble, eval_prompts, prompt_source
 from rollkeel.train import checkpoint
 from rollkeel.train.sft import run_sft
+from rollkeel.validate import validate
 
 
 def train(config: Config, *, view: LiveView | None = None, resume: str | Path | None = None) -> Path:
@@ -143,7 +144,7 @@ def _reinforce(run: Run, first: int) -> None:
     run.folder.events.emit("objective", **described)
     run.view.note(f"objective {described}")
     run.view.phase("rl", run.config.run.steps)
-    (train_budgeted if run.config.run.loop == "budgeted" else train_sync)(run, first)
+    {"sync": train_sync, "budgeted": train_budgeted, "async": train_async}[run.config.run.loop](run, first)
     checkpoint.replace_folder(run.folder.model, lambda path: save_policy(run.policy, path))
     _last_word(run)
 

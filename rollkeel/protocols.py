@@ -59,6 +59,27 @@ class SteppedEngine(Engine, Protocol):
 
 
 @runtime_checkable
+class CountedEngine(Engine, Protocol):
+    """An engine of several parts that each count their decode steps, so that a schedule can be recorded and replayed."""
+
+    shares: list[int]
+    """Requests that each part got in the last call to `submit`."""
+
+    @property
+    def steps(self) -> list[int | None]:
+        """Decode steps of each part when it last answered, exact for those that the last call reached; None of a dead one."""
+        ...
+
+    def submit(self, requests: Sequence[Request], shares: Sequence[int] | None = None) -> None:
+        """See `Engine.submit`; `shares` says how many each part gets."""
+        ...
+
+    def advance_each(self, steps: Sequence[int]) -> list[Segment]:
+        """As many decode steps in each part, fewer in one with nothing in flight; then what ended, ordered by request id."""
+        ...
+
+
+@runtime_checkable
 class ProbedEngine(Engine, Protocol):
     """An engine in another program, whose memory cannot be read: what it serves is proven by what it computes."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import resource
 import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -15,11 +16,11 @@ from typing import Any
 
 import torch
 
-from rollkeel import advantages, objectives, rewards
+from rollkeel import objectives
 from rollkeel.config import Config
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.runfolder import RunFolder
-from rollkeel.diagnostics.trackers import Tracker, check_installed, open_trackers
+from rollkeel.diagnostics.trackers import Tracker, open_trackers
 from rollkeel.engines.open import open_engine
 from rollkeel.errors import BadInput
 from rollkeel.models.loading import Policy, resolve_device, save_policy
@@ -27,7 +28,11 @@ from rollkeel.objectives import Objective
 from rollkeel.protocols import Engine
 from rollkeel.rewards import FailureBudget, Graders
 from rollkeel.rollout.budgeted import BudgetedRollouts
+from rollkeel.rollout.feeder import OverlappedRollouts, Source
+from rollkeel.rollout.lag import LaggedBatches
+from rollkeel.rollout.overlap import Gate
 from rollkeel.rollout.pool import PoolRules
+from rollkeel.rollout.schedule import Recorded, Replayed
 from rollkeel.sync.publish import DirectPublisher
 from rollkeel.tasks.source import PromptSource
 from rollkeel.train import checkpoint
@@ -68,11 +73,15 @@ class StopFlag:
 
 @dataclass
 class Clock:
-    """Seconds per stage of one step, and an event at the start of each so that a killed run shows where it was."""
+    """Seconds per stage of one step, and an event at the start of each so that a killed run shows where it was.
+
+    The step's own time is that of the clock on the wall: in the asynchronous loop other stages go on beside these.
+    """
 
     run: Run
     step: int
     seconds: dict[str, float] = field(default_factory=dict)
+    began: float = field(default_factory=time.perf_counter)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -84,12 +93,13 @@ class Clock:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def metrics(self, tokens: Mapping[str, int]) -> dict[str, float]:
-        """`time/<stage>_s`, `throughput/<stage>_tokens_s` for stages with a token count, and `memory/rss_mb`."""
-        out = {f"time/{name}_s": s for name, s in self.seconds.items()}
-        out["time/step_s"] = sum(self.seconds.values())
+        """`time/<stage>_s`, `time/step_s` of the whole step, `throughput/<stage>_tokens_s` for stages (and `step`) with a token
+        count, and `memory/rss_mb`."""
+        spans = {**self.seconds, "step": time.perf_counter() - self.began}
+        out = {f"time/{name}_s": s for name, s in spans.items()}
         for name, count in tokens.items():
-            if self.seconds.get(name):
-                out[f"throughput/{name}_tokens_s"] = count / self.seconds[name]
+            if spans.get(name):
+                out[f"throughput/{name}_tokens_s"] = count / spans[name]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         out["memory/rss_mb"] = peak / (2**20 if sys.platform == "darwin" else 2**10)
         return out
@@ -117,6 +127,10 @@ class Run:
     """Prompts taken from `source` so far: the next step draws those behind them."""
     budgeted: BudgetedRollouts | None = None
     """Rollouts that one step hands to the next; only with `run.loop=budgeted`."""
+    overlap: OverlappedRollouts | None = None
+    """Rollouts that are sampled while others are trained; only with `run.loop=async`."""
+    lagged: LaggedBatches | None = None
+    """Batches that wait to be trained; only with `rollout.lag` above 0."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -138,7 +152,13 @@ class Run:
 
     def publish(self) -> None:
         """Bring the trainer's weights to the engine, proven."""
-        self.publisher.publish(self.trainer.named_weights(), self.trainer.version)
+        with nullcontext() if self.overlap is None else self.overlap.publishing():
+            self.publisher.publish(self.trainer.named_weights(), self.trainer.version)
+
+    @property
+    def carried(self) -> dict[str, BudgetedRollouts | OverlappedRollouts | LaggedBatches | None]:
+        """What one step hands to the next besides weights, by the name of the loop that does so."""
+        return {"budgeted": self.budgeted, "async": self.overlap, "lag": self.lagged}
 
     def save(self, step: int) -> None:
         """Checkpoint the state after `step`; its metrics row is on disk already."""
@@ -150,7 +170,7 @@ class Run:
                 "consumed": self.consumed,
                 "trainer": self.trainer.state_dict(),
                 "objective": self.objective.state_dict(),
-                "budgeted": None if self.budgeted is None else self.budgeted.state_dict(),
+                **{name: None if part is None else part.state_dict() for name, part in self.carried.items()},
             }
             checkpoint.save_state(path / "state", state)
 
@@ -160,17 +180,29 @@ class Run:
     def restore(self, saved: checkpoint.Checkpoint) -> None:
         """Continue from a checkpoint. Raises `BadInput` when the model, the objective or the loop is another one."""
         state = checkpoint.load_state(saved.state)
-        pooled = state.get("budgeted")
-        if (pooled is None) != (self.budgeted is None):
-            saved_by = "sync" if pooled is None else "budgeted"
+        wanted, got = (
+            next((n for n in self.carried if parts.get(n) is not None), "sync") for parts in (self.carried, state)
+        )
+        if wanted != got:
+            name = {"lag": "sync with rollout.lag"}
             raise BadInput(
-                f"checkpoint: expected one of run.loop={self.config.run.loop}, got one of {saved_by}; resume with it"
+                f"checkpoint: expected one of run.loop={name.get(wanted, wanted)}, got one of {name.get(got, got)}; resume with it"
             )
         self.trainer.load_state_dict(state["trainer"])
         self.objective.load_state_dict(state["objective"])
         self.consumed = state["consumed"]
         if self.budgeted is not None:
-            self.budgeted.load_state_dict(pooled)
+            self.budgeted.load_state_dict(state["budgeted"])
+        if self.overlap is not None:
+            self.overlap = overlapped(self, after=saved.step)
+            self.overlap.load_state_dict(
+                state["async"],
+                version=self.trainer.version,
+                updates=self.config.train.updates_per_step,
+                limit=self.config.rollout.overlap.max_staleness,
+            )
+        if self.lagged is not None:
+            self.lagged.load_state_dict(state["lag"], saved.step)
 
     def track(self, resume_step: int | None) -> None:
         """Open the optional trackers; steps after `resume_step` are dropped from them."""
@@ -183,7 +215,9 @@ class Run:
         )
 
     def close(self) -> None:
-        """End what has processes or files of its own: engine, trainer, trackers."""
+        """End what has threads, processes or files of its own: feeder, engine, trainer, trackers."""
+        if self.overlap is not None:
+            self.overlap.close()
         self.engine.close()
         self.trainer.close()
         for tracker in self.trackers:
@@ -260,44 +294,6 @@ def build_objective(config: Config) -> Objective:
     )
 
 
-def validate(config: Config) -> None:
-    """Refuse what can be refused before anything is built, trained or written."""
-    own = build_objective(config).advantage
-    credit = config.advantages.name or own
-    if credit not in advantages.ESTIMATORS:
-        raise BadInput(
-            f"objective {config.objective.name}: advantage expected {', '.join(advantages.ESTIMATORS)}, got {credit!r}"
-        )
-    resolve_device(config.run.device)
-    check_installed(config.report.trackers)
-    if config.data.path is not None:
-        rewards.get(config.data.grader)
-    if config.sampling.temperature == 0:
-        raise BadInput(
-            "sampling.temperature: expected > 0 for training, got 0; greedy rollouts of a prompt are all equal"
-        )
-    if config.reward.overlong.buffer > config.sampling.max_new_tokens:
-        raise BadInput(
-            f"reward.overlong.buffer: expected at most sampling.max_new_tokens={config.sampling.max_new_tokens}, got"
-            f" {config.reward.overlong.buffer}; it is the last part of that limit"
-        )
-    if config.rollout.replay_routing and not config.rollout.return_experts:
-        raise BadInput("rollout.replay_routing: expected rollout.return_experts=true, which records what is replayed")
-    if config.rollout.samples < 2:
-        raise BadInput(f"rollout.samples: expected at least 2 for a group baseline, got {config.rollout.samples}")
-    if config.run.loop == "budgeted":
-        _validate_budgeted(config)
-
-
-def _validate_budgeted(config: Config) -> None:
-    pool_rules(config)
-    if config.rollout.dynamic_rounds:
-        raise BadInput(
-            f"rollout.dynamic_rounds: expected 0 with run.loop=budgeted, got {config.rollout.dynamic_rounds}; the budget"
-            " decides how many prompts a step draws; use rollout.drop_zero_variance"
-        )
-
-
 def assemble(config: Config, folder: RunFolder, policy: Policy, view: LiveView, stop: StopFlag) -> Run:
     """Build every piece of a run on `config.run.device`; nothing is written. Weights reach the engine with `publish`."""
     device = resolve_device(config.run.device)
@@ -323,8 +319,7 @@ def assemble(config: Config, folder: RunFolder, policy: Policy, view: LiveView, 
     except BaseException:
         trainer.close()
         raise
-    budgeted = config.run.loop == "budgeted"
-    return Run(
+    run = Run(
         config=config,
         folder=folder,
         policy=policy,
@@ -338,5 +333,43 @@ def assemble(config: Config, folder: RunFolder, policy: Policy, view: LiveView, 
         budget=FailureBudget(config.rollout.failure_budget),
         view=view,
         stop=stop,
-        budgeted=BudgetedRollouts(pool_rules(config), source.prompt) if budgeted else None,
     )
+    try:
+        carry(run)
+    except BaseException:
+        run.close()
+        raise
+    return run
+
+
+def carry(run: Run) -> None:
+    """Give `run` what its loop hands from step to step."""
+    config = run.config
+    if config.run.loop == "budgeted":
+        run.budgeted = BudgetedRollouts(pool_rules(config), run.source.prompt)
+    elif config.run.loop == "async":
+        run.overlap = overlapped(run)
+    elif config.rollout.lag:
+        run.lagged = LaggedBatches(config.rollout.lag, config.run.steps, run.source.prompt)
+
+
+def overlapped(run: Run, after: int = 0) -> OverlappedRollouts:
+    """The rollouts of an asynchronous run, before the first. `after`: step behind which a schedule is replayed."""
+    config, engine = run.config, run.engine
+    gate = Gate(
+        prompts=config.rollout.prompts,
+        samples=config.rollout.samples,
+        look_ahead=config.rollout.overlap.max_staleness // config.train.updates_per_step,
+        steps=config.run.steps,
+    )
+    source = Source(
+        prompts=run.source.prompts,
+        engine=engine,
+        sampling=lambda: run.sampling,
+        # A copy: the feeder decodes while the trainer encodes prompts.
+        tokenizer=copy.deepcopy(run.policy.tokenizer),
+        grader=run.grader,
+    )
+    file = config.run.schedule
+    calls = Recorded(engine, run.folder.append_schedule) if file is None else Replayed(engine, file, after)
+    return OverlappedRollouts(gate, calls, source, deadline_s=config.engine.deadline_s)

@@ -41,7 +41,7 @@ TINY = [
 """Every part of the state that a resume must bring back is in use: moments, warm-up, reference weights, data position."""
 
 DEADLINE_S = 120.0
-VOLATILE = ("time/", "throughput/", "memory/")
+VOLATILE = ("time/", "throughput/", "memory/", "async/wait_s")
 
 
 def rows(run: Path, *, volatile: bool = False) -> list[dict[str, Any]]:

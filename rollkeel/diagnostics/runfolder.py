@@ -1,6 +1,6 @@
 """A run on disk: one folder, readable while the run goes on, whole after the process is killed.
 
-    config.yaml  metrics.jsonl  events.jsonl  rollouts/step_000012.parquet
+    config.yaml  metrics.jsonl  events.jsonl  rollouts/step_000012.parquet  (schedule.jsonl)
     checkpoints/step_000012/{manifest.json, model/, state/}  model/  report.html
 
 The rule that makes resuming exact: the row of a step is durable in `metrics.jsonl` before the checkpoint of that step
@@ -28,6 +28,7 @@ from rollkeel.events import EventLog, write_atomic
 from rollkeel.recipe import from_tree
 
 CONFIG, METRICS, EVENTS, REPORT = "config.yaml", "metrics.jsonl", "events.jsonl", "report.html"
+SCHEDULE = "schedule.jsonl"
 _ROLLOUTS = re.compile(r"step_(\d{6,})\.parquet")
 
 
@@ -61,7 +62,7 @@ class RunFolder:
         started = False
         try:
             lock = RunLock(path)
-            names = (CONFIG, METRICS, EVENTS, "rollouts", "checkpoints", "model")
+            names = (CONFIG, METRICS, EVENTS, SCHEDULE, "rollouts", "checkpoints", "model")
             taken = [name for name in names if _exists(path / name)]
             if taken:
                 raise BadInput(
@@ -124,7 +125,7 @@ class RunFolder:
 
     def discard(self) -> None:
         """Take back a run that `create` made and that never got anywhere: its files, the lock, the folders made for it."""
-        for file in (CONFIG, METRICS, EVENTS, REPORT):
+        for file in (CONFIG, METRICS, EVENTS, SCHEDULE, REPORT):
             (self.path / file).unlink(missing_ok=True)
         for folder in (self.checkpoints, self.path / "rollouts"):
             shutil.rmtree(folder, ignore_errors=True)
@@ -180,6 +181,10 @@ class RunFolder:
         _append_line(self.path / METRICS, json.dumps(plain, allow_nan=False))
         self._last_step = step
 
+    def append_schedule(self, row: Mapping[str, Any]) -> None:
+        """Add to the schedule of an asynchronous run; on the disk when this returns. Raises `BadInput` if it is full."""
+        _append_line(self.path / SCHEDULE, json.dumps(row))
+
     def truncate_after(self, step: int) -> None:
         """Make the files end at `step` (0: before the first), as they were when its checkpoint was saved.
 
@@ -201,6 +206,10 @@ class RunFolder:
             self._emit("metrics_half_line_dropped", line=len(lines) + 1, bytes=len(half))
         if path.exists():
             write_atomic(path, b"".join(kept))
+        schedule = self.path / SCHEDULE
+        if schedule.exists():
+            rows, lines, _ = read_rows(schedule)
+            write_atomic(schedule, b"".join(x for r, x in zip(rows, lines, strict=True) if r["step"] <= step))
         self._last_step = step if kept else -1
         self._emit("metrics_truncated", step=step, rows_dropped=len(lines) - len(kept))
 

@@ -40,6 +40,8 @@ class _Worker:
     flying: dict[int, Request] = field(default_factory=dict)
     free: bool = False
     """Decodes on its own: from a poll until nothing is left in flight. Otherwise it waits for `advance`."""
+    steps: int = 0
+    """Its decode steps when it last sent anything."""
     dead: str = ""
     """Why it is gone; empty while it lives."""
 
@@ -57,6 +59,8 @@ class WorkerEngine:
         self._ready: Capabilities | None = None
         self._memory: shared_memory.SharedMemory | None = None
         self._done: list[Segment] = []
+        self.shares: list[int] = []
+        """Requests that each worker got in the last call to `submit`."""
         context = get_context("spawn")
         # torch reads these when it is imported, which in a worker is before any of our code runs.
         env = {"OMP_NUM_THREADS": str(config.threads), "OMP_WAIT_POLICY": "passive"}
@@ -86,13 +90,24 @@ class WorkerEngine:
         assert self._ready is not None
         return self._ready
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    @property
+    def steps(self) -> list[int | None]:
+        """Decode steps of each worker when it last sent anything, exact for those that the last call reached; None of a
+        dead one."""
+        return [None if w.dead else w.steps for w in self._workers]
+
+    def submit(self, requests: Sequence[Request], shares: Sequence[int] | None = None) -> None:
+        """See `Engine.submit`. `shares`: how many each worker gets; by default as loads even out."""
         flying = [i for worker in self._workers for i in worker.flying]
         check_requests(requests, flying, self.capabilities, self._vocab_size)
         living = self._living()
-        ends = np.cumsum(even_shares([len(w.flying) for w in living], len(requests)))
+        if shares is None:
+            even = iter(even_shares([len(w.flying) for w in living], len(requests)))
+            shares = [0 if w.dead else next(even) for w in self._workers]
+        self.shares = list(shares)
+        ends = np.cumsum(self.shares)
         asked = []
-        for worker, start, end in zip(living, [0, *ends], ends, strict=False):
+        for worker, start, end in zip(self._workers, [0, *ends], ends, strict=False):
             if start == end:
                 continue
             mine = list(requests[start:end])
@@ -124,11 +139,16 @@ class WorkerEngine:
 
     def advance(self, steps: int) -> list[Segment]:
         """Exactly `steps` decode steps in every worker, fewer in one that has nothing left; then what ended, by request id."""
+        return self.advance_each([steps] * len(self._workers))
+
+    def advance_each(self, steps: Sequence[int]) -> list[Segment]:
+        """The same with a number of its own for each worker."""
         asked = self._busy()
         for worker in asked:
             worker.free = False
-            self._send(worker, ("advance", steps))
-        for segments in self._answers(asked, self._config.deadline_s, f"to decode {steps} steps", may_die=True):
+            self._send(worker, ("advance", steps[worker.index]))
+        what = f"to decode {max(steps)} steps"
+        for segments in self._answers(asked, self._config.deadline_s, what, may_die=True):
             self._done += segments
             ended = {segment.request_id for segment in segments}
             for worker in asked:
@@ -241,7 +261,7 @@ class WorkerEngine:
     def _receive(self, worker: _Worker) -> tuple[Any] | None:
         """Take one message: segments are filed, an answer is returned, an error raised here."""
         try:
-            kind, value = worker.pipe.recv()
+            kind, value, worker.steps = worker.pipe.recv()
         except (EOFError, OSError):
             self._bury(worker)
             return None
@@ -301,7 +321,7 @@ def _serve(
     torch.set_num_threads(config.threads)
     try:
         engine = LocalEngine(hf_config, config, device=device, max_length=max_length)
-        pipe.send(("answer", engine.capabilities))
+        pipe.send(("answer", engine.capabilities, 0))
         free = False
         while True:
             # Without weights nothing can be sampled; the caller's poll says so.
@@ -311,18 +331,18 @@ def _serve(
                     return
                 free = _stays_free(message, free)
                 try:
-                    pipe.send(("answer", _act(engine, message)))
+                    pipe.send(("answer", _act(engine, message), engine.steps))
                 except RollkeelError as error:
-                    pipe.send(("error", error))  # the message was refused; the engine lives on
+                    pipe.send(("error", error, engine.steps))  # the message was refused; the engine lives on
                 continue
             segments = engine.poll(0)
             free = engine.busy
             if segments:
-                pipe.send(("segments", segments))
+                pipe.send(("segments", segments, engine.steps))
     except (EOFError, BrokenPipeError):
         return  # the caller is gone
     except RollkeelError as error:
-        pipe.send(("error", error))
+        pipe.send(("error", error, 0))
 
 
 def _stays_free(message: tuple[Any, ...], free: bool) -> bool:

@@ -1,0 +1,72 @@
+"""What a config cannot ask for, refused in one line before anything is built, trained or written."""
+
+from __future__ import annotations
+
+from rollkeel import advantages, rewards
+from rollkeel.config import Config
+from rollkeel.diagnostics.trackers import check_installed
+from rollkeel.errors import BadInput
+from rollkeel.models.loading import resolve_device
+from rollkeel.rollout.schedule import read_schedule
+from rollkeel.run import build_objective, pool_rules
+
+
+def validate(config: Config) -> None:
+    """Refuse what can be refused before anything is built, trained or written."""
+    own = build_objective(config).advantage
+    credit = config.advantages.name or own
+    if credit not in advantages.ESTIMATORS:
+        raise BadInput(
+            f"objective {config.objective.name}: advantage expected {', '.join(advantages.ESTIMATORS)}, got {credit!r}"
+        )
+    resolve_device(config.run.device)
+    check_installed(config.report.trackers)
+    if config.data.path is not None:
+        rewards.get(config.data.grader)
+    if config.sampling.temperature == 0:
+        raise BadInput(
+            "sampling.temperature: expected > 0 for training, got 0; greedy rollouts of a prompt are all equal"
+        )
+    if config.reward.overlong.buffer > config.sampling.max_new_tokens:
+        raise BadInput(
+            f"reward.overlong.buffer: expected at most sampling.max_new_tokens={config.sampling.max_new_tokens}, got"
+            f" {config.reward.overlong.buffer}; it is the last part of that limit"
+        )
+    if config.rollout.replay_routing and not config.rollout.return_experts:
+        raise BadInput("rollout.replay_routing: expected rollout.return_experts=true, which records what is replayed")
+    if config.rollout.samples < 2:
+        raise BadInput(f"rollout.samples: expected at least 2 for a group baseline, got {config.rollout.samples}")
+    if config.rollout.lag and config.run.loop != "sync":
+        raise BadInput(
+            f"rollout.lag: expected 0 with run.loop={config.run.loop}, got {config.rollout.lag}; use run.loop=sync"
+        )
+    if config.run.schedule is not None and config.run.loop != "async":
+        raise BadInput(f"run.schedule: expected run.loop=async, which a schedule is of, got {config.run.loop}")
+    if config.run.loop == "budgeted":
+        _validate_budgeted(config)
+    if config.run.loop == "async":
+        _validate_async(config)
+
+
+def _validate_async(config: Config) -> None:
+    if config.engine.kind == "local" and config.engine.processes == 0:
+        raise BadInput(
+            "engine.processes: expected at least 1 with run.loop=async, got 0; an engine in the trainer's process cannot"
+            " sample while it trains"
+        )
+    if config.rollout.dynamic_rounds:
+        raise BadInput(
+            f"rollout.dynamic_rounds: expected 0 with run.loop=async, got {config.rollout.dynamic_rounds}; prompts are sampled"
+            " ahead of their rewards; use rollout.drop_zero_variance"
+        )
+    if config.run.schedule is not None:
+        read_schedule(config.run.schedule)
+
+
+def _validate_budgeted(config: Config) -> None:
+    pool_rules(config)
+    if config.rollout.dynamic_rounds:
+        raise BadInput(
+            f"rollout.dynamic_rounds: expected 0 with run.loop=budgeted, got {config.rollout.dynamic_rounds}; the budget"
+            " decides how many prompts a step draws; use rollout.drop_zero_variance"
+        )
