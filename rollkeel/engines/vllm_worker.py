@@ -75,7 +75,7 @@ def _forget_packed_experts(model: Any) -> None:
         return
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
+        if method is not None and getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
 
@@ -95,6 +95,6 @@ def _retie(model: Any, config: Any) -> None:
 
 
 def _on_cpu() -> bool:
-    from vllm.platforms import current_platform
+    from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
     return bool(current_platform.is_cpu())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,8 +50,9 @@ class FakeBackend:
 
     def until_sent(self, count: int) -> None:
         """Until the server has sent `count` tokens."""
+        end = time.monotonic() + 30.0
         while self.state()["sent"] < count:
-            continue
+            assert time.monotonic() < end, f"the server never sent {count} tokens"
 
     def command(self, settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
         self.port = settings.port

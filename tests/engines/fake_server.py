@@ -8,6 +8,7 @@ most faults remove their file when they strike, so that they strike once, whatev
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -36,7 +37,7 @@ def logprob_of(token: int) -> float:
 
 
 def score_of(ids: list[int], policy: float) -> list[float]:
-    return [-(1 + (a * 31 + b) % 7) / 4 - policy / 64 for a, b in zip(ids, ids[1:], strict=False)]
+    return [-(1 + (a * 31 + b) % 7) / 4 - policy / 64 for a, b in itertools.pairwise(ids)]
 
 
 def read_weights(folder: Path) -> tuple[float, int]:
