@@ -80,9 +80,9 @@ def start(run: Run) -> None:
     """Publish the start weights, evaluate them as step 0 and keep them as a checkpoint."""
     clock = run.clock(0)
     with clock.stage("sync"):
-        run.publish()
+        proof = run.publish()
     with clock.stage("eval"):
-        scores = held_out(run)
+        scores = proof | held_out(run)
     run.record({"step": 0, "version": run.trainer.version, **scores, **clock.metrics({})})
     save(run, 0)
 
@@ -94,7 +94,7 @@ def step_once(run: Run, step: int, sampled: Sample) -> bool:
     drawn = sampled(run, metrics, clock)
     learnt = learn(run, step, drawn, metrics, clock)
     with clock.stage("sync"):
-        run.publish()
+        metrics |= run.publish()
     if step == config.run.steps or (config.eval.every and step % config.eval.every == 0):
         with clock.stage("eval"):
             metrics |= held_out(run)

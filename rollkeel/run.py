@@ -20,7 +20,7 @@ from rollkeel.config import Config
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.runfolder import RunFolder
 from rollkeel.diagnostics.trackers import Tracker, check_installed, open_trackers
-from rollkeel.engines.open import open_engine
+from rollkeel.engines.open import check_engine, open_engine
 from rollkeel.errors import BadInput
 from rollkeel.models.loading import Policy, resolve_device, save_policy
 from rollkeel.objectives import Objective
@@ -28,9 +28,11 @@ from rollkeel.protocols import Engine
 from rollkeel.rewards import FailureBudget, Graders
 from rollkeel.rollout.budgeted import BudgetedRollouts
 from rollkeel.rollout.pool import PoolRules
+from rollkeel.sync.proof import Probes, probe_sequences
 from rollkeel.sync.publish import DirectPublisher
 from rollkeel.tasks.source import PromptSource
 from rollkeel.train import checkpoint
+from rollkeel.train.probe import SequenceScorer
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import Prompt, SamplingParams
 
@@ -136,9 +138,10 @@ class Run:
         """A stopwatch for one step."""
         return Clock(self, step)
 
-    def publish(self) -> None:
-        """Bring the trainer's weights to the engine, proven."""
-        self.publisher.publish(self.trainer.named_weights(), self.trainer.version)
+    def publish(self) -> dict[str, float]:
+        """Bring the trainer's weights to the engine, proven. What the proof measured: `sync/…`, empty for engines without."""
+        told = self.publisher.publish(self.trainer.named_weights(), self.trainer.version)
+        return {key: value for key, value in told.items() if key.startswith("sync/")}
 
     def save(self, step: int) -> None:
         """Checkpoint the state after `step`; its metrics row is on disk already."""
@@ -269,6 +272,7 @@ def validate(config: Config) -> None:
             f"objective {config.objective.name}: advantage expected {', '.join(advantages.ESTIMATORS)}, got {credit!r}"
         )
     resolve_device(config.run.device)
+    check_engine(config.engine, sampling_params(config, ()))
     check_installed(config.report.trackers)
     if config.data.path is not None:
         rewards.get(config.data.grader)
@@ -289,8 +293,29 @@ def validate(config: Config) -> None:
         _validate_budgeted(config)
 
 
+def run_probes(config: Config, policy: Policy, source: PromptSource) -> Probes | None:
+    """What an inference server is asked after every publication; None for the embedded engine, whose memory is checked."""
+    count = config.engine.server.probe_prompts
+    if config.engine.kind == "local" or not count:
+        return None
+    if source.size is not None:
+        count = min(count, source.size)
+    prompts = [prompt.token_ids for prompt in source.prompts(range(count))]
+    context = min(policy.context, config.engine.max_length or policy.context)
+    return Probes(
+        sequences=probe_sequences(prompts, policy.vocab_size, context),
+        trainer=SequenceScorer(policy.model, chunk=config.train.logprob_chunk),
+        dtype="bf16" if config.engine.dtype == "fp32" and config.model.dtype == "bfloat16" else config.engine.dtype,
+        tolerance=config.engine.server.tolerance,
+    )
+
+
 def _validate_budgeted(config: Config) -> None:
     pool_rules(config)
+    if config.engine.kind != "local":
+        raise BadInput(
+            f"run.loop=budgeted: expected engine.kind=local, which is advanced by decode steps, got {config.engine.kind}"
+        )
     if config.rollout.dynamic_rounds:
         raise BadInput(
             f"rollout.dynamic_rounds: expected 0 with run.loop=budgeted, got {config.rollout.dynamic_rounds}; the budget"
@@ -319,7 +344,7 @@ def assemble(config: Config, folder: RunFolder, policy: Policy, view: LiveView, 
         replay_routing=config.rollout.replay_routing,
     )
     try:
-        engine = open_engine(policy.model.config, config.engine, device)
+        engine = open_engine(policy.model.config, config.engine, device, log_path=folder.path / "server.log")
     except BaseException:
         trainer.close()
         raise
@@ -331,7 +356,7 @@ def assemble(config: Config, folder: RunFolder, policy: Policy, view: LiveView, 
         source=source,
         eval_prompts=held_out,
         engine=engine,
-        publisher=DirectPublisher([engine]),
+        publisher=DirectPublisher([engine], run_probes(config, policy, source)),
         trainer=trainer,
         objective=objective,
         grader=Graders(),

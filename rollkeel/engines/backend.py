@@ -90,6 +90,14 @@ class Backend(Protocol):
     returns_experts: bool
     """Whether `Chunk.experts` is filled on request."""
 
+    def check(self, dtype: str) -> None:
+        """Raises `BadInput` for a numeric mode (`engine.dtype`) that the server cannot be started in."""
+        ...
+
+    def objection(self, sampling: SamplingParams) -> str:
+        """Empty, or in one line why rollouts sampled so could not be told truthfully."""
+        ...
+
     def command(self, settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
         """Command line and additional environment that start the server."""
         ...

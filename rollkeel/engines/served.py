@@ -120,11 +120,8 @@ class ServedEngine:
         self._check_sound()
         check_requests(requests, self._flying, self._capabilities, self._vocab_size)
         for request in requests:
-            if request.sampling.truncated and request.sampling.temperature > 0:
-                raise BadInput(
-                    f"request {request.id}: {self._backend.name} does not tell the mass that top_p, top_k or min_p keep;"
-                    " set sampling.top_p=1 top_k=0 min_p=0 or use engine.kind=local"
-                )
+            if complaint := self._backend.objection(request.sampling):
+                raise BadInput(f"request {request.id}: {complaint}")
         flights = []
         for request in requests:
             used = len(request.prefix)

@@ -19,6 +19,7 @@ import numpy as np
 from rollkeel.engines import vllm_worker
 from rollkeel.engines.backend import Chunk, Generation, Refused, ServerSettings
 from rollkeel.errors import BadInput, EngineFailure
+from rollkeel.types import SamplingParams
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 WORKER = "rollkeel_vllm_worker"
@@ -36,6 +37,19 @@ class VllmBackend:
     keeps_kv = True
     returns_topk = True
     returns_experts = False
+
+    def check(self, dtype: str) -> None:
+        vllm_dtype(dtype)
+
+    def objection(self, sampling: SamplingParams) -> str:
+        if sampling.truncated and sampling.temperature > 0:
+            return (
+                "sampling: vllm does not tell the mass that top_p, top_k or min_p keep; set top_p=1 top_k=0 min_p=0, or use"
+                " engine.kind=local"
+            )
+        if sampling.return_topk >= MAX_LOGPROBS:
+            return f"sampling.return_topk: vllm was started for at most {MAX_LOGPROBS - 1}, got {sampling.return_topk}"
+        return ""
 
     def command(self, settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
         beside = settings.model.parent / "server"

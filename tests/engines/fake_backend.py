@@ -54,6 +54,12 @@ class FakeBackend:
         while self.state()["sent"] < count:
             assert time.monotonic() < end, f"the server never sent {count} tokens"
 
+    def check(self, dtype: str) -> None:
+        """Everything is welcome."""
+
+    def objection(self, sampling: SamplingParams) -> str:
+        return "the fake does not tell the mass" if sampling.truncated and sampling.temperature > 0 else ""
+
     def command(self, settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
         self.port = settings.port
         return [settings.python, str(SERVER), str(settings.port), str(settings.model), str(self.faults)], {}
