@@ -116,7 +116,6 @@ class EngineConfig(Node):
     kind: Literal["local", "vllm"] = "local"
     """`local` is the embedded engine, `vllm` a server (see `server`); its `block_size`, `prefill_tokens`, `forward`,
     `prefix_sharing` and `processes` have no meaning there."""
-    server: ServerConfig = ServerConfig()
     kv: Literal["recompute", "keep"] = "recompute"
     """KV of sequences that new weights find unfinished: computed again under them, or kept as older weights computed it."""
     dtype: Literal["fp32", "bf16", "fp8", "fp8_weights", "int8", "int4"] = "fp32"
@@ -142,6 +141,7 @@ class EngineConfig(Node):
     decode steps (float32 on a CPU, extra `cpu`, compiled once), `transformers` fits the rest; `auto` takes the fastest that fits."""
     deadline_s: float = Field(default=600.0, gt=0)
     """Longest silence before the engine counts as hung."""
+    server: ServerConfig = ServerConfig()
 
 
 class SamplingConfig(Node):

@@ -19,7 +19,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import numpy as np
 
 from rollkeel.config import EngineConfig
 from rollkeel.engines.backend import Backend, Generation, Refused, ServerSettings
+from rollkeel.engines.background import Background
 from rollkeel.engines.flights import Flight
 from rollkeel.engines.keeper import Keeper, Weights
 from rollkeel.engines.requests import check_requests
@@ -96,11 +97,8 @@ class ServedEngine:
         self._landing = False
         self._stays = self._publications = 0
         self._heard = time.monotonic()
-        self._jobs: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=f"rollkeel-{backend.name}", daemon=True)
-        self._thread.start()
-        self._loop.call_soon_threadsafe(self._job, self._watch())
+        self._behind = Background(backend.name, self._break)
+        self._behind.call(lambda: self._behind.job(self._watch()))
         atexit.register(self.close)
 
     @property
@@ -134,7 +132,7 @@ class ServedEngine:
                 flights.append(Flight(request, room))
         with self._changed:
             self._flying |= {flight.request.id for flight in flights}
-        self._loop.call_soon_threadsafe(self._release, flights)
+        self._behind.call(self._release, flights)
 
     def poll(self, timeout_s: float) -> list[Segment]:
         self._check_sound()
@@ -142,7 +140,7 @@ class ServedEngine:
             raise EngineFailure(
                 f"engine {self._backend.name}: no proven weights to serve; publish weights before polling"
             )
-        self._loop.call_soon_threadsafe(self._release, [])
+        self._behind.call(self._release, [])
         with self._changed:
             self._changed.wait_for(lambda: self._done or self._broken or not self._flying, timeout_s)
             done, self._done = self._done, []
@@ -153,7 +151,7 @@ class ServedEngine:
     def interrupt(self, ids: Sequence[int] | None = None) -> None:
         self._check_sound()
         wanted = None if ids is None else set(ids)
-        self._wait(self._interrupt(wanted), LAND_S + self._config.deadline_s, "to interrupt")
+        self._behind.wait(self._interrupt(wanted), LAND_S + self._config.deadline_s, "to interrupt")
 
     def update_weights(self, update: WeightUpdate) -> Proof:
         """Write the weights to a folder and make the server serve them, see `Keeper.publish`."""
@@ -164,7 +162,7 @@ class ServedEngine:
         weights = Weights(folder, update.version, update.checksum)
         server = self._config.server
         lives = (server.restarts + 1) * (server.start_s + self._config.deadline_s)
-        checksum = self._wait(self._publish(weights), LAND_S + 2 * lives, "to serve new weights")
+        checksum = self._behind.wait(self._publish(weights), LAND_S + 2 * lives, "to serve new weights")
         return Proof(version=update.version, checksum=checksum)
 
     def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
@@ -176,7 +174,9 @@ class ServedEngine:
                     f"score: expected 2 … {self._capabilities.max_length - 1} token ids below {self._vocab_size}, got {len(ids)}"
                 )
         wanted = [[int(i) for i in ids] for ids in sequences]
-        return self._wait(self._score(wanted), self._config.deadline_s * (1 + self._config.server.restarts), "to score")
+        return self._behind.wait(
+            self._score(wanted), self._config.deadline_s * (1 + self._config.server.restarts), "to score"
+        )
 
     def close(self) -> None:
         """End the server and whatever is in flight. May be called twice."""
@@ -185,10 +185,9 @@ class ServedEngine:
         self._closed = True
         atexit.unregister(self.close)
         with contextlib.suppress(EngineFailure):
-            self._wait(self._close(), 30.0, "to close")
+            self._behind.wait(self._close(), 30.0, "to close")
         self._keeper.kill()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5.0)
+        self._behind.stop()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     # -- between the caller and the loop -------------------------------------------------------------------------------
@@ -198,14 +197,6 @@ class ServedEngine:
             raise self._broken
         if self._closed:
             raise EngineFailure(f"engine {self._backend.name}: it is closed")
-
-    def _wait(self, work: Coroutine[Any, Any, Any], limit_s: float, what: str) -> Any:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(limit_s)
-        except TimeoutError:
-            future.cancel()
-            raise EngineFailure(f"engine {self._backend.name}: waited {limit_s:g} s for it {what}") from None
 
     def _emit(self, flight: Flight, status: Status, detail: str = "") -> None:
         segment = Segment(request_id=flight.request.id, span=flight.span(), status=status, detail=detail)
@@ -223,19 +214,6 @@ class ServedEngine:
 
     # -- on the loop ---------------------------------------------------------------------------------------------------
 
-    def _job(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run in the background; an exception breaks the engine instead of vanishing."""
-        task = self._loop.create_task(work)
-        self._jobs.add(task)
-
-        def ended(task: asyncio.Task[None]) -> None:
-            self._jobs.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None:
-                self._break(error)
-
-        task.add_done_callback(ended)
-        return task
-
     def _release(self, flights: Sequence[Flight]) -> None:
         self._waiting.extend(flights)
         self._held = False
@@ -249,7 +227,7 @@ class ServedEngine:
             if not self._running:
                 self._heard = time.monotonic()
             flight = self._waiting.popleft()
-            self._running[flight] = self._job(self._stay(flight))
+            self._running[flight] = self._behind.job(self._stay(flight))
 
     async def _stay(self, flight: Flight) -> None:
         """One stream, from its begin to what follows from its end."""
@@ -310,7 +288,7 @@ class ServedEngine:
             self._waiting.appendleft(flight)
             if not finish:
                 self._open = False
-                self._job(self._recover(epoch, why))
+                self._behind.job(self._recover(epoch, why))
 
     async def _recover(self, epoch: int, why: str) -> None:
         await self._keeper.recover(epoch, why)
@@ -333,7 +311,9 @@ class ServedEngine:
                     continue
                 for task in list(self._running.values()):
                     task.cancel()
-                self._job(self._recover(self._keeper.epoch, f"no token for {silent:.0f} s (engine.server.silence_s)"))
+                self._behind.job(
+                    self._recover(self._keeper.epoch, f"no token for {silent:.0f} s (engine.server.silence_s)")
+                )
 
     async def _down(self, flights: Callable[[], list[Flight]]) -> None:
         """Abort `flights()` until their streams have ended; cut those that do not."""
@@ -411,9 +391,5 @@ class ServedEngine:
 
     async def _close(self) -> None:
         self._open = False
-        current = asyncio.current_task()
-        tasks = [t for t in asyncio.all_tasks(self._loop) if t is not current]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._behind.cancel_all()
         await self._keeper.close()

@@ -186,6 +186,8 @@ class Handler(BaseHTTPRequestHandler):
         state.running.add(asked["key"])
         try:
             for event in stream(state, asked):
+                if event.get("finish"):
+                    state.running.discard(asked["key"])  # before the client can know, and begin another
                 line = json.dumps(event).encode() + b"\n"
                 self.wfile.write(f"{len(line):x}\r\n".encode() + line + b"\r\n")
                 self.wfile.flush()
