@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 import tempfile
@@ -39,8 +40,16 @@ def write_weights(update: WeightUpdate, hf_config: Any, folder: Path) -> None:
     try:
         folder.mkdir()
         _named(hf_config).save_pretrained(str(folder))
+        places: dict[str, str] = {}
         for number, tensors in enumerate(_files(update), 1):
-            save_file(tensors, folder / f"model-{number:05d}.safetensors", {"format": "pt"})
+            file = f"model-{number:05d}.safetensors"
+            save_file(tensors, folder / file, {"format": "pt"})
+            places |= dict.fromkeys(tensors, file)
+        if len(set(places.values())) == 1:
+            (folder / "model-00001.safetensors").rename(folder / "model.safetensors")
+        else:
+            index = {"metadata": {}, "weight_map": places}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise EngineFailure(

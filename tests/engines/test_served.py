@@ -353,7 +353,7 @@ def test_a_restart_with_wrong_weights_is_noticed(open_engine: Any) -> None:
     engine.update_weights(weights(9.0, 2))
     engine.score([np.array([4, 9, 2, 30])])
     folder = engine._keeper.weights.folder
-    (folder / "model-00001.safetensors").unlink()
+    (folder / "model.safetensors").unlink()
     os.kill(backend.state()["pid"], signal.SIGKILL)
     engine.submit(requests(4))
     with pytest.raises(EngineFailure, match="checksum"):

@@ -293,7 +293,7 @@ class Corrupting(VllmBackend):
 
     async def load(self, http: Any, folder: Path, version: int) -> int | None:
         if version > 1:
-            file = folder / "model-00001.safetensors"
+            file = folder / "model.safetensors"
             data = bytearray(file.read_bytes())
             data[-5] ^= 1
             file.write_bytes(data)
