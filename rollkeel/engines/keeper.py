@@ -22,6 +22,8 @@ from rollkeel.engines.weight_folder import folder_checksum
 from rollkeel.errors import BadInput, EngineFailure
 
 READY_POLL_S = 0.1
+SETTLE_S = 1.0
+"""A server that is well this long after a broken stream is believed."""
 CONTROL_S = 120.0
 """Longest answer to pause, resume, abort."""
 SAME_SERVER = 0.05
@@ -117,7 +119,7 @@ class Keeper:
         async with self.lock:
             if self.epoch != epoch or self.weights is None:
                 return
-            if self.owned and self._process is not None and self._process.alive and await self._healthy():
+            if self.owned and await self._well():
                 return
             checksum = await self._again(self.weights, f"{why}; {await self._last_words()}")
             await self._prove(self.weights, checksum)
@@ -185,6 +187,13 @@ class Keeper:
             return await asyncio.wait_for(self._backend.ready(self.http), 10.0)
         except self.errors:
             return False
+
+    async def _well(self) -> bool:
+        """Whether only a stream broke. A server that has lost its engine says for a moment that it is well."""
+        if self._process is None or not await self._healthy():
+            return False
+        await asyncio.sleep(SETTLE_S)
+        return self._process.alive and await self._healthy()
 
     async def _last_words(self) -> str:
         """What a lost server said. Its guard notices an end an instant later than a broken stream does."""

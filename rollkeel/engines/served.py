@@ -357,9 +357,11 @@ class ServedEngine:
             self._heard = time.monotonic()
             self._open = good
             return checksum
-        except self._keeper.errors as error:
-            self._version = -1
-            raise self._keeper.failure(error) from None
+        except BaseException as error:
+            self._version = -1  # nobody knows what it serves
+            if isinstance(error, self._keeper.errors):
+                raise self._keeper.failure(error) from None
+            raise
         finally:
             self._landing = False
 

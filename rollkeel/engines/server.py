@@ -6,6 +6,7 @@ rollkeel ──stdin──▶ guard (leads the group) ──▶ server ──▶
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from pathlib import Path
 from rollkeel.engines import guard
 from rollkeel.errors import EngineFailure
 
-TAIL_LINES = 3
+TAIL_LINES, TAIL_BYTES = 3, 20_000
 _END_S = guard.GRACE_S + 5.0
 
 
@@ -26,7 +27,7 @@ class ServerProcess:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path) -> None:
         """Start `command` with `environment` added to ours. `folder` is removed should we die without closing."""
-        self._log = log
+        self._log, self._swept = log, False
         log.parent.mkdir(parents=True, exist_ok=True)
         self._start = log.stat().st_size if log.exists() else 0
         with log.open("ab") as out:
@@ -44,7 +45,10 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        if self._process.poll() is None:
+            return True
+        self._sweep()
+        return False
 
     @property
     def pid(self) -> int:
@@ -55,8 +59,8 @@ class ServerProcess:
         """The last lines this server wrote, on one line."""
         try:
             with self._log.open("rb") as file:
-                file.seek(self._start)
-                lines = file.read()[-20_000:].decode(errors="replace").splitlines()
+                file.seek(max(self._start, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
         except OSError as error:
             return f"no log: {error.strerror}"
         said = [" ".join(line.split()) for line in lines if line.strip()]
@@ -84,6 +88,14 @@ class ServerProcess:
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._process.wait()
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Kill what a guard that was killed itself left of its group. Once: later its id may be somebody else's."""
+        if not self._swept:
+            self._swept = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 def free_port(wanted: int = 0) -> int:

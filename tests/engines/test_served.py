@@ -404,6 +404,20 @@ def test_close_ends_the_whole_group_and_removes_the_folder(open_engine: Any) -> 
         engine.poll(0.0)
 
 
+def test_a_killed_guard_leaves_nothing_behind(open_engine: Any) -> None:
+    engine, backend = open_engine()
+    pid, guard = backend.state()["pid"], engine.server_pid
+    asked = [request(i, 100, stop_token_ids=()) for i in range(4)]
+    engine.submit(asked)
+    backend.until_sent(10)
+    os.kill(guard, signal.SIGKILL)
+    check(asked, drain(engine), {1: 1.0})
+    engine.close()
+    end = time.monotonic() + WAIT_S
+    while alive(pid):
+        assert time.monotonic() < end, "the server outlived its guard"
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
