@@ -9,17 +9,20 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 BIN := .venv/bin
 
-.PHONY: train test test-slow lint bench setup clean
+.PHONY: train test test-slow test-vllm lint bench setup clean
 .DEFAULT_GOAL := train
 
 train: setup  ## warm start, RL with KPop on a tiny MoE, report
 	$(BIN)/rollkeel train $(RECIPE) $(ARGS)
 
 test: setup  ## everything but the slow tests
-	$(BIN)/python -m pytest -n 2 -m "not slow and not cuda" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not slow and not cuda and not vllm" $(ARGS)
 
 test-slow: setup  ## the minutes-long tests
 	$(BIN)/python -m pytest -m "slow" $(ARGS)
+
+test-vllm: setup .venv-vllm/.done  ## the engine in a real vLLM server on this machine's CPU: about ten minutes
+	$(BIN)/python -m pytest -m "vllm" $(ARGS)
 
 lint: setup  ## ruff and pyright
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
@@ -42,5 +45,13 @@ setup: .venv/.done
 	.venv-bench/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r benchmarks/requirements.txt
 	@touch $@
 
+# vLLM wants its own versions of torch's companions, and of transformers: an environment of its own.
+.venv-vllm/.done: requirements-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements-vllm.txt
+	# Its text server needs none of these, and their operators do not load beside this torch.
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-bench runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-bench .venv-vllm runs .pytest_cache .ruff_cache .hypothesis

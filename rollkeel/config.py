@@ -90,10 +90,35 @@ class SftConfig(Node):
     """Warm starts keyed by content; None means `~/.cache/rollkeel/sft`."""
 
 
+class ServerConfig(Node):
+    """The inference server behind `engine.kind=vllm`: one that is started here, or one that runs already."""
+
+    url: str | None = None
+    """Address of a running server, which is never started, restarted or ended; None starts one."""
+    python: str | None = None
+    """Interpreter that has the server installed; None takes `.venv-<kind>/bin/python` below the working folder, else ours."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 takes a free one."""
+    start_s: float = Field(default=300.0, gt=0)
+    """Longest time from start to ready."""
+    silence_s: float = Field(default=120.0, gt=0)
+    """Longest time without a token of any request in flight; then the server counts as hung and is killed."""
+    restarts: int = Field(default=3, ge=0)
+    """Restarts in a row without a finished request before giving up."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further command line options of the server, `name: value`; they win over rollkeel's."""
+    probe_prompts: int = Field(default=8, ge=0)
+    """Sequences whose log-probs are compared with the trainer's after every publication; 0 compares none."""
+    tolerance: float | None = Field(default=None, gt=0)
+    """Largest median of |engine − trainer| log-prob over the probes; None takes what the engine's dtype allows."""
+
+
 class EngineConfig(Node):
     """What samples. The numeric mode is independent of the trainer's."""
 
-    kind: Literal["local"] = "local"
+    kind: Literal["local", "vllm"] = "local"
+    """`local` is the embedded engine, `vllm` a server (see `server`); its `block_size`, `prefill_tokens`, `forward`,
+    `prefix_sharing` and `processes` have no meaning there."""
     kv: Literal["recompute", "keep"] = "recompute"
     """KV of sequences that new weights find unfinished: computed again under them, or kept as older weights computed it."""
     dtype: Literal["fp32", "bf16", "fp8", "fp8_weights", "int8", "int4"] = "fp32"
@@ -119,6 +144,7 @@ class EngineConfig(Node):
     decode steps (float32 on a CPU, extra `cpu`, compiled once), `transformers` fits the rest; `auto` takes the fastest that fits."""
     deadline_s: float = Field(default=600.0, gt=0)
     """Longest silence before the engine counts as hung."""
+    server: ServerConfig = ServerConfig()
 
 
 class SamplingConfig(Node):

@@ -99,9 +99,9 @@ def start(run: Run) -> None:
     """Publish the start weights, evaluate them as step 0 and keep them as a checkpoint."""
     clock = run.clock(0)
     with clock.stage("sync"):
-        run.publish()
+        proof = run.publish()
     with clock.stage("eval"):
-        scores = held_out(run)
+        scores = proof | held_out(run)
     run.record({"step": 0, "version": run.trainer.version, **scores, **clock.metrics({})})
     save(run, 0)
 
@@ -113,7 +113,7 @@ def step_once(run: Run, step: int, sampled: Sample) -> bool:
     drawn = sampled(run, metrics, clock)
     learnt = learn(run, step, drawn, metrics, clock)
     with clock.stage("sync"):
-        run.publish()
+        metrics |= run.publish()
     evaluates, saves = (
         step == config.run.steps or (every > 0 and step % every == 0)
         for every in (config.eval.every, config.checkpoint.every)

@@ -33,9 +33,11 @@ from rollkeel.rollout.lag import LaggedBatches
 from rollkeel.rollout.overlap import Gate
 from rollkeel.rollout.pool import PoolRules
 from rollkeel.rollout.schedule import Recorded, Replayed
+from rollkeel.sync.proof import Probes, probe_sequences
 from rollkeel.sync.publish import DirectPublisher
 from rollkeel.tasks.source import PromptSource
 from rollkeel.train import checkpoint
+from rollkeel.train.probe import SequenceScorer
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import Prompt, SamplingParams
 
@@ -150,10 +152,11 @@ class Run:
         """A stopwatch for one step."""
         return Clock(self, step)
 
-    def publish(self) -> None:
-        """Bring the trainer's weights to the engine, proven."""
+    def publish(self) -> dict[str, float]:
+        """Bring the trainer's weights to the engine, proven. What the proof measured: `sync/…`, empty for engines without."""
         with nullcontext() if self.overlap is None else self.overlap.publishing():
-            self.publisher.publish(self.trainer.named_weights(), self.trainer.version)
+            told = self.publisher.publish(self.trainer.named_weights(), self.trainer.version)
+        return {key: value for key, value in told.items() if key.startswith("sync/")}
 
     @property
     def carried(self) -> dict[str, BudgetedRollouts | OverlappedRollouts | LaggedBatches | None]:
@@ -294,6 +297,23 @@ def build_objective(config: Config) -> Objective:
     )
 
 
+def run_probes(config: Config, policy: Policy, source: PromptSource) -> Probes | None:
+    """What an inference server is asked after every publication; None for the embedded engine, whose memory is checked."""
+    count = config.engine.server.probe_prompts
+    if config.engine.kind == "local" or not count:
+        return None
+    if source.size is not None:
+        count = min(count, source.size)
+    prompts = [prompt.token_ids for prompt in source.prompts(range(count))]
+    context = min(policy.context, config.engine.max_length or policy.context)
+    return Probes(
+        sequences=probe_sequences(prompts, policy.vocab_size, context),
+        trainer=SequenceScorer(policy.model, chunk=config.train.logprob_chunk),
+        dtype="bf16" if config.engine.dtype == "fp32" and config.model.dtype == "bfloat16" else config.engine.dtype,
+        tolerance=config.engine.server.tolerance,
+    )
+
+
 def assemble(config: Config, folder: RunFolder, policy: Policy, view: LiveView, stop: StopFlag) -> Run:
     """Build every piece of a run on `config.run.device`; nothing is written. Weights reach the engine with `publish`."""
     device = resolve_device(config.run.device)
@@ -315,7 +335,7 @@ def assemble(config: Config, folder: RunFolder, policy: Policy, view: LiveView, 
         replay_routing=config.rollout.replay_routing,
     )
     try:
-        engine = open_engine(policy.model.config, config.engine, device)
+        engine = open_engine(policy.model.config, config.engine, device, log_path=folder.path / "server.log")
     except BaseException:
         trainer.close()
         raise
@@ -326,7 +346,7 @@ def assemble(config: Config, folder: RunFolder, policy: Policy, view: LiveView, 
         source=source,
         eval_prompts=held_out,
         engine=engine,
-        publisher=DirectPublisher([engine]),
+        publisher=DirectPublisher([engine], run_probes(config, policy, source)),
         trainer=trainer,
         objective=objective,
         grader=Graders(),

@@ -15,7 +15,7 @@ from rollkeel import objectives, rewards
 from rollkeel.config import Config
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.rollout_store import read_step, to_rollouts, write_step
-from rollkeel.engines.open import open_engine
+from rollkeel.engines.open import check_engine, open_engine
 from rollkeel.errors import BadInput, Interrupted
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers, resolve_device, save_policy
 from rollkeel.models.names import checkpoint_views
@@ -29,7 +29,7 @@ from rollkeel.rollout.collect import collect, issue
 from rollkeel.rollout.evaluate import evaluate
 from rollkeel.rollout.measure import speed_curve
 from rollkeel.rollout.scenario import Scenario
-from rollkeel.run import EVAL_SEED, StopFlag, eval_prompts, prompt_source, sampling_params
+from rollkeel.run import EVAL_SEED, StopFlag, eval_prompts, prompt_source, run_probes, sampling_params
 from rollkeel.sync.publish import DirectPublisher
 from rollkeel.train import checkpoint
 from rollkeel.types import Rollout
@@ -167,8 +167,14 @@ def _policy(config: Config) -> Policy:
 
 
 def _serving(config: Config, policy: Policy) -> Engine:
+    check_engine(config.engine, sampling_params(config, ()))
+    probes = run_probes(config, policy, prompt_source(config, policy, "train"))
     engine = open_engine(policy.model.config, config.engine, resolve_device(config.run.device))
-    DirectPublisher([engine]).publish(checkpoint_views(policy.model).items(), 0)
+    try:
+        DirectPublisher([engine], probes).publish(checkpoint_views(policy.model).items(), 0)
+    except BaseException:
+        engine.close()
+        raise
     return engine
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from rollkeel import advantages, rewards
 from rollkeel.config import Config
 from rollkeel.diagnostics.trackers import check_installed
+from rollkeel.engines.open import check_engine
 from rollkeel.errors import BadInput
 from rollkeel.models.loading import resolve_device
 from rollkeel.rollout.schedule import read_schedule
-from rollkeel.run import build_objective, pool_rules
+from rollkeel.run import build_objective, pool_rules, sampling_params
 
 
 def validate(config: Config) -> None:
@@ -20,6 +21,7 @@ def validate(config: Config) -> None:
             f"objective {config.objective.name}: advantage expected {', '.join(advantages.ESTIMATORS)}, got {credit!r}"
         )
     resolve_device(config.run.device)
+    check_engine(config.engine, sampling_params(config, ()))
     check_installed(config.report.trackers)
     if config.data.path is not None:
         rewards.get(config.data.grader)
@@ -65,6 +67,10 @@ def _validate_async(config: Config) -> None:
 
 def _validate_budgeted(config: Config) -> None:
     pool_rules(config)
+    if config.engine.kind != "local":
+        raise BadInput(
+            f"run.loop=budgeted: expected engine.kind=local, which is advanced by decode steps, got {config.engine.kind}"
+        )
     if config.rollout.dynamic_rounds:
         raise BadInput(
             f"rollout.dynamic_rounds: expected 0 with run.loop=budgeted, got {config.rollout.dynamic_rounds}; the budget"

@@ -2,20 +2,93 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import rollkeel
 from rollkeel.config import EngineConfig
+from rollkeel.engines.backend import Backend
 from rollkeel.engines.local import LocalEngine
+from rollkeel.engines.served import ServedEngine
 from rollkeel.engines.workers import WorkerEngine
+from rollkeel.errors import BadInput
 from rollkeel.protocols import Engine
+from rollkeel.types import SamplingParams
+
+BACKENDS = {"vllm": "VllmBackend"}
+"""Class in `rollkeel.engines.<kind>`, imported when it is asked for."""
+_FOUND = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+_LOOK_S = 60.0
 
 
 def open_engine(
-    hf_config: Any, config: EngineConfig, device: torch.device | str, max_length: int | None = None
+    hf_config: Any,
+    config: EngineConfig,
+    device: torch.device | str,
+    max_length: int | None = None,
+    log_path: Path | None = None,
 ) -> Engine:
-    """An engine for the architecture `hf_config`; it serves nothing until weights are published."""
+    """An engine for the architecture `hf_config`; it serves nothing until weights are published.
+
+    `log_path`: where an inference server's output goes. Raises `BadInput` for a server that is not installed.
+    """
+    if config.kind != "local":
+        backend = open_backend(config)
+        python = sys.executable if config.server.url else server_python(config)
+        return ServedEngine(
+            hf_config,
+            config,
+            backend,
+            device=str(device),
+            max_length=max_length,
+            python=python,
+            log_path=log_path,
+        )
     if config.processes > 0:
         return WorkerEngine(hf_config, config, device=device, max_length=max_length)
     return LocalEngine(hf_config, config, device=device, max_length=max_length)
+
+
+def open_backend(config: EngineConfig) -> Backend:
+    """The backend of `engine.kind`."""
+    return getattr(import_module(f"rollkeel.engines.{config.kind}"), BACKENDS[config.kind])()
+
+
+def check_engine(config: EngineConfig, sampling: SamplingParams) -> None:
+    """Refuse early what an inference server cannot do. Raises `BadInput`; nothing is said about the embedded engine."""
+    if config.kind == "local":
+        return
+    backend = open_backend(config)
+    backend.check(config.dtype)
+    if complaint := backend.objection(sampling):
+        raise BadInput(complaint)
+    if config.server.url is None:
+        server_python(config)
+    elif not config.server.url.startswith(("http://", "https://")):
+        raise BadInput(f"engine.server.url: expected http://host:port, got {config.server.url!r}")
+
+
+def server_python(config: EngineConfig) -> str:
+    """Interpreter that has the server of `engine.kind` installed. Raises `BadInput` if none has."""
+    kind = config.kind
+    if config.server.python is not None:
+        python = str(Path(config.server.python).expanduser())
+    else:
+        places = (Path.cwd(), Path(rollkeel.__file__).resolve().parent.parent)
+        own = [place / f".venv-{kind}" / "bin" / "python" for place in places]
+        python = next((str(path) for path in own if path.is_file()), sys.executable)
+    try:
+        found = subprocess.run([python, "-I", "-c", _FOUND, kind], timeout=_LOOK_S, capture_output=True).returncode == 0
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BadInput(f"engine.server.python: cannot run {python}: {error}") from None
+    if not found:
+        raise BadInput(
+            f"engine.server.python: {python} has no package {kind}; `make .venv-{kind}/.done` builds an environment that has,"
+            " or name another interpreter, or set engine.server.url"
+        )
+    return python

@@ -9,7 +9,8 @@ import torch
 
 from rollkeel.errors import EngineFailure
 from rollkeel.models.checksum import MASK, tensor_checksum
-from rollkeel.protocols import Engine
+from rollkeel.protocols import Engine, ProbedEngine
+from rollkeel.sync.proof import Probes
 from rollkeel.types import WeightSlice, WeightUpdate
 
 
@@ -28,22 +29,46 @@ def full_update(weights: Iterable[tuple[str, torch.Tensor]], version: int) -> We
 class DirectPublisher:
     """Hands full updates to engines and refuses to go on unless each proves the version and checksum it serves."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        self.engines = tuple(engines)
+    def __init__(self, engines: Sequence[Engine], probes: Probes | None = None) -> None:
+        """`probes`: also asked of every engine that is a `ProbedEngine`, after each publication."""
+        self.engines, self.probes = tuple(engines), probes
 
     def publish(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> Mapping[str, float]:
-        """Publish `weights` as `version`. Raises `EngineFailure` naming the engine whose proof does not match."""
+        """Publish `weights` as `version`. Raises `EngineFailure` naming the engine whose proof does not match, or whose
+        probes disagree with the trainer a second time, after the same update was published once more."""
         start = time.perf_counter()
         update = full_update(weights, version)
+        metrics: dict[str, float] = {}
         for engine in self.engines:
-            proof = engine.update_weights(update)
-            if (proof.version, proof.checksum) != (update.version, update.checksum):
-                raise EngineFailure(
-                    f"engine {engine.capabilities.name}: expected proof of version {update.version} with checksum "
-                    f"{update.checksum:016x}, got version {proof.version} with {proof.checksum:016x}; weights did not arrive"
-                )
-            if engine.version != version:
-                raise EngineFailure(
-                    f"engine {engine.capabilities.name}: serves version {engine.version} after publishing {version}"
-                )
-        return {"time/sync_s": time.perf_counter() - start}
+            self._bring(engine, update)
+            if self.probes is not None and isinstance(engine, ProbedEngine):
+                for key, value in self._probe(engine, update, self.probes).items():
+                    metrics[key] = max(value, metrics.get(key, 0.0))
+        return {"time/sync_s": time.perf_counter() - start, **metrics}
+
+    def _probe(self, engine: ProbedEngine, update: WeightUpdate, probes: Probes) -> dict[str, float]:
+        verdict = probes.judge(engine)
+        again = not verdict.agrees
+        if again:
+            self._bring(engine, update)
+            verdict = probes.judge(engine)
+        if not verdict.agrees:
+            raise EngineFailure(
+                f"engine {engine.capabilities.name}: its log-probs under version {update.version} are not the trainer's:"
+                f" |gap| median {verdict.median:.3g}, mean {verdict.mean:.3g}, expected at most"
+                f" {verdict.tolerance.median:.3g} and {verdict.tolerance.mean:.3g}; it does not serve the weights it was given"
+            )
+        return {**verdict.metrics(), "sync/probe_retries": float(again)}
+
+    @staticmethod
+    def _bring(engine: Engine, update: WeightUpdate) -> None:
+        proof = engine.update_weights(update)
+        if (proof.version, proof.checksum) != (update.version, update.checksum):
+            raise EngineFailure(
+                f"engine {engine.capabilities.name}: expected proof of version {update.version} with checksum "
+                f"{update.checksum:016x}, got version {proof.version} with {proof.checksum:016x}; weights did not arrive"
+            )
+        if engine.version != update.version:
+            raise EngineFailure(
+                f"engine {engine.capabilities.name}: serves version {engine.version} after publishing {update.version}"
+            )

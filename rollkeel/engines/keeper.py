@@ -1,0 +1,245 @@
+"""The life of one server behind `ServedEngine`: start, weights, proof, restart. Everything here runs on its event loop.
+
+A server serves known weights or none: whoever asks it for tokens does so between a proof and the next loss. `epoch` counts
+proven lives, so that of many streams that break together the first one starts it again and the others find that done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollkeel.config import EngineConfig
+from rollkeel.engines.backend import Backend, Refused, ServerSettings
+from rollkeel.engines.server import ServerProcess, free_port
+from rollkeel.engines.weight_folder import folder_checksum
+from rollkeel.errors import BadInput, EngineFailure
+
+READY_POLL_S = 0.1
+SETTLE_S = 1.0
+"""A server that is well this long after a broken stream is believed."""
+CONTROL_S = 120.0
+"""Longest answer to pause, resume, abort."""
+SAME_SERVER = 0.05
+"""Largest mean |gap| of the probes before and after a restart from the same files; wrong reloads were 0.3 to 0.7 off."""
+
+
+@dataclass
+class Weights:
+    """What the server has to serve."""
+
+    folder: Path
+    version: int
+    checksum: int
+    probes: Sequence[Sequence[int]] = ()
+    scores: list[np.ndarray] = field(default_factory=list)
+    """Log-probs of `probes` as they were accepted after publication."""
+
+
+class Keeper:
+    """Starts, feeds and restarts the server of `backend`; `settings` tells how, given weights to start from and a port."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: EngineConfig,
+        settings: Callable[[Path, int], ServerSettings],
+        log: Path,
+        scratch: Path,
+    ) -> None:
+        self._backend, self._config, self._settings = backend, config, settings
+        self._log, self._scratch = log, scratch
+        self._client = _client_library(backend.name)
+        self._process: ServerProcess | None = None
+        self._restarts = 0
+        self.http: Any = None
+        self.lock = asyncio.Lock()
+        """Held while the server starts, or its weights change."""
+        self.epoch = 0
+        self.weights: Weights | None = None
+
+    @property
+    def owned(self) -> bool:
+        """Whether the server is ours to start and to kill."""
+        return self._config.server.url is None
+
+    @property
+    def pid(self) -> int | None:
+        """Leader of the server's process group; None where it is not ours."""
+        return None if self._process is None else self._process.pid
+
+    def failure(self, error: Exception) -> EngineFailure:
+        """`error` of a request as the engine's own: `Refused` if the request is at fault."""
+        if isinstance(error, EngineFailure):
+            return error
+        status = getattr(getattr(error, "response", None), "status_code", 500)
+        said = " ".join(str(error).split()) or type(error).__name__
+        return (Refused if 400 <= status < 500 else EngineFailure)(f"engine {self._backend.name}: {said[:300]}")
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What talking to a server may raise."""
+        return (EngineFailure, self._client.HTTPError, self._client.StreamError, TimeoutError)
+
+    def fruitful(self) -> None:
+        """A request finished: restarts are counted anew."""
+        self._restarts = 0
+
+    async def publish(self, weights: Weights, keep_kv: bool) -> int:
+        """Make the server serve `weights`, starting it if need be; it decodes again when this returns the checksum that the
+        server computed. The caller holds `lock`."""
+        self.weights = weights
+        if self.http is not None and (self._process is None or self._process.alive):
+            try:
+                return await self._load(weights, keep_kv)
+            except Refused:
+                raise
+            except self.errors as error:
+                if not self.owned:
+                    raise self.failure(error) from None
+                self.kill()
+                return await self._again(weights, str(error))
+        if self.http is None:
+            try:
+                return await self._life(weights)
+            except Refused:
+                raise
+            except self.errors as error:
+                return await self._again(weights, str(self.failure(error)))
+        return await self._again(weights, self._ended())
+
+    async def recover(self, epoch: int, why: str) -> None:
+        """After a loss in life `epoch`: find the server well, or start it again with its weights, proven."""
+        async with self.lock:
+            if self.epoch != epoch or self.weights is None:
+                return
+            if self.owned and await self._well():
+                return
+            checksum = await self._again(self.weights, f"{why}; {await self._last_words()}")
+            await self._prove(self.weights, checksum)
+
+    def kill(self) -> None:
+        """End a server of ours at once."""
+        if self._process is not None:
+            self._process.kill()
+
+    async def close(self) -> None:
+        if self.http is not None:
+            await self.http.aclose()
+        if self._process is not None:
+            await asyncio.to_thread(self._process.close)
+
+    async def _again(self, weights: Weights, why: str) -> int:
+        """New lives until one serves `weights`. Raises `EngineFailure` after `engine.server.restarts` of them."""
+        name, limit = self._backend.name, self._config.server.restarts if self.owned else 1
+        while self._restarts < limit:
+            self._restarts += 1
+            self.kill()
+            try:
+                return await self._life(weights)
+            except self.errors as error:
+                why = str(self.failure(error))
+        self.kill()
+        raise EngineFailure(
+            f"engine {name}: the server was lost, and {limit} restarts in a row (engine.server.restarts) without a finished"
+            f" request did not help: {why}"
+        )
+
+    async def _life(self, weights: Weights) -> int:
+        """Start (or find) the server and give it `weights`."""
+        if self.http is not None:
+            await self.http.aclose()
+        server = self._config.server
+        url = server.url
+        if url is None:
+            port = free_port(server.port)
+            command, environment = self._backend.command(self._settings(weights.folder, port))
+            self._process = ServerProcess(command, environment, self._log, self._scratch)
+            url = f"http://127.0.0.1:{port}"
+        limits = self._client.Limits(max_connections=None, max_keepalive_connections=self._config.slots)
+        timeout = self._client.Timeout(self._config.deadline_s, connect=10.0, pool=None)
+        self.http = self._client.AsyncClient(base_url=url.rstrip("/"), limits=limits, timeout=timeout, trust_env=False)
+        await self._until_ready(url, server.start_s if self.owned else self._config.deadline_s)
+        return await self._load(weights, keep_kv=False)
+
+    async def _until_ready(self, url: str, limit_s: float) -> None:
+        end = time.monotonic() + limit_s
+        while not await self._healthy():
+            if self._process is not None and not self._process.alive:
+                raise EngineFailure(self._ended())
+            if time.monotonic() > end:
+                said = f"; it said: {self._process.tail()}" if self._process is not None else ""
+                self.kill()
+                key = "engine.server.start_s" if self.owned else "engine.deadline_s"
+                raise EngineFailure(
+                    f"engine {self._backend.name}: waited {limit_s:g} s ({key}) for {url} to be ready{said}"
+                )
+            await asyncio.sleep(READY_POLL_S)
+
+    async def _healthy(self) -> bool:
+        try:
+            return await asyncio.wait_for(self._backend.ready(self.http), 10.0)
+        except self.errors:
+            return False
+
+    async def _well(self) -> bool:
+        """Whether only a stream broke. A server that has lost its engine says for a moment that it is well."""
+        if self._process is None or not await self._healthy():
+            return False
+        await asyncio.sleep(SETTLE_S)
+        return self._process.alive and await self._healthy()
+
+    async def _last_words(self) -> str:
+        """What a lost server said. Its guard notices an end an instant later than a broken stream does."""
+        end = time.monotonic() + 1.0
+        while self._process is not None and self._process.alive and time.monotonic() < end:
+            await asyncio.sleep(READY_POLL_S / 10)
+        return self._ended() if self._process is None or not self._process.alive else "it lives and does not answer"
+
+    def _ended(self) -> str:
+        said = self._process.tail() if self._process is not None else "it does not answer"
+        return f"engine {self._backend.name}: the server ended: {said}"
+
+    async def _load(self, weights: Weights, keep_kv: bool) -> int:
+        await self._timed(self._backend.pause(self.http, keep_kv), CONTROL_S, "to pause")
+        loading = self._backend.load(self.http, weights.folder, weights.version)
+        checksum = await self._timed(loading, self._config.deadline_s, "to load weights")
+        await self._timed(self._backend.resume(self.http), CONTROL_S, "to resume")
+        self.epoch += 1
+        return await asyncio.to_thread(folder_checksum, weights.folder) if checksum is None else checksum
+
+    async def _timed(self, answer: Any, limit_s: float, what: str) -> Any:
+        try:
+            return await asyncio.wait_for(answer, limit_s)
+        except TimeoutError:
+            raise EngineFailure(f"engine {self._backend.name}: waited {limit_s:g} s for the server {what}") from None
+
+    async def _prove(self, weights: Weights, checksum: int) -> None:
+        """A restarted server must be the one that was accepted: same bytes, same probes."""
+        if checksum != weights.checksum:
+            raise EngineFailure(
+                f"engine {self._backend.name}: restarted with weights of checksum {checksum:016x}, version"
+                f" {weights.version} has {weights.checksum:016x}"
+            )
+        for ids, before in zip(weights.probes, weights.scores, strict=True):
+            now = await self._timed(self._backend.score(self.http, ids), self._config.deadline_s, "to score a probe")
+            gap = float(np.abs(now - before).mean())
+            if not gap <= SAME_SERVER:
+                raise EngineFailure(
+                    f"engine {self._backend.name}: restarted, but its log-probs of version {weights.version} are {gap:.3g}"
+                    f" off those before, expected at most {SAME_SERVER}"
+                )
+
+
+def _client_library(name: str) -> Any:
+    try:
+        import httpx2
+    except ImportError:
+        raise BadInput(f"engine.kind={name}: needs httpx2; install rollkeel[{name}]") from None
+    return httpx2

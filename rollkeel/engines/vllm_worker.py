@@ -1,0 +1,100 @@
+"""Runs inside a vLLM server, in its interpreter: takes weights from a folder, proves what it read, cures vLLM's reload.
+
+This file is copied beside the server and imported there under the name `rollkeel_vllm_worker`; it needs torch, safetensors
+and vLLM, nothing of rollkeel. vLLM makes its worker class inherit from `Publication` (`--worker-extension-cls`).
+
+vLLM 0.32 on CPUs packs weights for its kernels after loading, and packs them again on a reload only where it notices: expert
+weights keep their old packed copy while `moe_kernel` is set, and so does a head that is tied to the embedding. Log-probs are
+then those of a mixture of two versions, without any error. `load_weights` alone does not help: the originals were freed.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MASK = 2**64 - 1
+_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Publication:
+    """What vLLM's worker can do besides its own, called over `collective_rpc`."""
+
+    model_runner: Any
+
+    def rollkeel_load(self, folder: str) -> dict[str, str]:
+        """Serve the weights of the safetensors files in `folder`. Returns `checksum` (decimal) over every tensor read and
+        handed to the model, or `error`: an exception here would end the whole server."""
+        try:
+            seen = _Seen()
+            model = self.model_runner.get_model()
+            _forget_packed_experts(model)
+            self.model_runner.reload_weights(weights_iterator=seen.read(Path(folder)), is_checkpoint_format=True)
+            _retie(model, self.model_runner.model_config.hf_config)
+            return {"checksum": str(seen.total & MASK), "tensors": str(seen.count)}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+
+
+class _Seen:
+    """Counts what passes through."""
+
+    def __init__(self) -> None:
+        self.total = self.count = 0
+
+    def read(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        from safetensors import safe_open
+
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(f"no safetensors files in {folder}")
+        for file in files:
+            with safe_open(str(file), framework="pt") as weights:
+                for name in weights.keys():  # noqa: SIM118 - not a mapping
+                    tensor = weights.get_tensor(name)
+                    self.total += tensor_checksum(name, tensor)
+                    self.count += 1
+                    yield name, tensor
+
+
+def tensor_checksum(name: str, tensor: torch.Tensor) -> int:
+    """The same sum as `rollkeel.models.checksum.tensor_checksum`, computed anew on this side."""
+    bits = tensor.contiguous().view(_WIDTH[tensor.element_size()]).flatten().to(torch.int64)
+    key = (zlib.crc32(name.encode()) << 1 | 1) + (tensor.element_size() << 40)
+    position = torch.arange(bits.numel(), dtype=torch.int64)
+    return int(((bits + 0x9E3779B9) * (2 * position + key)).sum().item()) & MASK
+
+
+def _forget_packed_experts(model: Any) -> None:
+    """On a CPU a kernel holds a packed copy; without a kernel the reload builds both anew."""
+    if not _on_cpu():
+        return
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def _retie(model: Any, config: Any) -> None:
+    """Give a tied head the new embedding, and on a CPU its packed copy."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if not getattr(text, "tie_word_embeddings", False) or not _on_cpu():
+        return
+    for module in model.modules():
+        head = getattr(module, "lm_head", None)
+        body = getattr(module, "model", None)
+        embedding = getattr(body, "embed_tokens", None)
+        if head is None or embedding is None or not hasattr(head, "quant_method"):
+            continue
+        head.weight = embedding.weight
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform  # type: ignore[import-not-found]
+
+    return bool(current_platform.is_cpu())

@@ -1,0 +1,219 @@
+"""An inference server with known behaviour, standard library and numpy only: `python fake_server.py PORT FOLDER FAULTS`.
+
+The next token is a hash of every token before it and of the weights, so that a token lost, doubled, or sampled under other
+weights than its stamp says changes all that follow. `FAULTS` is a folder: a file in it is a fault, its content an argument;
+most faults remove their file when they strike, so that they strike once, whatever restarts in between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 50
+STOP = 7
+DECODE_S = 0.002
+"""Of one token, so that tests can act while a stream runs."""
+
+
+def next_token(ids: list[int], policy: float) -> int:
+    """What weights of value `policy` sample behind `ids`."""
+    digest = hashlib.sha256(f"{policy}:{ids}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") % VOCABULARY
+
+
+def logprob_of(token: int) -> float:
+    return -(token + 1) / 16
+
+
+def score_of(ids: list[int], policy: float) -> list[float]:
+    return [-(1 + (a * 31 + b) % 7) / 4 - policy / 64 for a, b in itertools.pairwise(ids)]
+
+
+def read_weights(folder: Path) -> tuple[float, int]:
+    """Value of the weight `policy`, and the checksum of all weights."""
+    import zlib
+
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    total, policy = 0, 0.0
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            bits = tensor.reshape(-1).view(np.int32).astype(object)
+            key = (zlib.crc32(name.encode()) << 1 | 1) + (4 << 40)
+            total += sum((int(b) + 0x9E3779B9) * (2 * i + key) for i, b in enumerate(bits))
+            policy = float(tensor.reshape(-1)[0]) if name == "policy" else policy
+    return policy, total % 2**64
+
+
+class State:
+    def __init__(self, folder: Path, faults: Path) -> None:
+        self.faults = faults
+        self.policy, self.checksum = read_weights(folder)
+        self.label = -1
+        self.aborted: set[str] = set()
+        self.running: set[str] = set()
+        self.paused = threading.Event()
+        self.sent = 0
+        self.lock = threading.Lock()
+        self.stopped = False
+
+    def fault(self, name: str, keep: bool = False) -> str | None:
+        """Argument of a fault that is set, else None. Taking it ends it."""
+        file = self.faults / name
+        try:
+            text = file.read_text()
+            if not keep:
+                file.unlink()
+            return text
+        except FileNotFoundError:
+            return None
+
+    def due(self, name: str) -> bool:
+        """True once the number of tokens sent by this server reaches the fault's argument."""
+        with self.lock:
+            wanted = self.fault(name, keep=True)
+            return wanted is not None and self.sent >= int(wanted) and self.fault(name) is not None
+
+
+def stream(state: State, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Events of one generation; a final one has `finish`."""
+    ids, key, starts = list(asked["token_ids"]), asked["key"], []
+    for made in range(asked["max_new_tokens"]):
+        while state.stopped or state.paused.is_set():
+            if key in state.aborted:
+                break
+            time.sleep(DECODE_S)
+        time.sleep(DECODE_S)
+        if key in state.aborted and state.fault("ignore_abort", keep=True) is None:
+            yield {"token_ids": [], "logprobs": [], "finish": "abort", "starts": starts}
+            return
+        if state.due("crash_after"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if state.due("hang_after"):
+            state.stopped = True
+            continue
+        if state.due("cut_after"):
+            return
+        if state.due("error_after"):
+            yield {"error": "the fake broke"}
+            return
+        if state.due("finish_after"):
+            yield {"token_ids": [], "logprobs": [], "finish": "stop", "starts": starts}
+            return
+        token = next_token(ids, state.policy)
+        ids.append(token)
+        with state.lock:
+            state.sent += 1
+        if not starts or starts[-1][0] != state.label:
+            starts.append((state.label, made))
+        stopped = token in asked["stop"]
+        last = stopped or made + 1 == asked["max_new_tokens"]
+        finish = ("stop" if stopped else "length") if last else ""
+        logprob = float("nan") if state.due("nan_after") else logprob_of(token)
+        yield {"token_ids": [token], "logprobs": [logprob], "finish": finish, "starts": starts if last else []}
+        if last:
+            return
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    state: State
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """No access log."""
+
+    def _say(self, code: int, value: Any) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        state = self.state
+        if state.stopped:
+            time.sleep(3600)
+        running = sorted(state.running)
+        self._say(200, {"pid": os.getpid(), "sent": state.sent, "running": running, "label": state.label})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        state = self.state
+        if self.path == "/generate":
+            self._generate(asked)
+        elif self.path == "/abort":
+            state.aborted |= set(asked["keys"])
+            self._say(200, {})
+        elif self.path == "/score":
+            self._say(200, {"logprobs": score_of(asked["token_ids"], state.policy)})
+        elif self.path == "/pause":
+            state.paused.set()
+            self._say(200, {})
+        elif self.path == "/resume":
+            state.paused.clear()
+            self._say(200, {})
+        elif self.path == "/load":
+            if state.fault("crash_in_load") is not None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            policy, checksum = read_weights(Path(asked["folder"]))
+            if state.fault("lose_load") is None:
+                state.policy = policy
+            if state.fault("wrong_checksum") is not None:
+                checksum ^= 1
+            state.label = asked["version"]
+            self._say(200, {"checksum": str(checksum)})
+
+    def _generate(self, asked: dict[str, Any]) -> None:
+        state = self.state
+        refused = state.fault("refuse", keep=True)
+        if refused is not None and int(refused) in asked["token_ids"]:
+            return self._say(400, {"error": f"token {refused} is not welcome"})
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        state.running.add(asked["key"])
+        try:
+            for event in stream(state, asked):
+                if event.get("finish"):
+                    state.running.discard(asked["key"])  # before the client can know, and begin another
+                line = json.dumps(event).encode() + b"\n"
+                self.wfile.write(f"{len(line):x}\r\n".encode() + line + b"\r\n")
+                self.wfile.flush()
+            self.wfile.write(b"0\r\n\r\n")
+        except OSError:
+            self.close_connection = True  # the client is gone
+        finally:
+            state.running.discard(asked["key"])
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256
+
+
+def main(port: int, folder: Path, faults: Path) -> None:
+    state = State(folder, faults)
+    if state.fault("die_at_start") is not None:
+        raise RuntimeError("RuntimeError: the fake will not start")
+    if state.fault("slow_start") is not None:
+        time.sleep(3600)
+    with (faults / "starts").open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    handler = type("Bound", (Handler,), {"state": state})
+    Server(("127.0.0.1", port), handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))
