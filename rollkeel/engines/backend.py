@@ -13,7 +13,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rollkeel.errors import EngineFailure
 from rollkeel.types import SamplingParams
+
+
+class Refused(EngineFailure):
+    """The server understood a request and will not serve it (HTTP 4xx): asking again is of no use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +33,9 @@ class Generation:
     max_new_tokens: int
     """Tokens still to sample; ≤ `sampling.max_new_tokens`."""
     seed: int
-    """For the server's own generator: a function of run seed, rollout and tokens already sampled."""
+    """For the server's own generator: a function of run seed, rollout and tokens already sampled; 62 bits."""
+    salt: str = ""
+    """Cached prefixes may only be shared with generations of the same salt: it names the weights that compute them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +53,8 @@ class Chunk:
     """`[n, layers, k]` int16, from servers that return routed experts."""
     finish: str = ""
     """`stop`, `length`, `abort`; empty while more is to come."""
+    version_starts: Sequence[tuple[int, int]] = ()
+    """On the last chunk, from servers that keep count: (version, index of the first token of this stream it sampled)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +71,10 @@ class ServerSettings:
     python: str
     """Interpreter that has the server installed."""
     device: str
+    threads: int = 1
+    """CPU threads of the server, where it computes on a CPU."""
+    kv_memory_gb: float = 4.0
+    """Most memory for the KV cache, where the server takes a size."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further command line options, `name: value`; a value of True stands for a bare switch."""
 
