@@ -184,11 +184,12 @@ class SglangBackend:
             raise EngineFailure(f"SGLang: expected {len(tokens)} input_token_logprobs, one per token, got {got}")
         values = [logprob_of(row, "input_token_logprobs", i) for i, row in enumerate(rows) if i > 0]
         # The server writes 0 for the last id of the vocabulary, meant for placeholders of images.
-        wrong = [i for i, (row, token) in enumerate(zip(rows, tokens, strict=True)) if row[1] not in (token, 0)]
-        if wrong:
-            raise EngineFailure(
-                f"SGLang: expected the log-prob of token {tokens[wrong[0]]} at position {wrong[0]}, got that of {rows[wrong[0]][1]}"
-            )
+        named = [row[1] if isinstance(row, list) and len(row) > 1 else None for row in rows]
+        for i, (name, token) in enumerate(zip(named, tokens, strict=True)):
+            if name not in (token, 0):
+                raise EngineFailure(
+                    f"SGLang: expected the log-prob of token {token} at position {i}, got that of {name}"
+                )
         return np.array(values, np.float32)
 
     async def pause(self, http: Any, keep_kv: bool) -> None:

@@ -260,7 +260,12 @@ class FakeSglang:
         s = req.body["sampling_params"]
         if req.reason is None and req.to_finish:
             req.reason = req.to_finish
-        elif req.reason is None and req.out and not s.get("ignore_eos") and req.out[-1] in {*(s.get("stop_token_ids") or ()), *self.eos}:
+        elif (
+            req.reason is None
+            and req.out
+            and not s.get("ignore_eos")
+            and req.out[-1] in {*(s.get("stop_token_ids") or ()), *self.eos}
+        ):
             req.reason = {"type": "stop", "matched": req.out[-1]}
         elif req.reason is None and len(req.out) >= req.limit:
             req.reason = {"type": "length", "length": req.limit}
@@ -387,14 +392,20 @@ class FakeSglang:
     def update(self, body: dict[str, Any]) -> tuple[bool, str]:
         file = Path(body["model_path"]) / "model.safetensors"
         if not file.exists():
-            return False, f"Failed to get weights iterator: Cannot find any model weights with `{body['model_path']}`.\nrolled back"
+            return (
+                False,
+                f"Failed to get weights iterator: Cannot find any model weights with `{body['model_path']}`.\nrolled back",
+            )
         for req in [*self.running, *self.waiting]:
             if req.out:
                 req.events.append((self.weight_version, len(req.out)))
         self.weights = zlib.crc32(file.read_bytes())
         self.model_path = body["model_path"]
         if body.get("flush_cache", True) and not self.flush():
-            return False, "Weights were updated, but the cache was not flushed because requests are still running or queued."
+            return (
+                False,
+                "Weights were updated, but the cache was not flushed because requests are still running or queued.",
+            )
         if body.get("weight_version") is not None:
             self.weight_version = body["weight_version"]
         return True, "Succeeded to update model weights."
@@ -406,7 +417,9 @@ class FakeSglang:
         if rid in self.known:
             raise ValueError(f"Duplicate request ID detected: {rid}")
         if len(ids) >= self.context:
-            raise ValueError(f"The input ({len(ids)} tokens) is longer than the model's context length ({self.context} tokens).")
+            raise ValueError(
+                f"The input ({len(ids)} tokens) is longer than the model's context length ({self.context} tokens)."
+            )
         if len(ids) + wanted > self.context:
             raise ValueError("Requested token count exceeds the model's maximum context length")
         req = Req(rid=rid, body=body, ids=ids, limit=max(0, min(wanted, self.context - 2 - len(ids))))
@@ -428,12 +441,14 @@ class FakeSglang:
         self._tasks.add(task)
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            method, target, _ = head.split("\r\n")[0].split(" ")
-            length = next((int(h.split(":")[1]) for h in head.lower().split("\r\n") if h.startswith("content-length")), 0)
+            _, target, _ = head.split("\r\n")[0].split(" ")
+            length = next(
+                (int(h.split(":")[1]) for h in head.lower().split("\r\n") if h.startswith("content-length")), 0
+            )
             body = json.loads(await reader.readexactly(length)) if length else {}
             await self._route(target.split("?")[0], body, writer)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the client went away
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass  # the client went away, or the test is over
         finally:
             writer.close()
             self._tasks.discard(task)
@@ -487,7 +502,9 @@ class FakeSglang:
             index += 1
 
         if stream:
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n")
+            writer.write(
+                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+            )
             await writer.drain()
         try:
             req = self._admit(body)
