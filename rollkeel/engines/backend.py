@@ -85,6 +85,10 @@ class Backend(Protocol):
     name: str
     keeps_kv: bool
     """Whether `pause(keep_kv=True)` leaves running sequences and their KV in the server."""
+    returns_topk: bool
+    """Whether `Chunk.topk_ids` and `topk_logprobs` are filled on request."""
+    returns_experts: bool
+    """Whether `Chunk.experts` is filled on request."""
 
     def command(self, settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
         """Command line and additional environment that start the server."""

@@ -51,6 +51,8 @@ class SglangBackend:
 
     name: str = "sglang"
     keeps_kv: bool = True
+    returns_topk: bool = True
+    returns_experts: bool = field(init=False)
     prefix_cache: bool = True
     """Share the KV of equal prefixes (radix cache), within one version of the weights."""
     deterministic: bool = False
@@ -70,6 +72,11 @@ class SglangBackend:
     """Longest wait for new weights."""
     _origin: str = field(default_factory=lambda: uuid.uuid4().hex, repr=False)
     """Keeps the cached prefixes of a server that others used before apart from ours."""
+    _checked: bool = field(default=False, init=False, repr=False)
+    """Whether the present server was asked for log-probs at two temperatures."""
+
+    def __post_init__(self) -> None:
+        self.returns_experts = self.experts is not None
 
     def command(self, settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
         """Command line and environment. Raises `BadInput` for a dtype the server has no name for, or an option that is ours."""
@@ -102,21 +109,22 @@ class SglangBackend:
             if option in OURS:
                 raise BadInput(f"engine.server.options.{given}: rollkeel sets --{option} itself; leave it out")
             options[option] = value
+        self._checked = False
         line = [settings.python, "-m", "sglang.launch_server"]
         for option, value in options.items():
             line += _flag(option, value)
         environment = {
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+            "SGLANG_RUST_SERVER": "0",  # another front end, whose streams nobody here has read
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
             "HF_HUB_OFFLINE": "1",
         }
+        if device == "cpu":
+            environment["OMP_NUM_THREADS"] = str(settings.threads)
         return line, environment
 
     async def ready(self, http: Any) -> bool:
-        """True once requests would be served; False while it starts, is paused, or nobody listens.
-
-        Raises `EngineFailure` if the log-probs it returns ignore the temperature (two requests of one token find out).
-        """
+        """True once requests would be served; False while it starts, is paused, or nobody listens."""
         for path in ("/ready", "/health"):
             try:
                 response = await self._send(http, "GET", path, None, self.control_s)
@@ -130,7 +138,6 @@ class SglangBackend:
                 return False
             if response.status_code != 200:
                 raise _unexpected("GET", path, response)
-            await self._check_temperature(http)
             return True
         raise EngineFailure(
             "SGLang: expected GET /ready or /health to exist, got 404 for both; is this an SGLang server?"
@@ -227,8 +234,12 @@ class SglangBackend:
         return None
 
     async def resume(self, http: Any) -> None:
-        """Decode again."""
+        """Decode again. The first time, two requests of one token find out whether log-probs are those of the sampling
+        distribution; raises `EngineFailure` if they ignore the temperature."""
         await self._control(http, "/continue_generation", {"torch_empty_cache": False})
+        if not self._checked:
+            await self._check_temperature(http)
+            self._checked = True
 
     def _request(self, wanted: Generation) -> dict[str, Any]:
         """Body of `POST /generate`."""

@@ -50,6 +50,22 @@ class RoutedLayers:
         return found[:, list(self.moe) or slice(None)].astype(np.int16)
 
 
+def routed_layers(hf_config: Any) -> RoutedLayers | None:
+    """What the server will return for a model, from its (text) config; None for a dense one.
+
+    Dense layers are told apart by `mlp_only_layers` and `decoder_sparse_step` (Qwen) or `first_k_dense_replace` (DeepSeek).
+    """
+    config = hf_config.get_text_config()
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if not chosen:
+        return None
+    layers, every = int(config.num_hidden_layers), int(getattr(config, "decoder_sparse_step", None) or 1)
+    dense = set(getattr(config, "mlp_only_layers", None) or ())
+    dense |= set(range(int(getattr(config, "first_k_dense_replace", None) or 0)))
+    moe = tuple(i for i in range(layers) if i not in dense and (i + 1) % every == 0)
+    return RoutedLayers(layers=layers, chosen=int(chosen), moe=moe)
+
+
 @dataclass
 class _Tokens:
     """Tokens read and not yet handed on, field by field."""

@@ -22,8 +22,10 @@ Streams
     config and generation config stop, too. The stop token is part of the output.
  7. same file, `weight_versions` on the last frame (`utils/weight_versions.py`): spans `{"version", "start", "end"}`; a change
     is booked at the number of tokens put out when it happens.
- 8. `managers/scheduler.py` `init_req_max_new_tokens`: cut to context − 2 − prompt in silence; `managers/tokenizer_manager.py`
-    `_validate_one_request`: prompts from context − 0 on, and prompt + max_new_tokens above the context, are refused.
+ 8. `managers/scheduler.py` `init_req_max_new_tokens`: cut to context − 2 − prompt, in silence. Refused at once
+    (`tokenizer_manager.py` `_validate_one_request`): prompts as long as the context, and prompt + max_new_tokens above it. Refused
+    by the scheduler, as an abort with status 400 after one step, without log-probs (`schedule_batch.py` `set_finish_with_abort`):
+    prompts of context − 6 tokens and more (`tp_worker.py`, `managers/utils.py`).
 Log-probs
  9. `layers/sampler.py`: log of softmax(logits / T), before top-k, top-p and min-p; temperature below 1e-6 becomes 1 with top_k 1
     (`sampling/sampling_params.py`). `SGLANG_RETURN_ORIGINAL_LOGPROB=1` makes it log-softmax of the logits.
@@ -97,7 +99,7 @@ class Req:
     ended: bool = False
 
     def lists(self) -> dict[str, list[Any]]:
-        found = {"output_token_logprobs": self.rows}
+        found: dict[str, list[Any]] = {"output_token_logprobs": self.rows}
         if self.body.get("top_logprobs_num"):
             found["output_top_logprobs"] = self.top
         if self.body.get("return_sampling_mask"):
@@ -300,6 +302,8 @@ class FakeSglang:
         if not req.limit:
             meta["output_token_logprobs"] = [[-1.0, 0, None]]  # a prefill alone reports the draw it did not make
         meta["input_token_logprobs"] = req.input_rows or []
+        if req.reason and req.reason.get("status_code"):
+            meta |= {"output_token_logprobs": [], "input_token_logprobs": []}
         if req.reason:
             meta["weight_versions"] = self._spans(req)
             if req.body.get("return_routed_experts") and self.experts:
@@ -423,13 +427,14 @@ class FakeSglang:
         if len(ids) + wanted > self.context:
             raise ValueError("Requested token count exceeds the model's maximum context length")
         req = Req(rid=rid, body=body, ids=ids, limit=max(0, min(wanted, self.context - 2 - len(ids))))
-        if body.get("return_sampling_mask") and not 1 <= s.get("top_k", -1) <= 4096:
-            req.to_finish = {
-                "type": "abort",
-                "message": "return_sampling_mask requires top_k=1 for greedy sampling or finite 1 < top_k <= 4096",
-                "status_code": 400,
-                "err_type": "BadRequestError",
-            }
+        why = ""
+        if len(ids) >= self.context - 6:
+            why = f"Input length ({len(ids)} tokens) exceeds the maximum allowed length ({self.context - 6} tokens)."
+        elif body.get("return_sampling_mask") and not 1 <= s.get("top_k", -1) <= 4096:
+            why = "return_sampling_mask requires top_k=1 for greedy sampling or finite 1 < top_k <= 4096"
+        if why:
+            req.ids, req.limit = [0], 1
+            req.to_finish = {"type": "abort", "message": why, "status_code": 400, "err_type": "BadRequestError"}
         self.known[rid] = req
         return req
 
@@ -492,7 +497,11 @@ class FakeSglang:
         async def emit(frame: dict[str, Any]) -> None:
             nonlocal index
             if not stream:
-                await respond(writer, 200, dump(frame))
+                reason = frame["meta_info"]["finish_reason"]
+                refused = reason.get("status_code")
+                await respond(
+                    writer, refused or 200, dump({"error": {"message": reason["message"]}} if refused else frame)
+                )
                 return
             for payload in self.mangle(index, dump(frame)):
                 if payload == CUT:

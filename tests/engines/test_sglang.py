@@ -23,10 +23,11 @@ import pytest
 from fake_sglang import CUT, FakeSglang
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
 from rollkeel.engines.backend import Backend, Chunk, Generation, Refused, ServerSettings
 from rollkeel.engines.sglang import SPARE, SglangBackend
-from rollkeel.engines.sglang_stream import RoutedLayers, Transcript, events
+from rollkeel.engines.sglang_stream import RoutedLayers, Transcript, events, routed_layers
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.types import SamplingParams
 
@@ -167,9 +168,17 @@ def test_ready() -> None:
 
 def test_logprobs_that_ignore_temperature_are_found_before_the_first_request() -> None:
     async def work() -> None:
+        backend = replace(BACKEND)
         async with opened(original_logprobs=True) as (_, http):
             with pytest.raises(EngineFailure, match="without SGLANG_RETURN_ORIGINAL_LOGPROB"):
-                await BACKEND.ready(http)
+                await backend.resume(http)
+        async with opened() as (fake, http):
+            await backend.resume(http)
+            await backend.resume(http)
+            assert [path for path, _ in fake.seen].count("/generate") == 2  # once per server
+            started(backend)
+            await backend.resume(http)
+            assert [path for path, _ in fake.seen].count("/generate") == 4
 
     run(work())
 
@@ -299,6 +308,22 @@ def test_seeds_count_in_deterministic_mode_only(deterministic: bool, same: bool)
     run(work())
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (Qwen3Config(num_hidden_layers=3), None),
+        (Qwen3MoeConfig(num_hidden_layers=4, num_experts_per_tok=2), (4, 2, (0, 1, 2, 3))),
+        (Qwen3MoeConfig(num_hidden_layers=4, num_experts_per_tok=2, mlp_only_layers=[1]), (4, 2, (0, 2, 3))),
+        (Qwen3MoeConfig(num_hidden_layers=4, num_experts_per_tok=2, decoder_sparse_step=2), (4, 2, (1, 3))),
+        (DeepseekV3Config(num_hidden_layers=4, num_experts_per_tok=8, first_k_dense_replace=3), (4, 8, (3,))),
+    ],
+)
+def test_layers_of_experts(config: Any, expected: tuple[int, int, tuple[int, ...]] | None) -> None:
+    layers = routed_layers(config)
+    assert (layers and (layers.layers, layers.chosen, layers.moe)) == expected
+    assert SglangBackend(experts=layers).returns_experts == (expected is not None)
+
+
 @pytest.mark.parametrize("moe", [(), (1, 2)])
 def test_experts_of_each_token(moe: tuple[int, ...]) -> None:
     async def work() -> None:
@@ -357,8 +382,8 @@ def test_abort_in_the_queue_neither_loses_nor_doubles_tokens(incremental: bool, 
             np.testing.assert_allclose(got.logprobs, truth(fake, PROMPT, got.token_ids), atol=1e-6)
             # Tokens whose kept mass did not arrive are given up.
             assert len(cut.token_ids) == len(cut.kept_mass) <= 4
-            await BACKEND.resume(http)
             fake.allow(None)
+            await BACKEND.resume(http)
             assert (await collect(http, wanted(key="r2"))).finish == "length"
 
     run(work())
@@ -491,6 +516,12 @@ def test_scores_are_those_of_the_model_at_temperature_one() -> None:
                 await BACKEND.score(http, [])
             with pytest.raises(Refused, match=r"got 400: The input \(200 tokens\) is longer"):
                 await BACKEND.score(http, [1] * 200)
+            with pytest.raises(Refused, match=r"got 400: Input length \(194 tokens\) exceeds"):
+                await BACKEND.score(http, [1] * 194)
+            # What the command line leaves spare is enough for sequences of full length.
+            assert len(await BACKEND.score(http, [1] * (200 - SPARE))) == 200 - SPARE - 1
+            full = await collect(http, wanted(tokens=(1,) * (199 - SPARE), n=1))
+            assert full.finish == "length"
 
     run(work())
 
@@ -663,6 +694,8 @@ def test_requests_the_server_refuses() -> None:
         async with opened(context=20) as (fake, http):
             with pytest.raises(Refused, match="got 400: The input"):
                 await collect(http, wanted(tokens=(1,) * 20))
+            with pytest.raises(Refused, match=r"r0 to be served, got 400: Input length \(15 tokens\) exceeds"):
+                await collect(http, wanted(tokens=(1,) * 15, n=2))
             with pytest.raises(Refused, match="max_new_tokens ≥ 1, got 0 tokens"):
                 await collect(http, wanted(tokens=()))
             token = (await collect(http, wanted(key="best", n=1, temperature=0.0))).token_ids[0]
