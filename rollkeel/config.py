@@ -91,7 +91,7 @@ class SftConfig(Node):
 
 
 class ServerConfig(Node):
-    """The inference server behind `engine.kind=vllm`: one that is started here, or one that runs already."""
+    """The inference server behind `engine.kind=vllm` or `sglang`: one that is started here, or one that runs already."""
 
     url: str | None = None
     """Address of a running server, which is never started, restarted or ended; None starts one."""
@@ -116,8 +116,8 @@ class ServerConfig(Node):
 class EngineConfig(Node):
     """What samples. The numeric mode is independent of the trainer's."""
 
-    kind: Literal["local", "vllm"] = "local"
-    """`local` is the embedded engine, `vllm` a server (see `server`); its `block_size`, `prefill_tokens`, `forward`,
+    kind: Literal["local", "vllm", "sglang"] = "local"
+    """`local` is the embedded engine, `vllm` and `sglang` are servers (see `server`); its `block_size`, `prefill_tokens`, `forward`,
     `prefix_sharing` and `processes` have no meaning there."""
     kv: Literal["recompute", "keep"] = "recompute"
     """KV of sequences that new weights find unfinished: computed again under them, or kept as older weights computed it."""

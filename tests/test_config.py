@@ -79,7 +79,7 @@ def test_later_overrides_win_and_the_rest_of_the_recipe_stays() -> None:
         ("train.lrr=1", "config train.lrr: unknown key; did you mean train.lr?"),
         ("trian.lr=1", "config trian: unknown key; did you mean train?"),
         ("rollout.sample=4", "did you mean rollout.samples?"),
-        ("engine.zzzzzz=1", "known: kind, dtype"),
+        ("engine.zzzzzz=1", "known: kind, kv, dtype"),
         ("run.steps=many", "config run.steps: Input should be a valid integer, got 'many'"),
         ("run.steps=1.5", "config run.steps"),
         ("run.steps=true", "config run.steps"),

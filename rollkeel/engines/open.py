@@ -15,12 +15,13 @@ from rollkeel.config import EngineConfig
 from rollkeel.engines.backend import Backend
 from rollkeel.engines.local import LocalEngine
 from rollkeel.engines.served import ServedEngine
+from rollkeel.engines.sglang_stream import routed_layers
 from rollkeel.engines.workers import WorkerEngine
 from rollkeel.errors import BadInput
 from rollkeel.protocols import Engine
 from rollkeel.types import SamplingParams
 
-BACKENDS = {"vllm": "VllmBackend"}
+BACKENDS = {"vllm": "VllmBackend", "sglang": "SglangBackend"}
 """Class in `rollkeel.engines.<kind>`, imported when it is asked for."""
 _FOUND = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
 _LOOK_S = 60.0
@@ -38,7 +39,7 @@ def open_engine(
     `log_path`: where an inference server's output goes. Raises `BadInput` for a server that is not installed.
     """
     if config.kind != "local":
-        backend = open_backend(config)
+        backend = open_backend(config, hf_config)
         python = sys.executable if config.server.url else server_python(config)
         return ServedEngine(
             hf_config,
@@ -54,9 +55,14 @@ def open_engine(
     return LocalEngine(hf_config, config, device=device, max_length=max_length)
 
 
-def open_backend(config: EngineConfig) -> Backend:
-    """The backend of `engine.kind`."""
-    return getattr(import_module(f"rollkeel.engines.{config.kind}"), BACKENDS[config.kind])()
+def open_backend(config: EngineConfig, hf_config: Any = None) -> Backend:
+    """The backend of `engine.kind`, for the architecture `hf_config` if that is known already."""
+    module = import_module(f"rollkeel.engines.{config.kind}")
+    options: dict[str, Any] = {}
+    if config.kind == "sglang":
+        options["silence_s"] = config.server.silence_s
+        options["experts"] = None if hf_config is None else routed_layers(hf_config)
+    return getattr(module, BACKENDS[config.kind])(**options)
 
 
 def check_engine(config: EngineConfig, sampling: SamplingParams) -> None:
@@ -88,7 +94,7 @@ def server_python(config: EngineConfig) -> str:
         raise BadInput(f"engine.server.python: cannot run {python}: {error}") from None
     if not found:
         raise BadInput(
-            f"engine.server.python: {python} has no package {kind}; `make .venv-{kind}/.done` builds an environment that has,"
-            " or name another interpreter, or set engine.server.url"
+            f"engine.server.python: {python} has no package {kind}; install it into .venv-{kind} (for vllm on a CPU:"
+            " `make .venv-vllm/.done`), or name an interpreter that has it, or set engine.server.url"
         )
     return python

@@ -22,9 +22,9 @@ from rollkeel.models.checksum import tensor_checksum
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.presets import build_preset
 from rollkeel.recipe import load
-from rollkeel.run import validate
 from rollkeel.sync.publish import full_update
 from rollkeel.types import SamplingParams, WeightUpdate
+from rollkeel.validate import validate
 
 
 def engine(**fields: Any) -> EngineConfig:
