@@ -35,7 +35,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def workers(model: Any) -> Iterator[WorkerEngine]:
-    engine = WorkerEngine(model.config, EngineConfig(processes=2, slots=3, deadline_s=60), max_length=96)
+    engine = WorkerEngine(model.config, EngineConfig(processes=2, slots=3, deadline_s=60), max_length=4000)
     engine.update_weights(full_update(checkpoint_views(model).items(), 0))
     yield engine
     engine.close()
@@ -170,7 +170,7 @@ def test_workers_wait_between_steps(workers: WorkerEngine) -> None:
 
 
 def test_steps_after_polling_stop_the_workers(workers: WorkerEngine) -> None:
-    workers.submit(forced([80, 80, 80, 80]))
+    workers.submit(forced([3900] * 4))  # longer than a worker can decode before it hears of the steps
     assert workers.poll(0.0) == []
     assert workers.advance(1) == []
     before = workers.progress()
