@@ -124,6 +124,7 @@ def config_of(args: argparse.Namespace, slots: int, budgeted: bool) -> Config:
         f"engine.kv={args.kv if budgeted else 'recompute'}",
         f"engine.processes={args.processes}",
         f"train.processes={max(args.processes, 1)}",
+        f"train.updates_per_step={args.updates}",
         "eval.every=0",
         "checkpoint.every=0",
         "report.rollouts=false",
@@ -172,14 +173,13 @@ def show(label: str, found: dict[str, float], issued: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--median", type=int, default=32, help="tokens")
-    parser.add_argument("--prompts", type=int, default=16, help="prompts of a barrier step")
-    parser.add_argument(
-        "--slots", type=int, nargs="+", default=[16, 32, 64, 128], help="slot counts to try, per process"
-    )
+    parser.add_argument("--prompts", type=int, default=2, help="prompts of a barrier step")
+    parser.add_argument("--slots", type=int, nargs="+", default=[16, 32, 64], help="slot counts to try, per process")
     parser.add_argument("--steps", type=int, default=12, help="measured steps")
-    parser.add_argument("--warmup", type=int, default=6, help="steps before them, in which the pool fills")
-    parser.add_argument("--retention", type=int, default=8, help="σ of C3PO++")
+    parser.add_argument("--warmup", type=int, default=10, help="steps before them, in which the pool fills")
+    parser.add_argument("--retention", type=int, default=16, help="σ of C3PO++")
     parser.add_argument("--model", choices=tuple(MODELS), default="wide")
+    parser.add_argument("--updates", type=int, default=1, help="optimizer updates per step")
     parser.add_argument("--kv", choices=("keep", "recompute"), default="keep", help="of parked rollouts")
     parser.add_argument("--processes", type=int, default=0, help="engine workers and trainer processes")
     parser.add_argument("--json", type=Path, help="also write the numbers here")

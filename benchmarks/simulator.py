@@ -97,20 +97,18 @@ def predicted(args: argparse.Namespace, shape: Shape, speeds: Speeds, slots: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--median", type=int, default=32, help="tokens")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument(
-        "--slots", type=int, nargs="+", default=[16, 32, 64], help="of the barrier; C3PO++ takes the last"
-    )
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--slots", type=int, nargs="+", default=[16, 64], help="of the barrier; C3PO++ takes the last")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--warmup", type=int, default=6)
-    parser.add_argument("--retention", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--retention", type=int, default=16)
     parser.add_argument(
         "--rounds", type=int, default=3, help="repetitions of every real run, alternating; medians count"
     )
     parser.add_argument("--kv", choices=("keep", "recompute"), default="keep")
     parser.add_argument("--model", choices=tuple(c3po.MODELS), default="wide")
     args = parser.parse_args()
-    args.processes = 0
+    args.processes, args.updates = 0, 1
     speeds = measured_curve(args, args.slots)
     print("curve " + ", ".join(f"{n:.0f}: {s:.0f}" for n, s in speeds.curve) + " tokens/s")
     worst, slots = 0.0, args.slots[-1]
