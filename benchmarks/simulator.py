@@ -78,7 +78,11 @@ def scenario_of(args: argparse.Namespace, shape: Shape, speeds: Speeds, slots: i
             median=shape.median, sigma=shape.sigma, max=shape.cut * shape.median, prompt_tokens=PROMPT_TOKENS
         ),
         engine=FleetConfig(
-            curve=speeds.curve, prefill_tokens_s=speeds.prefill_tokens_s, sequence_s=speeds.sequence_s, slots=slots
+            curve=speeds.curve,
+            prefill_tokens_s=speeds.prefill_tokens_s,
+            prefill_s=speeds.prefill_s,
+            resume_s=speeds.resume_s,
+            slots=slots,
         ),
         rollout=WorkConfig(prompts=args.prompts, samples=c3po.SAMPLES),
         kv=args.kv,

@@ -122,14 +122,21 @@ def measured(scenario: Scenario) -> Scenario:
     wanted = scenario.measure
     policy = _policy(load(wanted.recipe))
     sizes = sorted(set(wanted.sequences))
-    engine_config = load(wanted.recipe).engine.model_copy(update={"processes": 0, "slots": sizes[-1]})
+    engine_config = load(wanted.recipe).engine.model_copy(
+        update={"processes": 0, "slots": sizes[-1], "kv": scenario.kv}
+    )
     engine = open_engine(policy.model.config, engine_config, resolve_device("auto"))
     DirectPublisher([engine]).publish(checkpoint_views(policy.model).items(), 0)
     try:
         speeds = speed_curve(engine, sizes, wanted.tokens)
     finally:
         engine.close()
-    update = {"curve": speeds.curve, "prefill_tokens_s": speeds.prefill_tokens_s, "sequence_s": speeds.sequence_s}
+    update = {
+        "curve": speeds.curve,
+        "prefill_tokens_s": speeds.prefill_tokens_s,
+        "prefill_s": speeds.prefill_s,
+        "resume_s": speeds.resume_s,
+    }
     return scenario.model_copy(update={"engine": scenario.engine.model_copy(update=update)})
 
 

@@ -77,19 +77,15 @@ class Fleet:
     """`engines` (any positive number) in `groups`; new sequences go to the group with the fewest, inside one they are even.
 
     `prefill_tokens_s` is the speed of one engine at computing KV of tokens it did not just sample; 0 means it is free.
-    `sequence_s` are the seconds for which its engine decodes nothing whenever a sequence enters.
     """
 
-    def __init__(
-        self, curve: Curve, engines: float, groups: int = 1, prefill_tokens_s: float = 0.0, sequence_s: float = 0.0
-    ) -> None:
+    def __init__(self, curve: Curve, engines: float, groups: int = 1, prefill_tokens_s: float = 0.0) -> None:
         self.now = 0.0
         self.busy = 0.0
         """Sequence-seconds so far: running sequences, summed over time."""
         self.trace: list[tuple[float, int]] | None = None
         """(time, running sequences) at every change, when a list."""
         self._generated = 0.0
-        self._entry = sequence_s
         self._curve, self._size, self._prefill = curve, engines / groups, prefill_tokens_s
         self._groups = [_Group() for _ in range(groups)]
         self._stays: dict[int, _Stay] = {}
@@ -101,15 +97,16 @@ class Fleet:
     def __contains__(self, id: int) -> bool:
         return id in self._stays
 
-    def admit(self, id: int, tokens: int, length: int, prefill: float = 0) -> None:
-        """Start or resume a sequence of `tokens < length` tokens; its group first computes KV of `prefill` tokens."""
+    def admit(self, id: int, tokens: int, length: int, prefill: float = 0, beside_s: float = 0.0) -> None:
+        """Start or resume a sequence of `tokens < length` tokens; its engine first computes KV of `prefill` tokens and is busy
+        for `beside_s` with what else that takes."""
         index = min(range(len(self._groups)), key=lambda i: self._groups[i].running) if len(self._groups) > 1 else 0
         group = self._groups[index]
         self._read(group)
         self._stays[id] = _Stay(index, group.clock, tokens, length)
         heapq.heappush(group.ends, (group.clock + length - tokens, id))
         self._resize(group, 1)
-        group.at += (self._entry + (prefill / self._prefill if self._prefill else 0.0)) / self._size
+        group.at += (beside_s + (prefill / self._prefill if self._prefill else 0.0)) / self._size
 
     def remove(self, id: int) -> None:
         """Take a sequence out."""

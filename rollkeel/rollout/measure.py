@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rollkeel.errors import EngineFailure
-from rollkeel.protocols import Engine
+from rollkeel.protocols import Engine, SteppedEngine
 from rollkeel.rollout.fleet import Curve, Fleet
 from rollkeel.types import Request, SamplingParams
 
@@ -24,14 +24,15 @@ class Speeds:
 
     curve: list[list[float]]
     prefill_tokens_s: float
-    sequence_s: float
+    prefill_s: float
+    resume_s: float
 
 
 def speed_curve(engine: Engine, sizes: Sequence[int], tokens: int) -> Speeds:
     """Measure decoding of `sizes` sequences (ascending; the last fills the engine's slots) of `tokens` tokens each.
 
     The curve is the slope between `tokens` and twice as many, so that what a sequence costs on entry is not in it;
-    prefill is the slope over prompt lengths. `sequence_s` is what remains of a run with refill, uniformly distributed
+    prefill is the slope over prompt lengths. `prefill_s` is what remains of a run with refill, uniformly distributed
     lengths and twice as many sequences as slots. Each time is the fastest of a few repetitions, the one that other
     programs and compilation disturbed least.
     """
@@ -51,7 +52,33 @@ def speed_curve(engine: Engine, sizes: Sequence[int], tokens: int) -> Speeds:
             expected.admit(id, 0, length, _PROMPT)
         expected.finish_next()
     beside = refilled - expected.now
-    return Speeds(curve=curve, prefill_tokens_s=prefill, sequence_s=max(0.0, beside / len(lengths)))
+    return Speeds(
+        curve=curve,
+        prefill_tokens_s=prefill,
+        prefill_s=max(0.0, beside / len(lengths)),
+        resume_s=_resume_seconds(engine, size, tokens) if isinstance(engine, SteppedEngine) else 0.0,
+    )
+
+
+def _resume_seconds(engine: SteppedEngine, size: int, tokens: int) -> float:
+    """Seconds per sequence that `size` sequences take to leave the engine and to come back with what they have."""
+    requests = _requests([tokens + 4 * _ROUNDS] * size, _PROMPT, 0)
+    engine.submit(requests)
+    engine.advance(tokens)
+    plain, moved = [], []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        engine.advance(1)
+        plain.append(time.perf_counter() - start)
+        engine.interrupt()
+        parts = {segment.request_id: segment for segment in engine.advance(0)}
+        requests = [replace(r, prefix=r.prefix.append(parts[r.id].span), kv=parts[r.id].kv) for r in requests]
+        engine.submit(requests)
+        engine.advance(1)
+        moved.append(time.perf_counter() - start - plain[-1])
+    engine.interrupt()
+    engine.advance(0)
+    return max(0.0, min(moved) - min(plain)) / size
 
 
 def _fastest(engine: Engine, jobs: Sequence[tuple[Sequence[int], int]]) -> list[float]:
@@ -68,15 +95,7 @@ def _fastest(engine: Engine, jobs: Sequence[tuple[Sequence[int], int]]) -> list[
 
 def _seconds(engine: Engine, lengths: Sequence[int], prompt: int, first: int) -> float:
     """Wall time of one request per length, without stop tokens, each with its own prompt of `prompt` tokens."""
-    rng = np.random.default_rng(first)
-    requests = [
-        Request(
-            id=id,
-            prompt_ids=rng.integers(0, 200, prompt, dtype=np.int64),
-            sampling=SamplingParams(max_new_tokens=length),
-        )
-        for id, length in enumerate(lengths, first)
-    ]
+    requests = _requests(lengths, prompt, first)
     start = time.perf_counter()
     engine.submit(requests)
     ended = 0
@@ -89,3 +108,15 @@ def _seconds(engine: Engine, lengths: Sequence[int], prompt: int, first: int) ->
             )
         ended += len(heard)
     return time.perf_counter() - start
+
+
+def _requests(lengths: Sequence[int], prompt: int, first: int) -> list[Request]:
+    rng = np.random.default_rng(first)
+    return [
+        Request(
+            id=id,
+            prompt_ids=rng.integers(0, 200, prompt, dtype=np.int64),
+            sampling=SamplingParams(max_new_tokens=length),
+        )
+        for id, length in enumerate(lengths, first)
+    ]

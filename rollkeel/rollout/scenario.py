@@ -45,8 +45,10 @@ class FleetConfig(Node):
     """`[sequences decoded together, tokens per second]`, ascending."""
     prefill_tokens_s: float = Field(default=0.0, ge=0)
     """Speed of prefill and of recomputing KV; 0 means free."""
-    sequence_s: float = Field(default=0.0, ge=0)
-    """Seconds an engine spends on each sequence that enters or resumes, beside prefill: scheduling, bookkeeping."""
+    prefill_s: float = Field(default=0.0, ge=0)
+    """Seconds of each prefill beside its tokens: of every group's prompt, and of every rollout whose KV is computed again."""
+    resume_s: float = Field(default=0.0, ge=0)
+    """Seconds to take an unfinished rollout out of the engine and in again with its KV."""
     slots: int | None = Field(default=None, ge=1)
     """Sequences that one engine decodes together; None takes where the curve peaks. The barrier looks for its own."""
 

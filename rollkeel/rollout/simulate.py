@@ -258,14 +258,18 @@ def _admit(scenario: Scenario, fleet: Fleet, book: Ledger, id: int, source: int)
     if id not in book.live:
         book.issue(id, source)
     life = book.live[id]
-    prompt = scenario.lengths.prompt_tokens / scenario.rollout.samples  # a group computes its prompt once
-    fleet.admit(id, life.tokens, life.length, 0 if life.tokens and scenario.kv == "keep" else prompt + life.tokens)
+    if life.tokens and scenario.kv == "keep":
+        fleet.admit(id, life.tokens, life.length, 0, scenario.engine.resume_s)
+    else:
+        once = 1 / scenario.rollout.samples  # a group computes its prompt once
+        tokens = once * scenario.lengths.prompt_tokens + life.tokens
+        fleet.admit(id, life.tokens, life.length, tokens, (once + (life.tokens > 0)) * scenario.engine.prefill_s)
 
 
 def _fleet(scenario: Scenario, share: float = 1.0) -> Fleet:
     engine = scenario.engine
     size = engine.engines * share
-    return Fleet(Curve(engine.curve), size, engine.groups, engine.prefill_tokens_s, engine.sequence_s)
+    return Fleet(Curve(engine.curve), size, engine.groups, engine.prefill_tokens_s)
 
 
 def _peak(scenario: Scenario) -> float:

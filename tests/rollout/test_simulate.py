@@ -91,8 +91,8 @@ def test_a_resumed_sequence_prefills_and_owes_only_its_rest() -> None:
     fleet.admit(0, 40, 45, prefill=50)
     assert fleet.finish_next() == {0: 45}
     assert fleet.now == pytest.approx(0.5 + 0.5)
-    slow = Fleet(Curve([[1, 10]]), 1, prefill_tokens_s=100, sequence_s=0.25)
-    slow.admit(0, 40, 45, prefill=50)
+    slow = Fleet(Curve([[1, 10]]), 1, prefill_tokens_s=100)
+    slow.admit(0, 40, 45, prefill=50, beside_s=0.25)
     slow.finish_next()
     assert slow.now == pytest.approx(0.25 + 0.5 + 0.5)
 
@@ -377,7 +377,7 @@ class Steady:
     let a sequence in, by its own clock."""
 
     def __init__(self, slots: int) -> None:
-        self.fleet = Fleet(Curve([[1, 1000], [slots, 1000 * slots]]), 1, 1, 50_000, 0.0005)
+        self.fleet = Fleet(Curve([[1, 1000], [slots, 1000 * slots]]), 1, 1, 50_000)
         self.slots, self.waiting = slots, list[Request]()
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -386,7 +386,7 @@ class Steady:
     def poll(self, timeout_s: float) -> list[Segment]:
         while self.waiting and len(self.fleet) < self.slots:
             r = self.waiting.pop(0)
-            self.fleet.admit(r.id, 0, r.sampling.max_new_tokens, len(r.prompt_ids))
+            self.fleet.admit(r.id, 0, r.sampling.max_new_tokens, len(r.prompt_ids), 0.0005)
         done = self.fleet.finish_next()
         return [Segment(request_id=i, span=TokenSpan.empty(), status=Status.LENGTH) for i in done]
 
@@ -399,7 +399,7 @@ def test_measured_speeds_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch
     assert speeds.curve[0][1] == pytest.approx(1000, rel=0.01)
     assert speeds.curve[1][1] == pytest.approx(8000, rel=0.01)
     assert speeds.prefill_tokens_s == pytest.approx(50_000, rel=0.01)
-    assert speeds.sequence_s == pytest.approx(0.0005, rel=0.1)
+    assert speeds.prefill_s == pytest.approx(0.0005, rel=0.1)
 
 
 @pytest.mark.slow
