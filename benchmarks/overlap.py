@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import numpy as np
 from rich.console import Console
 
-from benchmarks.c3po import CUT, length_of
+from benchmarks.c3po import CUT, MODELS, lengths_of
 from rollkeel import loop
 from rollkeel.config import Config
 from rollkeel.diagnostics.live import LiveView
@@ -60,7 +60,7 @@ def config_of(args: argparse.Namespace, workload: str, kind: str, layout: tuple[
     ]
     if workload == "tail":
         words += [
-            f"model.overrides={{max_position_embeddings: {CUT * args.median + 64}}}",
+            f"model.overrides={json.dumps(MODELS[args.model] | {'max_position_embeddings': CUT * args.median + 64})}",
             f"sampling.max_new_tokens={CUT * args.median}",
             f"engine.slots={args.slots}",
         ]
@@ -68,12 +68,12 @@ def config_of(args: argparse.Namespace, workload: str, kind: str, layout: tuple[
 
 
 def force(engine: Any, median: int) -> None:
-    """Make requests of `engine` end after `length_of` tokens."""
-    submit = engine.submit
+    """Make requests of `engine` end after their length in tokens."""
+    submit, lengths = engine.submit, lengths_of(median)
 
     def forced(requests: Sequence[Request], *rest: Any) -> None:
         limited = [
-            replace(r, sampling=replace(r.sampling, max_new_tokens=length_of(r.id, median), stop_token_ids=()))
+            replace(r, sampling=replace(r.sampling, max_new_tokens=lengths.of(0, r.id), stop_token_ids=()))
             for r in requests
         ]
         submit(limited, *rest)
@@ -154,6 +154,7 @@ def compare(args: argparse.Namespace, workload: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--workload", choices=("default", "tail"), nargs="+", default=["tail", "default"])
+    parser.add_argument("--model", choices=tuple(MODELS), default="tiny", help="of `tail`, see benchmarks/c3po.py")
     parser.add_argument("--median", type=int, default=32, help="tokens, of `tail`")
     parser.add_argument("--slots", type=int, default=64, help="sequences decoded together per process, of `tail`")
     parser.add_argument("--prompts", type=int, default=16, help="prompts of a step")

@@ -10,7 +10,7 @@ import numpy as np
 
 from rollkeel.errors import EngineFailure
 from rollkeel.protocols import Engine, SteppedEngine
-from rollkeel.rollout.fleet import Curve, Fleet
+from rollkeel.rollout.fleet import Curve
 from rollkeel.types import Request, SamplingParams
 
 _ROUNDS = 8
@@ -32,30 +32,21 @@ def speed_curve(engine: Engine, sizes: Sequence[int], tokens: int) -> Speeds:
     """Measure decoding of `sizes` sequences (ascending; the last fills the engine's slots) of `tokens` tokens each.
 
     The curve is the slope between `tokens` and twice as many, so that what a sequence costs on entry is not in it;
-    prefill is the slope over prompt lengths. `prefill_s` is what remains of a run with refill, uniformly distributed
-    lengths and twice as many sequences as slots. Each time is the fastest of a few repetitions, the one that other
-    programs and compilation disturbed least.
+    prefill is the slope over prompt lengths. `prefill_s` is what remains of the time to the first token of a sequence alone:
+    prompts enter one by one where places become free one by one. Each time is the fastest of a few repetitions, the one
+    that other programs and compilation disturbed least.
     """
     size = sizes[-1]
-    lengths = np.random.default_rng(0).integers(1, 2 * tokens, 2 * size).tolist()
     jobs = [([n] * count, 1) for count in sizes for n in (tokens, 2 * tokens)]
-    jobs += [([1] * size, _PROMPT), ([1] * size, _PROMPT + tokens), (lengths, _PROMPT)]
-    *pairs, refilled = _fastest(engine, jobs)
+    jobs += [([1] * size, _PROMPT), ([1] * size, _PROMPT + tokens), ([1], _PROMPT)]
+    *pairs, alone = _fastest(engine, jobs)
     slopes = [max(long - short, long / 10) for short, long in zip(pairs[::2], pairs[1::2], strict=True)]
     curve = [[float(count), count * tokens / slope] for count, slope in zip(sizes, slopes, strict=False)]
     prefill = size * tokens / slopes[-1]
-    expected = Fleet(Curve(curve), 1, prefill_tokens_s=prefill)
-    waiting = list(enumerate(lengths))
-    while waiting or len(expected):
-        while waiting and len(expected) < size:
-            id, length = waiting.pop(0)
-            expected.admit(id, 0, length, _PROMPT)
-        expected.finish_next()
-    beside = refilled - expected.now
     return Speeds(
         curve=curve,
         prefill_tokens_s=prefill,
-        prefill_s=max(0.0, beside / len(lengths)),
+        prefill_s=max(0.0, alone - _PROMPT / prefill - Curve(curve).step_s(1)),
         resume_s=_resume_seconds(engine, size, tokens) if isinstance(engine, SteppedEngine) else 0.0,
     )
 
