@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from rollkeel.config import ServerConfig
 from rollkeel.engines.backend import Chunk, Generation
 from rollkeel.errors import EngineFailure
 from rollkeel.types import Request, Status, TokenSpan
@@ -40,7 +42,8 @@ class Flight:
     experts: list[np.ndarray] = field(default_factory=list)
     interrupted: bool = False
     fruitless: int = 0
-    """Stays in a row that ended without the server's word and without a token."""
+    """Stays in a row that ended without the server's word and without a token, and when the first of them did."""
+    fruitless_since: float = 0.0
     key: str = ""
     """Of the present stay."""
     begun: int = 0
@@ -49,6 +52,12 @@ class Flight:
     """Version that its begin computed KV with."""
     certain: int | None = None
     """Tokens whose version is beyond doubt: set when weights change under the stay. Later ones need the server's word."""
+
+    def given_up(self, server: ServerConfig) -> bool:
+        """True when it got no token in more than `server.restarts` stays and for `server.silence_s`: a server that comes up
+        slowly cuts many streams within moments."""
+        patience = time.monotonic() - self.fruitless_since > server.silence_s
+        return self.fruitless > server.restarts and patience
 
     def wanted(self, key: str, version: int) -> Generation:
         """Begin a stay under `version`: what to ask for."""

@@ -257,6 +257,7 @@ class ServedEngine:
         if len(flight.tokens) > before:
             flight.fruitless = 0
         elif not self._landing:
+            flight.fruitless_since = flight.fruitless_since if flight.fruitless else time.monotonic()
             flight.fruitless += 1
         self._land(flight, finish, epoch, why)
         self._pump()
@@ -282,7 +283,7 @@ class ServedEngine:
         elif finish in ("stop", "length"):
             said = f"the server ended it with {finish!r} after {len(flight.tokens)} of {flight.room} tokens"
             self._emit(flight, Status.ENGINE_FAILURE, f"{said}, which its last token does not explain")
-        elif flight.fruitless > self._config.server.restarts:
+        elif flight.given_up(self._config.server):
             self._emit(flight, Status.ENGINE_FAILURE, f"{flight.fruitless} streams in a row brought no token: {why}")
         else:
             self._waiting.appendleft(flight)

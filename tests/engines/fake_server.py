@@ -90,6 +90,12 @@ class State:
 def stream(state: State, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Events of one generation; a final one has `finish`."""
     ids, key, starts = list(asked["token_ids"]), asked["key"], []
+    with state.lock:
+        mute = int(state.fault("mute") or 0)
+        if mute > 1:
+            (state.faults / "mute").write_text(str(mute - 1))
+    if mute:
+        return
     for made in range(asked["max_new_tokens"]):
         while state.stopped or state.paused.is_set():
             if key in state.aborted:

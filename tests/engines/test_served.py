@@ -185,6 +185,24 @@ def test_a_loss_costs_and_doubles_no_token(open_engine: Any, fault: str, tokens:
     assert backend.starts() == (2 if fault == "crash_after" else 1)
 
 
+def test_streams_that_bring_nothing_for_a_while_cost_no_rollout(open_engine: Any) -> None:
+    engine, backend = open_engine(server={"restarts": 2})
+    backend.set("mute", 5)
+    asked = requests(1)
+    engine.submit(asked)
+    check(asked, drain(engine), {1: 1.0})
+    assert backend.starts() == 1
+
+
+def test_a_request_that_never_gets_a_token_is_given_up(open_engine: Any) -> None:
+    engine, backend = open_engine(server={"restarts": 2, "silence_s": 4.0})
+    backend.set("mute", 1000)
+    engine.submit(requests(1))
+    (segment,) = drain(engine).values()
+    assert segment.status == "engine_failure"
+    assert "streams in a row brought no token" in segment.detail
+
+
 def test_a_server_killed_in_the_middle_costs_no_rollout(open_engine: Any) -> None:
     engine, backend = open_engine(slots=8)
     asked = [request(i, 350, stop_token_ids=()) for i in range(12)]
