@@ -75,6 +75,8 @@ class VllmBackend:
             "enable-scale-out": True,
             "disable-uvicorn-access-log": True,
             "enforce-eager": cpu,
+            # On a CPU 0.32.0 hangs, without a word, on a prompt that is prefilled in more than one step.
+            "max-num-batched-tokens": max(settings.max_length, 2048) if cpu else None,
             **{name.replace("_", "-"): value for name, value in settings.extra.items()},
         }
         environment = {
