@@ -77,6 +77,7 @@ class VllmBackend:
             "enforce-eager": cpu,
             # On a CPU 0.32.0 hangs, without a word, on a prompt that is prefilled in more than one step.
             "max-num-batched-tokens": max(settings.max_length, 2048) if cpu else None,
+            "no-enable-chunked-prefill": cpu,
             **{name.replace("_", "-"): value for name, value in settings.extra.items()},
         }
         environment = {
