@@ -24,7 +24,7 @@ import torch
 from rollkeel.config import EngineConfig
 from rollkeel.engines.kv import BlockPool, PagedCache, Step, affordable_blocks, prefill_step
 from rollkeel.engines.prompts import Job, SharedPrompts
-from rollkeel.engines.requests import check_requests
+from rollkeel.engines.requests import check_requests, longest, room
 from rollkeel.engines.rng import uniforms
 from rollkeel.engines.sampling import SamplingRows, sample
 from rollkeel.engines.slots import Slots
@@ -72,8 +72,7 @@ class LocalEngine:
         """
         self._device = torch.device(device)
         text = hf_config.get_text_config()
-        context = int(getattr(text, "max_position_embeddings", 2**20))
-        self._max_length = min(context, config.max_length or max_length or context)
+        self._max_length = longest(hf_config, config, max_length)
         fast = supports(text) if config.forward == "auto" else config.forward in ("fast", "compiled")
         if fast and not supports(text):
             raise BadInput(
@@ -127,15 +126,11 @@ class LocalEngine:
         flying = [r.request.id for r in (*self._waiting, *self._active.values())]
         check_requests(requests, flying, self._capabilities, self._forward.vocab_size)
         for request in requests:
-            if self._room(request, 0) <= 0:
+            if room(request, 0, self._max_length) <= 0:
                 self._done.append(Segment(request_id=request.id, span=TokenSpan.empty(), status=Status.LENGTH))
                 continue
             self._waiting.append(_Running(request, TokenSpan.empty(), kv=request.kv if self._keep else None))
             self._prompts.enter(request.prompt_ids)
-
-    def _room(self, request: Request, made: int) -> int:
-        used = len(request.prefix) + made
-        return min(request.sampling.max_new_tokens - used, self._max_length - len(request.prompt_ids) - used)
 
     @torch.inference_mode()
     def poll(self, timeout_s: float) -> list[Segment]:
@@ -217,6 +212,8 @@ class LocalEngine:
 
     def _admit(self) -> None:
         """Fill free slots in order of arrival: prompts nobody computed yet, then what comes behind the prompts."""
+        if not self._waiting:
+            return
         free = [s for s in range(self._config.slots) if s not in self._active]
         prompts: list[Job] = []
         tails: list[Job] = []
@@ -252,7 +249,7 @@ class LocalEngine:
                 int(span.token_ids[-1] if len(span) else r.request.prompt_ids[-1])
                 for span, (_, r) in zip(spans, entered, strict=True)
             ],
-            limit=[self._room(r.request, len(r.span)) for _, r in entered],
+            limit=[room(r.request, len(r.span), self._max_length) for _, r in entered],
             blocks=[r.blocks for _, r in entered],
             padding=self._padding_block,
         )

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+from rollkeel.config import EngineConfig
 from rollkeel.errors import BadInput
 from rollkeel.types import Capabilities, Request
+
+
+def longest(hf_config: Any, config: EngineConfig, asked: int | None) -> int:
+    """Longest prompt + response, tokens: `engine.max_length`, else `asked`, at most the model's context."""
+    context = int(getattr(hf_config.get_text_config(), "max_position_embeddings", 2**20))
+    return min(context, config.max_length or asked or context)
+
+
+def room(request: Request, made: int, max_length: int) -> int:
+    """Tokens a request may still be given, `made` behind its prefix already; none left if not positive."""
+    used = len(request.prefix) + made
+    return min(request.sampling.max_new_tokens - used, max_length - len(request.prompt_ids) - used)
 
 
 def check_requests(requests: Sequence[Request], flying: Iterable[int], about: Capabilities, vocab_size: int) -> None:

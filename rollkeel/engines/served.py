@@ -30,7 +30,7 @@ from rollkeel.engines.backend import Backend, Generation, Refused, ServerSetting
 from rollkeel.engines.background import Background
 from rollkeel.engines.flights import Flight
 from rollkeel.engines.keeper import Keeper, Weights
-from rollkeel.engines.requests import check_requests
+from rollkeel.engines.requests import check_requests, longest, room
 from rollkeel.engines.weight_folder import scratch_folder, write_weights
 from rollkeel.errors import BadInput, EngineFailure, RollkeelError
 from rollkeel.types import Capabilities, FloatArray, IntArray, Proof, Request, Segment, Status, TokenSpan, WeightUpdate
@@ -57,8 +57,7 @@ class ServedEngine:
     ) -> None:
         """`python` has the server installed; `log_path` gets the server's output (default: a file in the scratch folder)."""
         text = hf_config.get_text_config()
-        context = int(getattr(text, "max_position_embeddings", 2**20))
-        length = min(context, config.max_length or max_length or context)
+        length = longest(hf_config, config, max_length)
         self._hf_config, self._config, self._backend = hf_config, config, backend
         self._vocab_size = int(text.vocab_size)
         self._capabilities = Capabilities(
@@ -122,14 +121,12 @@ class ServedEngine:
                 raise BadInput(f"request {request.id}: {complaint}")
         flights = []
         for request in requests:
-            used = len(request.prefix)
-            left = self._capabilities.max_length - len(request.prompt_ids) - used
-            room = min(request.sampling.max_new_tokens - used, left)
-            if room <= 0:
+            left = room(request, 0, self._capabilities.max_length)
+            if left <= 0:
                 with self._changed:
                     self._done.append(Segment(request_id=request.id, span=TokenSpan.empty(), status=Status.LENGTH))
             else:
-                flights.append(Flight(request, room))
+                flights.append(Flight(request, left))
         with self._changed:
             self._flying |= {flight.request.id for flight in flights}
         self._behind.call(self._release, flights)

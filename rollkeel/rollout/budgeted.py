@@ -21,10 +21,10 @@ import numpy as np
 
 from rollkeel.errors import BadInput, EngineFailure, Interrupted
 from rollkeel.protocols import SteppedEngine
-from rollkeel.rollout.collect import extended
+from rollkeel.rollout.collect import extended, request_of, unbegun
 from rollkeel.rollout.pool import Member, Pool, PoolRules
-from rollkeel.rollout.state import pack_rollouts, unpack_rollouts
-from rollkeel.types import KeptKV, Prompt, Request, Rollout, SamplingParams, Segment, Status, TokenSpan
+from rollkeel.rollout.state import pack_kv, pack_rollouts, unpack_kv, unpack_rollouts
+from rollkeel.types import KeptKV, Prompt, Rollout, SamplingParams, Segment, Status
 
 GAUGES = ("parked", "held", "ready", "waiting", "queued_prompts", "age_max", "held_age_max")
 BUCKETS = 4
@@ -112,14 +112,14 @@ class BudgetedRollouts:
 
     def state_dict(self) -> dict[str, Any]:
         """Pool and rollouts, for `train.state.save_state`. Between iterations only."""
-        kv = {i: {"keys": kept.keys, "values": kept.values, "version": kept.version} for i, kept in self._kv.items()}
-        return {"pool": self.pool.state_dict(), "rollouts": pack_rollouts(list(self._rollouts.values())), "kv": kv}
+        rollouts = pack_rollouts(list(self._rollouts.values()))
+        return {"pool": self.pool.state_dict(), "rollouts": rollouts, "kv": pack_kv(self._kv)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`. Raises `BadInput` when the data or the rules of groups are others."""
         self.pool.load_state_dict(state["pool"])
         self._rollouts = {r.id: r for r in unpack_rollouts(state["rollouts"], self._prompt)}
-        self._kv = {i: KeptKV(**kept) for i, kept in state["kv"].items()}
+        self._kv = unpack_kv(state["kv"])
 
     def metrics(self, partition: Partition) -> dict[str, float]:
         """`rollout/…` and `pool/…` of the iteration that `settle` ended."""
@@ -147,18 +147,8 @@ class BudgetedRollouts:
         """The parked rollout of a member, or an empty one."""
         if member.id in self._rollouts:
             return self._rollouts[member.id]
-        about = engine.capabilities
-        return Rollout(
-            id=member.id,
-            group=member.group,
-            member=member.member,
-            prompt=self._prompt(member.prompt),
-            span=TokenSpan.empty(),
-            status=Status.PARKED,
-            sampling=sampling,
-            engine=about.name,
-            dtype=about.dtype,
-        )
+        prompt = self._prompt(member.prompt)
+        return unbegun(member.id, member.group, member.member, prompt, sampling, engine.capabilities)
 
 
 class _Phase:
@@ -178,14 +168,7 @@ class _Phase:
         if not rollouts:
             return
         self.running |= {r.id: r for r in rollouts}
-        self.engine.submit(
-            [
-                Request(
-                    id=r.id, prompt_ids=r.prompt.token_ids, sampling=r.sampling, prefix=r.span, kv=kv.pop(r.id, None)
-                )
-                for r in rollouts
-            ]
-        )
+        self.engine.submit([request_of(r, kv.pop(r.id, None)) for r in rollouts])
 
     def step(self) -> bool:
         """One decode step, reported to the pool. True if the engine failed a rollout."""

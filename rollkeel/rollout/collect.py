@@ -11,7 +11,7 @@ import numpy as np
 
 from rollkeel.errors import EngineFailure, Interrupted
 from rollkeel.protocols import Engine
-from rollkeel.types import Prompt, Request, Rollout, SamplingParams, Segment, Status
+from rollkeel.types import Capabilities, KeptKV, Prompt, Request, Rollout, SamplingParams, Segment, Status, TokenSpan
 
 POLL_S = 1.0
 
@@ -21,23 +21,26 @@ def issue(
 ) -> list[Rollout]:
     """Empty rollouts, `samples` per prompt, with ids that follow from the group number alone."""
     about = engine.capabilities
-    out = []
-    for g, prompt in enumerate(prompts, first_group):
-        for member in range(samples):
-            out.append(
-                Rollout(
-                    id=g * samples + member,
-                    group=g,
-                    member=member,
-                    prompt=prompt,
-                    span=Request(id=0, prompt_ids=prompt.token_ids, sampling=sampling).prefix,
-                    status=Status.PARKED,
-                    sampling=sampling,
-                    engine=about.name,
-                    dtype=about.dtype,
-                )
-            )
-    return out
+    return [
+        unbegun(g * samples + member, g, member, prompt, sampling, about)
+        for g, prompt in enumerate(prompts, first_group)
+        for member in range(samples)
+    ]
+
+
+def unbegun(id: int, group: int, member: int, prompt: Prompt, sampling: SamplingParams, about: Capabilities) -> Rollout:
+    """A rollout without tokens, for an engine that says this `about` itself."""
+    return Rollout(
+        id=id,
+        group=group,
+        member=member,
+        prompt=prompt,
+        span=TokenSpan.empty(),
+        status=Status.PARKED,
+        sampling=sampling,
+        engine=about.name,
+        dtype=about.dtype,
+    )
 
 
 def collect(
@@ -54,7 +57,7 @@ def collect(
     between polls; then the engine is emptied and `Interrupted` raised.
     """
     waiting = {r.id: r for r in issued}
-    engine.submit([Request(id=r.id, prompt_ids=r.prompt.token_ids, sampling=r.sampling, prefix=r.span) for r in issued])
+    engine.submit([request_of(r) for r in issued])
     done: dict[int, Rollout] = {}
     heard = time.monotonic()
     while waiting:
@@ -75,6 +78,13 @@ def collect(
                 f"{len(issued)} rollouts (engine.deadline_s={deadline_s:g})"
             )
     return [done[r.id] for r in issued]
+
+
+def request_of(rollout: Rollout, kv: KeptKV | None = None) -> Request:
+    """What the engine is asked: to go on behind what the rollout has, with its KV where that was kept."""
+    return Request(
+        id=rollout.id, prompt_ids=rollout.prompt.token_ids, sampling=rollout.sampling, prefix=rollout.span, kv=kv
+    )
 
 
 def extended(rollout: Rollout, segment: Segment, tokenizer: Any) -> Rollout:

@@ -36,12 +36,12 @@ from typing import Any, final
 
 from rollkeel.errors import BadInput, Corrupt, EngineFailure, Interrupted, RunStopped
 from rollkeel.protocols import Engine, Grader
-from rollkeel.rollout.collect import extended, issue
+from rollkeel.rollout.collect import extended, issue, request_of
 from rollkeel.rollout.overlap import Gate
 from rollkeel.rollout.schedule import ScheduledEngine
-from rollkeel.rollout.state import pack_rollouts, unpack_rollouts
+from rollkeel.rollout.state import pack_kv, pack_rollouts, unpack_kv, unpack_rollouts
 from rollkeel.rollout.turns import Turns
-from rollkeel.types import KeptKV, Prompt, Request, Rollout, SamplingParams, Segment, Status
+from rollkeel.types import KeptKV, Prompt, Rollout, SamplingParams, Segment, Status
 
 AWAITED_S, ASIDE_S, CHECK_S = 0.05, 0.004, 0.2
 """Longest poll while the trainer waits for rollouts; pause between polls while it trains; time between looks at Ctrl-C."""
@@ -112,18 +112,7 @@ class OverlappedRollouts:
             self._changed.notify_all()
         if rollouts:
             with self._call("submit rollouts"):
-                self._engine.submit(
-                    [
-                        Request(
-                            id=r.id,
-                            prompt_ids=r.prompt.token_ids,
-                            sampling=r.sampling,
-                            prefix=r.span,
-                            kv=self._kv.pop(r.id, None),
-                        )
-                        for r in rollouts
-                    ]
-                )
+                self._engine.submit([request_of(r, self._kv.pop(r.id, None)) for r in rollouts])
 
     def batch(self, should_stop: Callable[[], bool] = lambda: False) -> list[Rollout] | None:
         """Wait for the rollouts of the next step, graded, in order. None when a replayed run was interrupted here.
@@ -215,8 +204,8 @@ class OverlappedRollouts:
         if self.running or self._flying:
             raise RunStopped(f"{len(self._flying)} rollouts are in flight; park before a checkpoint")
         held = self._parked | self._ended
-        kv = {i: {"keys": kept.keys, "values": kept.values, "version": kept.version} for i, kept in self._kv.items()}
-        return {"gate": self.gate.state_dict(), "rollouts": pack_rollouts([held[i] for i in sorted(held)]), "kv": kv}
+        rollouts = pack_rollouts([held[i] for i in sorted(held)])
+        return {"gate": self.gate.state_dict(), "rollouts": rollouts, "kv": pack_kv(self._kv)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, version: int, updates: int, limit: int) -> None:
         """Continue from `state_dict()` under weights `version`, with `updates` per step.
@@ -237,7 +226,7 @@ class OverlappedRollouts:
                 )
         self._parked = {r.id: r for r in found if r.status is Status.PARKED}
         self._ended = {r.id: r for r in found if r.status is not Status.PARKED}
-        self._kv = {i: KeptKV(**kept) for i, kept in state["kv"].items()}
+        self._kv = unpack_kv(state["kv"])
         for i in self._ended:
             self.gate.end(i)
 

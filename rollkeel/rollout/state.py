@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rollkeel.errors import BadInput, Corrupt
-from rollkeel.types import Prompt, Rollout, SamplingParams, Status, TokenSpan
+from rollkeel.types import KeptKV, Prompt, Rollout, SamplingParams, Status, TokenSpan
 
 _NAMES = tuple(f.name for f in fields(TokenSpan))
 _PLAIN = ("id", "group", "member", "engine", "dtype", "reward", "text", "detail")
@@ -62,3 +62,13 @@ def unpack_rollouts(state: Mapping[str, Any], prompt: Callable[[int], Prompt]) -
             )
         )
     return out
+
+
+def pack_kv(held: Mapping[int, KeptKV]) -> dict[int, Any]:
+    """Kept KV by rollout id, for `train.state.save_state`."""
+    return {i: {"keys": kept.keys, "values": kept.values, "version": kept.version} for i, kept in held.items()}
+
+
+def unpack_kv(state: Mapping[int, Any]) -> dict[int, KeptKV]:
+    """What `pack_kv` packed."""
+    return {i: KeptKV(**kept) for i, kept in state.items()}
