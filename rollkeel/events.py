@@ -34,8 +34,8 @@ class EventLog:
             ) from None
 
 
-def write_atomic(path: str | Path, data: bytes | str) -> None:
-    """Write a file so that readers see the old content or the new, never half of it.
+def write_atomic(path: str | Path, data: bytes | str, *, sync: bool = True) -> None:
+    """Write a file so that readers see the old content or the new, never half of it; `sync`: even after a power cut.
 
     Raises `BadInput` (one line) when the folder cannot be written or the disk is full; nothing is left behind.
     """
@@ -45,7 +45,8 @@ def write_atomic(path: str | Path, data: bytes | str) -> None:
         with temporary.open("wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

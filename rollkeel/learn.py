@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from rollkeel import advantages
 from rollkeel.batch.build import TrainingBatch, build_batch, split_by_groups
 from rollkeel.diagnostics.mismatch import mismatch_metrics
 from rollkeel.diagnostics.rollout_store import write_step
-from rollkeel.diagnostics.routing import routing_metrics
+from rollkeel.diagnostics.routing import flipped_layers, routing_metrics
 from rollkeel.diagnostics.updates import merge_updates
 from rollkeel.objectives.kl import ESTIMATORS
 from rollkeel.rewards.overlong import overlong_penalty
@@ -50,7 +51,7 @@ def learn(run: Run, step: int, drawn: Drawn, metrics: dict[str, float], clock: C
     groups = split_by_groups(drawn.batch, config.train.updates_per_step)
     chosen = [r for group in groups for r in group]
     credit: dict[int, float] = {}
-    logprobs = keep = None
+    seen: dict[str, torch.Tensor] = {}
     if chosen:
         version = run.trainer.version
         whole = build_batch(chosen, np.zeros(len(chosen)), objective.aggregate).to(run.trainer.device)
@@ -60,12 +61,11 @@ def learn(run: Run, step: int, drawn: Drawn, metrics: dict[str, float], clock: C
             parts = [build_batch(g, [credit[r.id] for r in g], objective.aggregate) for g in groups]
             outputs = update(run, parts, known, metrics)
         metrics |= watch(run, whole, parts, known, outputs, version)
-        logprobs = known.old.logprobs if known.old else torch.cat([o.logprobs for o in outputs])
-        keep = torch.cat([o.keep for o in outputs])
+        seen = seen_of(parts, known, outputs, version)
     metrics["optimizer/updates"] = float(len(groups))
     if config.report.rollouts:
         with clock.stage("record"):
-            store(run, step, graded, chosen, credit, logprobs, keep)
+            store(run, step, graded, chosen, credit, seen)
     return bool(groups)
 
 
@@ -165,32 +165,50 @@ def watch(
     return found | routing_metrics(engine if experts is None or engine is None else engine.to(experts.device), experts)
 
 
+def seen_of(
+    parts: Sequence[TrainingBatch], known: Known, outputs: Sequence[UpdateOutput], version: int
+) -> dict[str, torch.Tensor]:
+    """What the trainer saw of each token, `[T]` each, under the names of the rollouts file: at the weights `version` that
+    began the step, or without an old pass at those of each update."""
+    old = known.old
+    updates = torch.cat([torch.full((len(part),), i) for i, part in enumerate(parts)])
+    seen = {
+        "train_logprobs": old.logprobs if old else torch.cat([o.logprobs for o in outputs]),
+        "entropy": old.entropy if old else torch.cat([o.entropy for o in outputs]),
+        "train_version": torch.full_like(updates, version) if old else version + updates,
+        "keep": torch.cat([o.keep for o in outputs]),
+    }
+    engine, trainer = parts[0].experts, outputs[0].experts  # asked for in the first update alone
+    if engine is not None and trainer is not None:
+        seen["flipped_layers"] = torch.full((len(updates),), -1, dtype=torch.int16)
+        seen["flipped_layers"][: len(parts[0])] = flipped_layers(engine.to(trainer.device), trainer).cpu()
+    return seen
+
+
 def store(
     run: Run,
     step: int,
     rollouts: Sequence[Rollout],
     chosen: Sequence[Rollout],
     credit: dict[int, float],
-    logprobs: torch.Tensor | None,
-    keep: torch.Tensor | None,
+    seen: dict[str, torch.Tensor],
 ) -> None:
     """Write the step's rollouts with what the trainer thought of every token of those it was trained on."""
-    trained: dict[int, np.ndarray] = {}
-    masks: dict[int, np.ndarray] = {}
-    if logprobs is not None and keep is not None:
-        p, k, start = logprobs.cpu().numpy(), keep.cpu().numpy(), 0
-        for r in chosen:
-            window = slice(start, start + len(r.span))
-            trained[r.id], masks[r.id] = p[window], k[window]
-            start += len(r.span)
+    starts = np.concatenate([[0], np.cumsum([len(r.span) for r in chosen])]).tolist()
+    windows = {r.id: slice(a, b) for r, a, b in zip(chosen, starts[:-1], starts[1:], strict=True)}
+    per_token = {name: value.cpu().numpy() for name, value in seen.items()}
+    columns: dict[str, Any] = {
+        name: {i: value[window] for i, window in windows.items()} for name, value in per_token.items()
+    }
+    if "train_version" in columns:
+        columns["train_version"] = {i: int(value[0]) for i, value in columns["train_version"].items()}
     spread = {r.id: np.full(len(r.span), credit[r.id], np.float32) for r in chosen}
     tokenizer = run.policy.tokenizer
     write_step(
         run.folder.rollouts(step),
         rollouts,
         step=step,
-        train_logprobs=trained,
-        keep=masks,
         advantages=spread,
         piece=lambda i: tokenizer.decode([i]),
+        **columns,
     )

@@ -177,6 +177,7 @@ class Run:
             }
             checkpoint.save_state(path / "state", state)
 
+        self.folder.sync_rollouts()
         info = {"objective": self.objective.describe(), "version": self.trainer.version}
         checkpoint.save(self.folder.checkpoints, step, write=write, info=info, keep=self.config.checkpoint.keep)
 

@@ -41,16 +41,22 @@ def write_step(
     rollouts: Sequence[Rollout],
     *,
     step: int,
+    train_version: Mapping[int, int] | None = None,
     train_logprobs: PerToken | None = None,
+    entropy: PerToken | None = None,
     keep: PerToken | None = None,
     advantages: PerToken | None = None,
+    flipped_layers: PerToken | None = None,
     piece: Callable[[int], str] | None = None,
 ) -> None:
     """Write all rollouts of one step, atomically.
 
-    `train_logprobs` are the trainer's old log-probs (float32), `keep` the product of the objective's masks (bool),
-    `advantages` float32; a rollout that was not trained on is absent from them and gets null. `piece` turns a token id
-    into the text a person reads, so that the file can be shown without its tokenizer.
+    `train_logprobs` are the trainer's old log-probs (float32), of the weights `train_version` by rollout id, `entropy` of
+    the same distributions (float32, nats), `keep` the product of the objective's masks (bool), `advantages` float32,
+    `flipped_layers` the MoE layers whose experts differ between engine and trainer (int16, −1 where unknown); a rollout
+    that was not trained on is absent from them and gets null. `piece` turns a token id into the text a person reads, so
+    that the file can be shown without its tokenizer. The file is whole once it has its name, but on disk for certain
+    only after `os.fsync`: a killed process loses nothing, a power cut perhaps the last files.
     Raises `BadInput` if the disk is full, `ValueError` if an array's length is not the response's.
     """
     spans = [rollout.span for rollout in rollouts]
@@ -62,7 +68,8 @@ def write_step(
         "prompt_index": pa.array([r.prompt.index for r in rollouts], pa.int64()),
         "reward": pa.array([r.reward for r in rollouts], pa.float64()),
     }
-    texts = [_strings(rollout) for rollout in rollouts]
+    told = _Told()
+    texts = [_strings(rollout, told) for rollout in rollouts]
     columns |= {name: pa.array([t[name] for t in texts], pa.string()) for name in _STRINGS}
     columns["prompt_token_ids"] = _lists([r.prompt.token_ids for r in rollouts], np.int64)
     columns["token_ids"] = _lists([s.token_ids for s in spans], np.int64)
@@ -71,10 +78,14 @@ def write_step(
     columns["versions"] = _lists([s.versions for s in spans], np.int64)
     columns["kv_versions"] = _lists([s.kv_versions for s in spans], np.int64)
     columns |= _optional(spans)
+    if train_version is not None:
+        columns["train_version"] = pa.array([train_version.get(r.id) for r in rollouts], pa.int64())
     for name, values, dtype in (
         ("train_logprobs", train_logprobs, np.float32),
+        ("entropy", entropy, np.float32),
         ("keep", keep, np.bool_),
         ("advantages", advantages, np.float32),
+        ("flipped_layers", flipped_layers, np.int16),
     ):
         if values is not None:
             columns[name] = _lists(_aligned(rollouts, values, name), dtype)
@@ -83,7 +94,7 @@ def write_step(
     buffer = pa.BufferOutputStream()
     options: dict[str, Any] = {"compression": "zstd", "use_dictionary": [*_STRINGS, "pieces.list.element"]}
     pq.write_table(pa.table(columns), buffer, **options)
-    write_atomic(path, buffer.getvalue().to_pybytes())
+    write_atomic(path, buffer.getvalue().to_pybytes(), sync=False)
 
 
 def read_step(path: str | Path, columns: Sequence[str] | None = None) -> pa.Table:
@@ -113,29 +124,42 @@ def to_rollouts(table: pa.Table) -> list[Rollout]:
 
 
 def per_token(table: pa.Table, name: str) -> dict[int, np.ndarray]:
-    """`train_logprobs`, `keep` or `advantages` by rollout id; empty if the file has none."""
+    """One of the trainer's columns (`train_logprobs`, `keep` …) by rollout id; empty if the file has none."""
     if name not in table.column_names:
         return {}
     ids = table["id"].to_pylist()
     return {i: value for i, value in zip(ids, _arrays(table[name]), strict=True) if value is not None}
 
 
-def _strings(rollout: Rollout) -> dict[str, str]:
+class _Told:
+    """JSON of prompts' and sampling's settings, which the rollouts of a step share as objects."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, str] = {}
+
+    def __call__(self, thing: Any) -> str:
+        key = id(thing)  # alive as long as the rollouts that hold it, so unique in the call
+        if key not in self._texts:
+            self._texts[key] = json.dumps(asdict(thing) if isinstance(thing, SamplingParams) else dict(thing))
+        return self._texts[key]
+
+
+def _strings(rollout: Rollout, told: _Told) -> dict[str, str]:
     prompt = rollout.prompt
     values = {
         "prompt_id": prompt.id,
         "prompt_text": prompt.text,
         "answer": prompt.answer,
         "grader": prompt.grader.name,
-        "grader_options": json.dumps(dict(prompt.grader.options)),
+        "grader_options": told(prompt.grader.options),
         "task": prompt.task,
-        "metadata": json.dumps(dict(prompt.metadata)),
+        "metadata": told(prompt.metadata),
         "status": str(rollout.status),
         "engine": rollout.engine,
         "dtype": rollout.dtype,
         "text": rollout.text,
         "detail": rollout.detail,
-        "sampling": json.dumps(asdict(rollout.sampling)),
+        "sampling": told(rollout.sampling),
     }
     # A lone surrogate cannot be stored; texts are for people, training uses the ids.
     return {name: value.encode("utf-8", "replace").decode() for name, value in values.items()}

@@ -47,6 +47,7 @@ class RunFolder:
         self._lock = lock
         self._made: list[Path] = []
         self._last_step: int | None = None
+        self._unsynced: list[Path] = []
 
     @classmethod
     def create(cls, dir: str | Path, config: Config) -> RunFolder:
@@ -150,7 +151,17 @@ class RunFolder:
             folder.mkdir(exist_ok=True)
         except OSError as error:
             raise BadInput(f"cannot write {folder}: {error.strerror}; free space or choose another folder") from None
-        return folder / f"step_{step:06d}.parquet"
+        path = folder / f"step_{step:06d}.parquet"
+        self._unsynced.append(path)
+        return path
+
+    def sync_rollouts(self) -> None:
+        """Before a checkpoint says that these steps are done: their rollouts are on disk even after a power cut."""
+        for path in self._unsynced:
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        self._unsynced.clear()
 
     def rollout_files(self) -> list[tuple[int, Path]]:
         """`(step, path)` of every rollouts file, by step."""

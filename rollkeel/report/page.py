@@ -12,9 +12,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from rollkeel.diagnostics.live import duration
+from rollkeel.diagnostics.run_files import RunFiles, read_run
 from rollkeel.events import write_atomic
 from rollkeel.report.charts import charts, matching, series
-from rollkeel.report.files import RunFiles, read_run
 from rollkeel.report.samples import Sample, collect
 
 MAX_BYTES = 1_900_000

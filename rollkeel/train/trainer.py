@@ -45,6 +45,8 @@ class UpdateOutput:
     """The objective's metrics, `optimizer/*` and `policy/*`."""
     logprobs: torch.Tensor
     """`[T]` log-probs of the update's own pass, before the step."""
+    entropy: torch.Tensor
+    """`[T]` entropies of the same pass, nats."""
     keep: torch.Tensor
     """`[T]` bool: tokens that every mask of the objective kept."""
     weight: torch.Tensor
@@ -174,7 +176,7 @@ class LocalTrainer:
         metrics.update(found.metrics)
         metrics["policy/entropy"] = float(seen.entropy.mean())
         metrics["policy/prob_mean"] = float(seen.logprobs.exp().mean())
-        return UpdateOutput(metrics, seen.logprobs, found.keep, found.weight, seen.experts)
+        return UpdateOutput(metrics, seen.logprobs, seen.entropy, found.keep, found.weight, seen.experts)
 
     def _step(self, batch: TrainingBatch, loss_of: _LossOf, through_entropy: bool, experts: bool) -> dict[str, float]:
         """Forward, backward and optimizer step over all micro-batches, here and in the helpers; `optimizer/*` metrics."""

@@ -1,4 +1,4 @@
-"""Everything a report can know, read from a run folder that may be running, killed, damaged or empty."""
+"""Everything a reader can know from a run folder that may be running, killed, damaged or empty."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def read_run(run_dir: str | Path) -> RunFiles:
     """Read a run folder. Raises `BadInput` if it is none; damage inside it is reported, not raised."""
     path = Path(run_dir)
     if not path.is_dir():
-        raise BadInput(f"report: run folder {path}: no such folder")
+        raise BadInput(f"run folder {path}: no such folder")
     if not (path / CONFIG).is_file() and not (path / METRICS).is_file():
-        raise BadInput(f"report: {path} holds neither {CONFIG} nor {METRICS}; expected a folder made by rollkeel train")
+        raise BadInput(f"{path} holds neither {CONFIG} nor {METRICS}; expected a folder made by rollkeel train")
     problems: list[str] = []
     text, config = _config(path / CONFIG, problems)
     rows = [row for row in _jsonl(path / METRICS, problems) if isinstance(row.get("step"), int)]
