@@ -265,7 +265,10 @@ def test_kill_9_in_the_middle_costs_no_rollout(victim: str) -> None:
         assert sorted(got) == list(range(32))
         assert {s.status for s in got.values()} == {"length"}
         assert {len(s.span) for s in got.values()} == {600}
-        assert (gaps(model, asked, got) > AGREES).mean() <= NEAR_TIES
+        apart = {i: np.flatnonzero(row > AGREES) for i, row in enumerate(gaps(model, asked, got).reshape(32, 600))}
+        apart = {i: (len(at), int(at[0]), int(at[-1])) for i, at in apart.items() if len(at)}
+        # A near-tie of the router takes later tokens of its sequence along; wrong weights would show in all of them.
+        assert len(apart) <= 2, apart
         assert engine.server_pid != group
         assert processes_of(group) == []
         last = engine.server_pid
