@@ -135,10 +135,11 @@ class _Told:
     """JSON of prompts' and sampling's settings, which the rollouts of a step share as objects."""
 
     def __init__(self) -> None:
-        self._texts: dict[int, str] = {}
+        self._texts: dict[Any, str] = {}
 
     def __call__(self, thing: Any) -> str:
-        key = id(thing)  # alive as long as the rollouts that hold it, so unique in the call
+        # A mapping lives as long as the rollouts that hold it, so its id is unique in the call.
+        key = thing if isinstance(thing, SamplingParams) else id(thing)
         if key not in self._texts:
             self._texts[key] = json.dumps(asdict(thing) if isinstance(thing, SamplingParams) else dict(thing))
         return self._texts[key]
