@@ -163,7 +163,7 @@ def _strings(rollout: Rollout, told: _Told) -> dict[str, str]:
         "sampling": told(rollout.sampling),
     }
     # A lone surrogate cannot be stored; texts are for people, training uses the ids.
-    return {name: value.encode("utf-8", "replace").decode() for name, value in values.items()}
+    return {name: v if v.isascii() else v.encode("utf-8", "replace").decode() for name, v in values.items()}
 
 
 def _optional(spans: Sequence[TokenSpan]) -> dict[str, pa.Array]:
@@ -189,18 +189,21 @@ def _aligned(rollouts: Sequence[Rollout], values: PerToken, name: str) -> list[n
 
 
 def _pieces(spans: Sequence[TokenSpan], piece: Callable[[int], str]) -> pa.Array:
-    ids = np.unique(np.concatenate([span.token_ids for span in spans])) if spans else np.zeros(0, np.int64)
-    text = {int(i): piece(int(i)).encode("utf-8", "replace").decode() for i in ids}
-    return pa.array([[text[int(i)] for i in span.token_ids] for span in spans], pa.list_(pa.string()))
+    flat = np.concatenate([span.token_ids for span in spans]) if spans else np.zeros(0, np.int64)
+    ids, where = np.unique(flat, return_inverse=True)
+    texts = pa.array([piece(int(i)).encode("utf-8", "replace").decode() for i in ids], pa.string())
+    offsets = np.concatenate([[0], np.cumsum([len(span) for span in spans])]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), texts.take(pa.array(where)))
 
 
 def _lists(values: Sequence[np.ndarray | None], dtype: type[np.generic]) -> pa.Array:
     """A list column from arrays, without going through Python numbers; None becomes null."""
-    lengths = [0 if value is None else len(value) for value in values]
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    parts = [np.asarray(value, dtype) for value in values if value is not None]
-    flat = pa.array(np.concatenate(parts) if parts else np.zeros(0, dtype), from_pandas=False)
-    mask = pa.array([value is None for value in values], pa.bool_())
+    parts = [value for value in values if value is not None]
+    lengths = list(map(len, parts)) if len(parts) == len(values) else [0 if v is None else len(v) for v in values]
+    offsets = np.zeros(len(values) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    flat = pa.array(np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype), from_pandas=False)
+    mask = None if len(parts) == len(values) else pa.array([value is None for value in values], pa.bool_())
     return pa.ListArray.from_arrays(pa.array(offsets), flat, mask=mask)
 
 
