@@ -6,7 +6,6 @@ speed (benchmarks/c3po.py).
 
 from __future__ import annotations
 
-import random
 import shutil
 import signal
 from collections import Counter
@@ -15,7 +14,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_run import DEADLINE_S, STEPS, TINY, assert_same, cli, events, files, kill_at, rows, start, wait_for, weights
+from tiny_run import (
+    DEADLINE_S,
+    STEPS,
+    TINY,
+    assert_same,
+    cli,
+    events,
+    files,
+    killed_in,
+    rows,
+    start,
+    twenty_kills,
+    wait_for,
+    weights,
+)
 
 from rollkeel.diagnostics.rollout_store import per_token, read_step, to_rollouts
 from rollkeel.errors import BadInput, GraderFailure
@@ -33,7 +46,6 @@ BUDGETED = [
 ]
 """More rollouts than slots, and lengths that differ: some are parked, some purged and issued again, prompts return."""
 SHORT = ["run.steps=4", "eval.every=0", "checkpoint.every=0"]
-STAGES = ("rollout", "update", "checkpoint")
 
 
 @pytest.fixture(scope="module")
@@ -204,35 +216,14 @@ def test_broken_graders_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_killed_run_continues_bit_for_bit(
     stage: str, step: int, delay_s: float, whole: Path, kv: str, cache: Path, tmp_path: Path
 ) -> None:
-    for attempt in range(4):  # on a busy machine the stage may be over before the signal arrives
-        killed = tmp_path / f"run{attempt}"
-        if kill_at(killed, cache, [*BUDGETED, kv], stage, step, delay_s) == stage:
-            break
-    else:
-        pytest.fail(f"four kills, none of them in {stage}")
+    killed = killed_in(tmp_path, cache, [*BUDGETED, kv], stage, step, delay_s)
     train(load(killed / "config.yaml"), resume=killed)
     assert_same(killed, whole)
 
 
 @pytest.mark.slow
 def test_twenty_kills_at_random_moments(whole: Path, kv: str, cache: Path, tmp_path: Path) -> None:
-    draw, counts = random.Random(20), dict.fromkeys((*STAGES, "elsewhere"), 0)
-    for attempt in range(40):
-        if sum(counts.values()) >= 20 and min(counts[s] for s in STAGES) >= 4:
-            break
-        killed = tmp_path / f"run{attempt}"
-        stage = min(STAGES, key=lambda s: (counts[s], draw.random()))
-        step = draw.randint(1, STEPS // 2) * 2 if stage == "checkpoint" else draw.randint(1, STEPS)
-        fell = kill_at(killed, cache, [*BUDGETED, kv], stage, step, draw.uniform(0.0, 0.03))
-        counts[fell if fell in STAGES else "elsewhere"] += 1
-        resumed = start(cache, "train", "--resume", killed)
-        assert resumed.communicate()[1] == ""
-        assert resumed.returncode == 0
-        assert_same(killed, whole)
-        shutil.rmtree(killed)
-    print(f"kills: {counts}")
-    assert sum(counts.values()) >= 20
-    assert min(counts[s] for s in STAGES) >= 4, counts
+    twenty_kills(tmp_path, cache, [*BUDGETED, kv], whole, each=4, every=2)
 
 
 def test_ctrl_c_in_the_middle_of_sampling_repeats_the_step(whole: Path, kv: str, cache: Path, tmp_path: Path) -> None:

@@ -6,18 +6,29 @@ resumed runs are compared with the uninterrupted one bit for bit. Not covered: a
 
 from __future__ import annotations
 
-import random
 import shutil
 import signal
 from pathlib import Path
 
 import pytest
-from tiny_run import DEADLINE_S, STEPS, TINY, assert_same, cli, events, files, kill_at, rows, start, wait_for, weights
+from tiny_run import (
+    DEADLINE_S,
+    STEPS,
+    TINY,
+    assert_same,
+    cli,
+    events,
+    files,
+    killed_in,
+    rows,
+    start,
+    twenty_kills,
+    wait_for,
+    weights,
+)
 
 from rollkeel.pipeline import train
 from rollkeel.recipe import load
-
-STAGES = ("rollout", "update", "checkpoint")
 
 
 @pytest.fixture(scope="module")
@@ -56,34 +67,14 @@ def copy(whole: Path, tmp_path: Path) -> Path:
 def test_killed_run_continues_bit_for_bit(
     stage: str, step: int, delay_s: float, whole: Path, cache: Path, tmp_path: Path
 ) -> None:
-    for attempt in range(4):  # on a busy machine the stage may be over before the signal arrives
-        run = tmp_path / f"run{attempt}"
-        if kill_at(run, cache, TINY, stage, step, delay_s) == stage:
-            break
-    else:
-        pytest.fail(f"four kills, none of them in {stage}")
+    run = killed_in(tmp_path, cache, TINY, stage, step, delay_s)
     train(load(run / "config.yaml"), resume=run)
     assert_same(run, whole)
 
 
 @pytest.mark.slow
 def test_twenty_kills_at_random_moments(whole: Path, cache: Path, tmp_path: Path) -> None:
-    draw, counts = random.Random(20), dict.fromkeys((*STAGES, "elsewhere"), 0)
-    for attempt in range(40):
-        if sum(counts.values()) >= 20 and min(counts[s] for s in STAGES) >= 5:
-            break
-        run = tmp_path / f"run{attempt}"
-        stage = min(STAGES, key=lambda s: (counts[s], draw.random()))
-        fell = kill_at(run, cache, TINY, stage, draw.randint(1, STEPS), draw.uniform(0.0, 0.03))
-        counts[fell if fell in STAGES else "elsewhere"] += 1
-        resumed = start(cache, "train", "--resume", run)
-        assert resumed.communicate()[1] == ""
-        assert resumed.returncode == 0
-        assert_same(run, whole)
-        shutil.rmtree(run)
-    print(f"kills: {counts}")
-    assert sum(counts.values()) >= 20
-    assert min(counts[s] for s in STAGES) >= 5, counts
+    twenty_kills(tmp_path, cache, TINY, whole, each=5)
 
 
 def test_ctrl_c_checkpoints_and_a_running_run_is_refused(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,3 +145,43 @@ def kill_at(run: Path, cache: Path, words: Sequence[str], stage: str, step: int,
     assert any(e["event"] == "sft_cached" for e in log)
     assert not any(e["event"] == "run_end" for e in log)
     return fell_in(run)
+
+
+KILL_STAGES = ("rollout", "update", "checkpoint")
+
+
+def killed_in(folder: Path, cache: Path, words: Sequence[str], stage: str, step: int, delay_s: float) -> Path:
+    """A run below `folder` that was killed in `stage`: on a busy machine that may be over before the signal arrives."""
+    for attempt in range(4):
+        run = folder / f"run{attempt}"
+        if kill_at(run, cache, words, stage, step, delay_s) == stage:
+            return run
+    pytest.fail(f"four kills, none of them in {stage}")
+
+
+def twenty_kills(
+    folder: Path, cache: Path, words: Sequence[str], whole: Path, *, each: int, every: int = 1
+) -> dict[str, int]:
+    """Kill at random moments, resume, compare with `whole`, until 20 kills of which `each` fell in every stage.
+
+    `every`: steps between checkpoints. Returns how many fell where.
+    """
+    draw = random.Random(20)
+    counts: dict[str, int] = dict.fromkeys((*KILL_STAGES, "elsewhere"), 0)
+    for attempt in range(40):
+        if sum(counts.values()) >= 20 and min(counts[s] for s in KILL_STAGES) >= each:
+            break
+        run = folder / f"run{attempt}"
+        stage = min(KILL_STAGES, key=lambda s: (counts[s], draw.random()))
+        step = draw.randint(1, STEPS // every) * every if stage == "checkpoint" else draw.randint(1, STEPS)
+        fell = kill_at(run, cache, words, stage, step, draw.uniform(0.0, 0.03))
+        counts[fell if fell in KILL_STAGES else "elsewhere"] += 1
+        resumed = start(cache, "train", "--resume", run)
+        assert resumed.communicate()[1] == ""
+        assert resumed.returncode == 0
+        assert_same(run, whole)
+        shutil.rmtree(run)
+    print(f"kills: {counts}")
+    assert sum(counts.values()) >= 20
+    assert min(counts[s] for s in KILL_STAGES) >= each, counts
+    return counts

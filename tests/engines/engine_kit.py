@@ -40,11 +40,11 @@ def requests_of(prompts: Sequence[np.ndarray], first: int = 0, **sampling: Any) 
     return [Request(id=first + i, prompt_ids=p, sampling=params) for i, p in enumerate(prompts)]
 
 
-def drain(engine: Any, rounds: int = 1_000_000) -> dict[int, Segment]:
-    """Every segment still owed, by request id. A request answered twice is an error."""
+def drain(engine: Any, rounds: int = 1_000_000, *, silence_s: float = 60.0) -> dict[int, Segment]:
+    """Every segment still owed, by request id, as long as one comes within `silence_s`. A request answered twice is an error."""
     out: dict[int, Segment] = {}
     for _ in range(rounds):
-        segments = engine.poll(60.0)
+        segments = engine.poll(silence_s)
         if not segments:
             return out
         for segment in segments:

@@ -251,7 +251,7 @@ def test_an_empty_a_running_and_a_killed_run(tmp_path: Path) -> None:
 
 def test_no_run_folder_is_one_line(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(BadInput, match="no such folder|holds neither") as error:
+        with pytest.raises(BadInput, match=r"no such folder|holds neither") as error:
             render(path)
         assert "\n" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
