@@ -24,9 +24,9 @@ MAX_POINTS = 500
 _MAX_SERIES = 8
 _MAX_SVG = 64_000
 # Stand-ins that become CSS variables in the SVG; in a PNG they are the colours themselves, legible on both themes.
-_INK, _GRID = "#80848b", "#80848c"
+INK, GRID = "#80848b", "#80848c"
 SERIES = ("#3b7dd8", "#e0762f", "#2f9e63", "#b455c4", "#c9a227", "#d64561", "#26a0b5", "#8a6d5a")
-_CSS = {_INK: "var(--muted)", _GRID: "var(--grid)"} | {color: f"var(--s{i + 1})" for i, color in enumerate(SERIES)}
+_CSS = {INK: "var(--muted)", GRID: "var(--grid)"} | {color: f"var(--s{i + 1})" for i, color in enumerate(SERIES)}
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "rollkeel",
@@ -36,19 +36,19 @@ _STYLE: dict[Any, Any] = {
     "font.size": 9.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": _GRID,
-    "axes.labelcolor": _INK,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": INK,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": _GRID,
+    "grid.color": GRID,
     "grid.alpha": 0.35,
     "grid.linewidth": 0.6,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "text.color": _INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
     "legend.frameon": False,
     "legend.fontsize": 8.5,
-    "legend.labelcolor": _INK,
+    "legend.labelcolor": INK,
     "axes.formatter.limits": (-3, 5),
 }
 
@@ -142,12 +142,12 @@ def _chart(spec: Spec, rows: Rows) -> Chart:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
         axes.margins(x=0.02)
         if spec.log:
-            _log_scale(axes)
+            log_scale(axes)
 
     return drawing(spec.title, spec.caption, paint)
 
 
-def _log_scale(axes: Axes) -> None:
+def log_scale(axes: Axes) -> None:
     """Logarithmic where the values span more than a factor of 20; below that, plain numbers read better."""
     values = np.concatenate([line.get_ydata() for line in axes.get_lines()] or [np.ones(1)])
     positive = np.asarray(values, float)[np.asarray(values, float) > 0]

@@ -13,11 +13,17 @@ from markupsafe import Markup
 
 from rollkeel.diagnostics.live import duration
 from rollkeel.diagnostics.run_files import RunFiles, read_run
+from rollkeel.diagnostics.runfolder import rollout_files
+from rollkeel.diagnostics.traces.run import read_run_trace
+from rollkeel.errors import RollkeelError
 from rollkeel.events import write_atomic
-from rollkeel.report.charts import charts, matching, series
+from rollkeel.report.charts import Chart, charts, matching, series
 from rollkeel.report.samples import Sample, collect
+from rollkeel.report.token_charts import token_charts
 
 MAX_BYTES = 1_900_000
+MAX_STEPS = 60
+"""Steps whose tokens are drawn, evenly over the run."""
 _MAX_EVENTS = 200
 _MAX_METRICS = 400
 _MAX_CONFIG = 100_000
@@ -50,7 +56,7 @@ def render(run_dir: str | Path) -> Path:
     page. The page stays under 2 MB. Raises `BadInput` if `run_dir` is no run folder or cannot be written.
     """
     run = read_run(run_dir)
-    drawn = charts(run.rows)
+    drawn, tokens = charts(run.rows), _token_charts(run)
     # Where each stage of each step began matters after a kill only, and is in events.jsonl.
     events = [e for i, e in enumerate(run.events) if e.get("event") != "stage" or i == len(run.events) - 1]
     template = _environment().get_template("template.html.j2")
@@ -68,6 +74,7 @@ def render(run_dir: str | Path) -> Path:
             duration=duration(run.duration_s),
             cards=cards(run.rows),
             charts=[(chart, Markup(chart.markup)) for chart in drawn],
+            token_charts=[(chart, Markup(chart.markup)) for chart in tokens],
             samples=samples,
             sample_facts=_sample_facts,
             metrics=metric_table(run.rows),
@@ -81,6 +88,17 @@ def render(run_dir: str | Path) -> Path:
     path = run.path / "report.html"
     write_atomic(path, html.encode("utf-8", "replace"))
     return path
+
+
+def _token_charts(run: RunFiles) -> list[Chart]:
+    if not rollout_files(run.path):
+        return []
+    try:
+        trace = read_run_trace(run.path, spread=MAX_STEPS)
+    except RollkeelError as error:
+        run.problems.append(str(error))
+        return []
+    return token_charts(trace)
 
 
 def objective(run: RunFiles) -> tuple[str, list[tuple[str, str]]]:

@@ -45,10 +45,11 @@ def is_run(path: Path) -> bool:
     return path.suffix == ".parquet"
 
 
-def read_run_trace(path: Path, *, last: int | None = None) -> Trace:
+def read_run_trace(path: Path, *, last: int | None = None, spread: int | None = None) -> Trace:
     """Read a run folder, or a single rollouts file.
 
-    `last`: only the rollouts of the last so many steps. A file that cannot be read is left out and named in `notes`.
+    `last`: only the rollouts of the last so many steps; `spread`: of at most so many steps, evenly, the first and the last
+    among them. A file that cannot be read is left out and named in `notes`.
     Raises `BadInput` if there is no run, or no rollout that can be read.
     """
     run = read_run(path) if path.is_dir() else None
@@ -57,7 +58,10 @@ def read_run_trace(path: Path, *, last: int | None = None) -> Trace:
     tables: list[pa.Table] = []
     columns = [*{c for c, _, _ in _TOKENS.values()}, *_TEXTS.values(), *_NUMBERS, *_ENGINE]
     columns += ["prompt_token_ids", "train_version", "pieces"]
-    for _, file in files[-last:] if last else files:
+    files = files[-last:] if last else files
+    if spread and len(files) > spread:
+        files = [files[i] for i in np.linspace(0, len(files) - 1, spread).round().astype(int)]
+    for _, file in files:
         try:
             table = read_step(file, columns)
         except RollkeelError as error:
