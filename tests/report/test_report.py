@@ -202,7 +202,7 @@ def test_a_full_run_shows_everything_fast_and_small(tmp_path: Path) -> None:
         "tokens/s",
     ):
         assert part in shown.text, part
-    assert sum(tag in ("svg", "img") for tag, _ in shown.tags) == 11 + 7
+    assert sum(tag in ("svg", "img") for tag, _ in shown.tags) == 11 + 5  # of metrics and of tokens
     assert "NaN" not in path.read_text()
 
 

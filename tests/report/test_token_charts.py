@@ -73,6 +73,8 @@ def test_means_over_steps_are_of_dropped_and_kept_tokens_apart() -> None:
     axes = Figure().add_subplot()
     step, keep = np.array([3, 3, 3, 5]), np.array([True, False, False, True])
     charts._over_steps(axes, step, keep, np.array([1.0, 2.0, 4.0, 8.0]), "x")
-    kept, dropped = ([np.asarray(line.get_xdata()).tolist(), np.asarray(line.get_ydata()).tolist()] for line in axes.get_lines())
+    kept, dropped = (
+        [np.asarray(line.get_xdata()).tolist(), np.asarray(line.get_ydata()).tolist()] for line in axes.get_lines()
+    )
     assert kept == [[3, 5], [1.0, 8.0]]
     assert dropped == [[3], [3.0]]
