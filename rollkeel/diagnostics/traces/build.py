@@ -218,7 +218,10 @@ def _ids(ids: Sequence[int | None]) -> np.ndarray:
 def _groups(found: Sequence[Response]) -> np.ndarray:
     known: dict[Hashable, int] = {}
     return np.array(
-        [known.setdefault((s.step, i) if s.group is None else (s.step, "group", s.group), len(known)) for i, s in enumerate(found)],
+        [
+            known.setdefault((s.step, i) if s.group is None else (s.step, "group", s.group), len(known))
+            for i, s in enumerate(found)
+        ],
         np.int64,
     )
 

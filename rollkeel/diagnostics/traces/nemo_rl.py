@@ -94,7 +94,7 @@ def _add(sequences: Sequences, where: str, step: int, row: dict[str, Any]) -> No
     begun = np.zeros(length, bool)
     for known in (mask, q):
         if known is not None and len(known) == len(whole):
-            begun |= known[:length] != 0
+            begun |= np.nan_to_num(known[:length]) != 0
     start = int(np.argmax(begun)) if begun.any() else length
     tokens = {
         "token_ids": ids,
@@ -106,8 +106,9 @@ def _add(sequences: Sequences, where: str, step: int, row: dict[str, Any]) -> No
     cut = {name: _cut(value, start, length, len(whole)) for name, value in tokens.items()}
     if _one(row.get("sample_loss_mask")) == 0:
         cut["mask"] = np.zeros(length - start, bool)
-    if isinstance(cut["advantages"], np.ndarray) and isinstance(cut["mask"], np.ndarray):
-        cut["advantages"] = np.where(cut["mask"], cut["advantages"], np.float32(np.nan))
+    trained, advantages = cut["mask"], cut["advantages"]
+    if isinstance(advantages, np.ndarray) and isinstance(trained, np.ndarray) and len(advantages) == len(trained):
+        cut["advantages"] = np.where(trained, advantages, np.float32(np.nan))
     content = _content(row)
     sequences.add(
         Response(

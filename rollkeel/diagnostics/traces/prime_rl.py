@@ -78,7 +78,7 @@ def _add(sequences: Sequences, where: str, step: int, row: dict[str, Any]) -> No
     begun = np.zeros(len(ids), bool)
     for known in (mask, q):
         if known is not None and len(known) == len(ids):
-            begun |= known != 0
+            begun |= np.nan_to_num(known) != 0
     if mask is None:
         sequences.notes.add("no loss_mask: the response is taken to start at the first sampled token", where)
     start = int(np.argmax(begun)) if begun.any() else len(ids)
@@ -105,7 +105,10 @@ def _add(sequences: Sequences, where: str, step: int, row: dict[str, Any]) -> No
             group=ids[:start].tobytes() if start else None,
             reward=_reward(sequences.notes, where, row),
             prompt_length=start,
-            tokens={k: v[start:] if isinstance(v, list | np.ndarray) and len(v) == len(ids) else v for k, v in tokens.items()},
+            tokens={
+                k: v[start:] if isinstance(v, list | np.ndarray) and len(v) == len(ids) else v
+                for k, v in tokens.items()
+            },
         )
     )
 

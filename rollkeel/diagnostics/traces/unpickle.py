@@ -90,9 +90,7 @@ _PROTO, _FRAME, _STOP = 0x80, 0x95, ord(".")
 
 @final
 class _Machine:
-    def __init__(
-        self, data: bytes, builders: Mapping[str, Builder], storage: Callable[[Any], Any] | None
-    ) -> None:
+    def __init__(self, data: bytes, builders: Mapping[str, Builder], storage: Callable[[Any], Any] | None) -> None:
         self.data, self.at = data, 0
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
@@ -315,12 +313,12 @@ def _global(m: _Machine) -> None:
     m.named(module, m.line())
 
 
-_STEPS: Final[dict[int, Callable[[_Machine], None]]] = {
-    _PROTO: lambda m: m.take(1) and None,
-    _FRAME: lambda m: m.take(8) and None,
+_STEPS: Final[dict[int, Callable[[_Machine], object]]] = {
+    _PROTO: lambda m: m.take(1),
+    _FRAME: lambda m: m.take(8),
     ord("("): lambda m: m.stack.append(_MARK),
-    ord("0"): lambda m: m.stack.pop() and None,
-    ord("1"): lambda m: m.marked() and None,
+    ord("0"): lambda m: m.stack.pop(),
+    ord("1"): lambda m: m.marked(),
     ord("2"): lambda m: m.stack.append(m.top()),
     ord("N"): lambda m: m.stack.append(None),
     0x88: lambda m: m.stack.append(True),
