@@ -226,7 +226,9 @@ def _numpy_scalar(args: tuple[Any, ...]) -> Any:
 
 
 def _encode(args: tuple[Any, ...]) -> Any:
-    """Bytes, which protocol 2 writes as text."""
+    """Bytes, which protocol 2 writes as text, and empty ones as `bytes()`."""
+    if args == ():
+        return b""
     if len(args) == 2 and isinstance(args[0], str) and args[1] in ("latin1", "latin-1"):
         try:
             return args[0].encode("latin-1")
@@ -272,6 +274,7 @@ _BUILDERS: Final = {
     "numpy._core.multiarray.scalar": _numpy_scalar,
     "numpy.core.multiarray.scalar": _numpy_scalar,
     "_codecs.encode": _encode,
+    "__builtin__.bytes": _encode,
     "__builtin__.set": _set,
     "builtins.set": _set,
 }
