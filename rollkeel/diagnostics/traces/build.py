@@ -11,7 +11,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from rollkeel.diagnostics.traces.trace import Facts, Trace
-from rollkeel.errors import BadInput
+from rollkeel.errors import BadInput, Corrupt
 
 _FIELDS: Final[dict[str, tuple[type[np.generic], Any]]] = {
     "token_ids": (np.int64, -1),
@@ -68,15 +68,25 @@ class Response:
 
 @final
 class Sequences:
-    """Collects sequences of one dump. `source`: how the trace names its format."""
+    """Collects sequences of one dump.
 
-    def __init__(self, source: str, path: Path, notes: Notes) -> None:
-        self.source, self.path, self.notes = source, path, notes
+    `source`: how the trace names its format. `room`: tokens that the files can hold at most, where a file can name the same
+    list again and again; an honest one takes two bytes or more for a token.
+    """
+
+    def __init__(self, source: str, path: Path, notes: Notes, *, room: float = float("inf")) -> None:
+        self.source, self.path, self.notes, self._room = source, path, notes, room
         self._found: list[Response] = []
         self._tokens: dict[str, list[np.ndarray | None]] = {name: [] for name in _FIELDS}
 
     def add(self, found: Response) -> None:
-        """Token fields whose length or kind does not fit are left out of this sequence, with a note."""
+        """Token fields whose length or kind does not fit are left out of this sequence, with a note.
+
+        Raises `Corrupt` for more tokens than there is room for.
+        """
+        self._room -= found.length
+        if self._room < 0:
+            raise Corrupt(f"{self.path}: more tokens than its bytes can hold; not a dump that {self.source} wrote")
         self._found.append(found)
         for name, column in self._tokens.items():
             column.append(self._field(name, found))
@@ -171,12 +181,14 @@ def integer(value: Any) -> int | None:
     return value if type(value) is int and abs(value) < 1 << 62 else None
 
 
-def text(value: Any) -> str:
-    """Text of a string, or of a conversation: the contents of its messages, one after the other."""
+def text(value: Any, depth: int = 2) -> str:
+    """Text of a string, or of a conversation: the contents of its messages, or their parts, one after the other."""
+    if isinstance(value, Mapping):
+        value = value.get("content", value.get("text"))
     if isinstance(value, str):
         return value
-    if isinstance(value, list | tuple):
-        return "\n".join(filter(None, (text(v.get("content") if isinstance(v, Mapping) else v) for v in value[:1000])))
+    if isinstance(value, list | tuple) and depth:
+        return "\n".join(filter(None, (text(v, depth - 1) for v in value[:1000])))
     return ""
 
 

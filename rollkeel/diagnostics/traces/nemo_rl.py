@@ -91,11 +91,15 @@ def _add(sequences: Sequences, where: str, step: int, row: dict[str, Any]) -> No
     if length is None or not 0 <= length <= len(whole):
         sequences.notes.add("no input_lengths: padding cannot be told from tokens; all are kept", where)
         length = len(whole)
-    begun = np.zeros(length, bool)
+    if mask is None:
+        sequences.notes.add(
+            "no token_loss_mask: a 0 in generation_logprobs is taken for a token that was not sampled", where
+        )
+    begun = np.zeros(len(whole), bool)
     for known in (mask, q):
         if known is not None and len(known) == len(whole):
-            begun |= np.nan_to_num(known[:length]) != 0
-    start = int(np.argmax(begun)) if begun.any() else length
+            begun |= np.nan_to_num(known) != 0
+    start = int(np.argmax(begun)) if begun[:length].any() else length
     tokens = {
         "token_ids": ids,
         "rollout_logprobs": without_placeholders(q, begun if mask is None else mask) if q is not None else None,

@@ -60,8 +60,9 @@ def matches(path: Path) -> bool:
 def read(path: Path, *, last: int | None = None) -> Trace:
     """`last`: only the last so many rollouts. Raises `BadInput` if nothing can be read."""
     notes = Notes()
-    sequences = Sequences(SOURCE, path, notes)
     sampled, trained = _files(path, last, notes)
+    files = [file for held in (*sampled.values(), *trained.values()) for file in held]
+    sequences = Sequences(SOURCE, path, notes, room=sum(file.stat().st_size for file in files))
     for step in sorted(sampled.keys() | trained.keys()):
         rows = _train_rows(trained.get(step, []), notes)
         found = False
@@ -197,7 +198,7 @@ def _add(sequences: Sequences, where: str, step: int, sample: dict[str, Any], ro
             group=("index", group) if group is not None else ids[:start].tobytes(),
             reward=_reward(notes, where, sample),
             prompt_length=start,
-            status=_STATUS.get(str(sample.get("status")), ""),
+            status=_status(sample.get("status")),
             prompt_text=text(sample.get("prompt")),
             text=text(sample.get("response")),
             answer=str(label) if isinstance(label, str | int | float) else "",
@@ -245,11 +246,19 @@ def _reward(notes: Notes, where: str, sample: dict[str, Any]) -> float:
     return float("nan")
 
 
+def _status(value: Any) -> str:
+    """`to_dict` writes the value of an enum; an enum itself is pickled as a call with it."""
+    if isinstance(value, Record) and len(value.args) == 1:
+        value = value.args[0]
+    return _STATUS.get(value, "") if isinstance(value, str) else ""
+
+
 def _versions(notes: Notes, where: str, versions: Any, length: int) -> np.ndarray | None:
     """Version of every token, which is known where all requests of a sample met the same."""
     if not isinstance(versions, list) or not versions:
         return None
-    known = {int(v) for v in map(str, versions[:1000]) if v.isascii() and v.isdecimal() and len(v) < 18}
+    said = [str(v) for v in versions[:1000] if isinstance(v, str | int)]
+    known = {int(v) for v in said if v.isascii() and v.isdecimal() and len(v) < 18}
     if len(known) == 1:
         return np.full(length, known.pop(), np.int64)
     if not known:

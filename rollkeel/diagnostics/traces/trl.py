@@ -38,11 +38,13 @@ def read(path: Path, *, last: int | None = None) -> Trace:
     previous: tuple[Any, ...] = ()
     for step, file in [(number_in(path, FILES), path)] if path.is_file() else _files(path, last):
         try:
-            table = pq.read_table(file)
-        except (pa.ArrowException, OSError) as error:
-            notes.add(f"cannot be read, damaged or cut short ({str(error).splitlines()[0][:120]})", file.name)
+            table = pq.ParquetFile(file).read()
+            columns: dict[str, list[Any]] = {
+                name: table[name].to_pylist() for name in dict.fromkeys(table.column_names)
+            }
+        except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+            notes.add(f"cannot be read, damaged or cut short ({type(error).__name__})", file.name)
             continue
-        columns: dict[str, list[Any]] = {name: table[name].to_pylist() for name in dict.fromkeys(table.column_names)}
         batch = tuple(repr(columns.get(name)) for name in ("prompt", "completion"))
         if batch == previous:
             notes.add("the same batch as in the file before it; left out", file.name)

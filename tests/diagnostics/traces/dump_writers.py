@@ -5,6 +5,7 @@ Each writer follows the schema that the reader's docstring cites, field by field
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import sys
@@ -54,7 +55,7 @@ def recorded(draw: st.DrawFn) -> list[Recorded]:
     out: list[Recorded] = []
     for step in range(1, draw(st.integers(1, 3)) + 1):
         for group in range(2):
-            prompt = tuple(int(i) for i in rng.integers(1, 200_000, int(rng.integers(1, 5)))) + (step * 10 + group,)
+            prompt = (*(int(i) for i in rng.integers(1, 200_000, int(rng.integers(1, 5)))), step * 10 + group)
             out += [_random(rng, step, 2 * step + group, len(out) + i, prompt) for i in range(2)]
     return out
 
@@ -275,8 +276,6 @@ def skyrl_tensor(value: torch.Tensor | None) -> Any:
     if value is None:
         return None
     if value.dtype is torch.bfloat16:
-        import io
-
         buffer = io.BytesIO()
         torch.save(value, buffer)
         return {"format": "torch", "data": buffer.getvalue()}
@@ -310,7 +309,14 @@ def write_verl(folder: Path, sequences: Sequence[Recorded]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for step, members in by_step(sequences).items():
         lines = [
-            {"input": str(s.prompt), "output": str(s.ids), "gts": "42", "score": s.reward, "step": step, "acc": s.reward}
+            {
+                "input": str(s.prompt),
+                "output": str(s.ids),
+                "gts": "42",
+                "score": s.reward,
+                "step": step,
+                "acc": s.reward,
+            }
             for s in members
         ]
         write_lines(folder / f"{step}.jsonl", lines)

@@ -178,7 +178,9 @@ def test_a_spoiled_line_costs_itself_only(data: st.DataObject) -> None:
     )
     name = data.draw(st.sampled_from(["nemo-rl", "prime-rl", "verl"]))
     with tempfile.TemporaryDirectory() as folder:
-        path = WRITERS[name](Path(folder) / "d", [example(index=0), example(index=1), example(index=2), example(index=3)])
+        path = WRITERS[name](
+            Path(folder) / "d", [example(index=0), example(index=1), example(index=2), example(index=3)]
+        )
         file = max(path.rglob("*.jsonl"), key=lambda p: p.stat().st_size)
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         for key in data.draw(st.lists(st.sampled_from(sorted(lines[0])), min_size=1, max_size=3)):

@@ -8,8 +8,9 @@ file that any executed payload would make. Not covered: bugs of the interpreter 
 from __future__ import annotations
 
 import builtins
+import codecs
 import collections
-import encodings.cp437  # zipfile decodes names with it
+import contextlib
 import io
 import os
 import pickle
@@ -33,6 +34,7 @@ from rollkeel.diagnostics.traces.unpickle import MAX_CONTAINERS, Record, Refused
 from rollkeel.errors import Corrupt
 
 P = b"\x80\x02"
+codecs.lookup("cp437")  # zipfile decodes names with it, and Python imports codecs when they are first used
 
 
 def saved(value: Any) -> bytes:
@@ -49,9 +51,19 @@ def archive(entries: dict[str, bytes], compression: int = zipfile.ZIP_STORED) ->
     return buffer.getvalue()
 
 
+def outcome(file: Path) -> tuple[Any, str]:
+    """(value, one line of refusal), one of them empty."""
+    try:
+        return load(file), ""
+    except Corrupt as error:
+        return None, str(error)
+
+
 # what must be read
 
-scalars = st.none() | st.booleans() | st.integers(-(2**100), 2**100) | st.floats(allow_nan=False) | st.text() | st.binary()
+scalars = (
+    st.none() | st.booleans() | st.integers(-(2**100), 2**100) | st.floats(allow_nan=False) | st.text() | st.binary()
+)
 keys = st.text() | st.integers(-(2**59), 2**59) | st.none() | st.booleans() | st.floats(allow_nan=False)
 values = st.recursive(
     scalars,
@@ -181,7 +193,12 @@ def attacks(canary: Path) -> dict[str, bytes]:
         "new with keywords": pickle.PROTO + b"\x04cos\nsystem\n(X"
         + struct.pack("<I", len(shell)) + shell.encode() + b"t}\x92.",
     }  # fmt: skip
-    out["storage type"] = archive({"a/data.pkl": P + b"(X\x07\x00\x00\x00storagecos\nsystem\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQ.", "a/data/0": b"1234"})
+    out["storage type"] = archive(
+        {
+            "a/data.pkl": P + b"(X\x07\x00\x00\x00storagecos\nsystem\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQ.",
+            "a/data/0": b"1234",
+        }
+    )
     out["entry names"] = archive({"../../a/data.pkl": out["os.system"], f"../..{canary}": b"", str(canary): b""})
     return out
 
@@ -195,12 +212,9 @@ def test_a_malicious_pickle_does_nothing(name: str, tmp_path: Path) -> None:
     file = tmp_path / "0.pt"
     file.write_bytes(attacks(canary)[name])
     before = set(sys.modules)
-    try:
-        found = load(file)
-    except Corrupt as error:
-        assert "\n" not in str(error)
-    else:
-        assert not callable(found)
+    found, refusal = outcome(file)
+    assert "\n" not in refusal
+    assert not callable(found)
     assert not canary.exists()
     assert set(sys.modules) - before == set()
 
@@ -239,7 +253,9 @@ def test_nothing_that_python_audits_happens(tmp_path: Path) -> None:
     for i, data in enumerate([good, *attacks(tmp_path / "canary").values()]):
         names.append(str(tmp_path / f"{i}.pt"))
         Path(names[-1]).write_bytes(data)
-    done = subprocess.run([sys.executable, "-c", WATCHED, *names], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, *names], capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout.strip() == "[]"
     assert not (tmp_path / "canary").exists()
 
@@ -311,27 +327,27 @@ LIES = {
 }  # fmt: skip
 
 
+HARMLESS = {"billion laughs", "deep value", "numpy array", "memo index", "frame", "empty but huge"}
+"""Nothing is wrong with these but what a reader might do with them."""
+
+
 @pytest.mark.parametrize("name", LIES)
 def test_a_lie_costs_neither_memory_nor_time(name: str, tmp_path: Path) -> None:
     file = tmp_path / "0.pt"
     file.write_bytes(LIES[name])
     resource_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
-    try:
-        found = load(file)
-    except Corrupt as error:
-        assert "\n" not in str(error)
-        assert len(str(error)) < 400 + len(str(file))
-    else:
-        assert name in ("billion laughs", "deep value", "numpy array", "memo index", "frame", "empty but huge")
-        del found
+    _, refusal = outcome(file)
+    assert "\n" not in refusal
+    assert len(refusal) < 400 + len(str(file))
+    assert bool(refusal) is (name not in HARMLESS)
     assert time.perf_counter() - start < 30
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resource_before < 700_000  # KiB
 
 
 def test_the_old_format_is_named(tmp_path: Path) -> None:
     (tmp_path / "0.pt").write_bytes(LIES["old torch"])
-    with pytest.raises(Corrupt, match="before 1.6"):
+    with pytest.raises(Corrupt, match="format before"):
         load(tmp_path / "0.pt")
     with pytest.raises(Corrupt, match="cannot be read"):
         load(tmp_path / "absent.pt")
@@ -351,10 +367,8 @@ SMALL = small_files()
 
 def survives(data: bytes) -> None:
     """No exception but the one, and nothing outside the kinds that a reader expects."""
-    try:
+    with contextlib.suppress(Refused):
         load_bytes(data)
-    except Refused as error:
-        assert "\n" not in str(error)
 
 
 @pytest.mark.parametrize("kind", SMALL)
