@@ -215,7 +215,7 @@ def write_slime(folder: Path, sequences: Sequence[Recorded], ranks: int = 2) -> 
 
 def skyrl_batch(members: Sequence[Recorded], *, left: bool = True, pad_rows: int = 0) -> dict[str, torch.Tensor]:
     """Tensors of a TrainingInputBatch; `left`: all padding on the left, as today, else right of the response, as before."""
-    members = [*members, *members[:1] * pad_rows]
+    members = [*members, *list(members[:1]) * pad_rows]
     width = max(len(s.ids) for s in members)
     if left:
         total = max(len(s.prompt) + len(s.ids) for s in members)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,15 @@ from dump_writers import (
     Recorded,
     example,
     skyrl_batch,
+    skyrl_tensor,
     slime_sample,
     slime_train,
     write_skyrl,
     write_skyrl_batch,
     write_slime,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollkeel.diagnostics.traces.read import read_trace
 from rollkeel.errors import BadInput, Corrupt
@@ -222,7 +226,51 @@ def test_slime_one_list_named_a_thousand_times(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "c").sequences == 1
 
 
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=3) | st.binary(max_size=3)
+    | st.sampled_from([torch.ones(3), torch.ones(2, 2), torch.tensor(1), np.arange(4), np.float64(2), torch.device("cpu")]),
+    lambda inner: st.lists(inner, max_size=4) | st.tuples(inner, inner) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=6,
+)  # fmt: skip
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_slime_junk_costs_one_sample(data: st.DataObject) -> None:
+    """Any field replaced by anything a pickle can say: no exception, and the other sample is read as it was."""
+    sample, trained = slime_sample(two()[0]), slime_train(two()[:1])
+    for held in (sample, trained):
+        for key in data.draw(st.lists(st.sampled_from(sorted(held)), max_size=3)):
+            held[key] = data.draw(junk)
+    with tempfile.TemporaryDirectory() as folder:
+        save(Path(folder) / "rollout_data/3.pt", {"rollout_id": 3, "samples": [sample, slime_sample(two()[1])]})
+        save(Path(folder) / "train_data/3_0.pt", {"rollout_id": 3, "rank": 0, "rollout_data": trained})
+        trace = read_trace(folder)
+    assert trace.token_ids[-1] == 5
+    assert floats(trace.rollout_logprobs[-1:]) == [-0.75]
+    assert all("\n" not in note for note in trace.notes)
+
+
 # SkyRL
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_skyrl_junk_costs_one_step(data: st.DataObject) -> None:
+    batch: dict[str, Any] = {name: skyrl_tensor(tensor) for name, tensor in skyrl_batch(two()).items()}
+    for name in data.draw(st.lists(st.sampled_from(sorted(batch)), min_size=1, max_size=3)):
+        if data.draw(st.booleans()):
+            batch[name] = data.draw(junk)
+        else:
+            batch[name][data.draw(st.sampled_from(["data", "shape", "dtype", "format"]))] = data.draw(junk)
+    state = {"batch_dict": batch, "metadata": data.draw(junk | st.fixed_dictionaries({"pad_size": junk, "uids": junk}))}
+    with tempfile.TemporaryDirectory() as folder:
+        write_skyrl(Path(folder), [example(step=1)])
+        file = Path(folder) / "dumped_data/global_step_2_training_input.pkl"
+        file.write_bytes(pickle.dumps(state))
+        trace = read_trace(folder)
+    assert trace.token_ids[:4].tolist() == [7, 70_000, 9, 2]
+    assert all("\n" not in note for note in trace.notes)
 
 
 @pytest.mark.parametrize("left", [True, False], ids=["padding left", "padding of older versions"])
