@@ -43,7 +43,8 @@ class Notes:
         out = []
         for problem, (where, n) in self._found.items():
             more = f" (and {n - 1} more like it)" if n > 1 else ""
-            out.append(f"{where}: {problem}{more}" if where else f"{problem}{more}")
+            line = f"{where}: {problem}{more}" if where else f"{problem}{more}"
+            out.append(_encodable(line.replace("\n", " ")))
         return out
 
 
@@ -186,10 +187,19 @@ def text(value: Any, depth: int = 2) -> str:
     if isinstance(value, Mapping):
         value = value.get("content", value.get("text"))
     if isinstance(value, str):
-        return value
+        return _encodable(value)
     if isinstance(value, list | tuple) and depth:
         return "\n".join(filter(None, (text(v, depth - 1) for v in value[:1000])))
     return ""
+
+
+def _encodable(value: str) -> str:
+    """Without the lone surrogates that JSON and pickles can hold and no terminal or file takes."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return value.encode(errors="replace").decode()
+    return value
 
 
 def without_placeholders(logprobs: Any, mask: Any) -> Any:

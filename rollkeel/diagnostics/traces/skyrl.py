@@ -101,7 +101,8 @@ def _array(stored: Any) -> np.ndarray | None:
             return None
         return found if isinstance(found, np.ndarray) else None
     if (
-        dtype not in _NUMPY
+        not isinstance(dtype, str)
+        or dtype not in _NUMPY
         or not isinstance(shape, tuple)
         or not all(type(n) is int and 0 <= n < 1 << 32 for n in shape)
     ):

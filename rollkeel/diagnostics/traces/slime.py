@@ -201,7 +201,7 @@ def _add(sequences: Sequences, where: str, step: int, sample: dict[str, Any], ro
             status=_status(sample.get("status")),
             prompt_text=text(sample.get("prompt")),
             text=text(sample.get("response")),
-            answer=str(label) if isinstance(label, str | int | float) else "",
+            answer=text(str(label)) if isinstance(label, str | int | float) else "",
             tokens=tokens,
         )
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+import struct
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,13 +19,17 @@ from typing import IO, Any, Final, final
 
 import numpy as np
 
-from rollkeel.diagnostics.traces.unpickle import Name, Record, Refused, honest_key, loads
+from rollkeel.diagnostics.traces.unpickle import Name, Record, Refused, loads
 from rollkeel.errors import Corrupt
 
 MAX_BYTES: Final = 8 << 30
 MAX_DIMENSIONS: Final = 16
 SPARE_ELEMENTS: Final = 1 << 24
 """Elements that tensors of a file may have beyond its bytes: views that repeat a storage, expanded tensors."""
+
+SHORT_BYTES: Final = 64
+"""Text of so many characters is made bytes at once; a file can name longer ones again and again."""
+_ENCODE: Final = "_codecs.encode"
 
 _DTYPES: Final = {
     "float64": "<f8",
@@ -55,6 +60,17 @@ _STORAGES: Final = {
     "UntypedStorage": "uint8",
 }
 _NUMPY_SCALARS: Final = {"f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "b1"}
+_ZIP_ERRORS: Final = (
+    zipfile.BadZipFile,
+    EOFError,
+    OSError,
+    ValueError,
+    RuntimeError,
+    ArithmeticError,
+    LookupError,
+    struct.error,
+)
+"""What zipfile raises for damaged archives, by fuzzing; it promises only the first."""
 _OLD_MAGIC: Final = 0x1950A86A20F9469CFC6C
 """First value of a file that torch wrote before it wrote zip archives (1.6)."""
 
@@ -115,7 +131,7 @@ class _Archive:
     def __init__(self, file: IO[bytes], size: int) -> None:
         try:
             self.zip = zipfile.ZipFile(file)
-        except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
+        except _ZIP_ERRORS as error:
             raise Refused("cut short or damaged (no zip directory)") from error
         self.entries = {info.filename: info for info in self.zip.infolist()}
         if sum(info.file_size for info in self.zip.infolist()) > size:
@@ -148,7 +164,7 @@ class _Archive:
         try:
             with self.zip.open(info) as entry:
                 return entry.read(info.file_size)
-        except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError, RuntimeError) as error:
+        except _ZIP_ERRORS as error:
             raise Refused("damaged (an entry does not match its checksum or header)") from error
 
     def spend(self, elements: int) -> None:
@@ -226,21 +242,24 @@ def _numpy_scalar(args: tuple[Any, ...]) -> Any:
 
 
 def _encode(args: tuple[Any, ...]) -> Any:
-    """Bytes, which protocol 2 writes as text, and empty ones as `bytes()`."""
+    """Bytes, which protocol 2 writes as text, and empty ones as `bytes()`. Long ones stay as they are until they are used."""
     if args == ():
         return b""
-    if len(args) == 2 and isinstance(args[0], str) and args[1] in ("latin1", "latin-1"):
+    if len(args) == 2 and isinstance(args[0], str) and len(args[0]) <= SHORT_BYTES:
+        return _bytes(args[0])
+    return Record(_ENCODE, args)
+
+
+def _bytes(value: Any) -> bytes | None:
+    """The bytes that a string, a record of `_encode` or bytes stand for."""
+    if isinstance(value, Record) and value.kind == _ENCODE and value.args:
+        value = value.args[0]
+    if isinstance(value, str):
         try:
-            return args[0].encode("latin-1")
-        except UnicodeEncodeError as error:
-            raise Refused("damaged (bytes)") from error
-    raise Refused("text to be encoded otherwise than as bytes are")
-
-
-def _set(args: tuple[Any, ...]) -> Any:
-    if len(args) != 1 or not isinstance(args[0], list):
-        raise Refused("damaged (set)")
-    return {honest_key(value) for value in args[0]}
+            return value.encode("latin-1")
+        except UnicodeEncodeError:
+            return None
+    return value if isinstance(value, bytes) else None
 
 
 def plain(value: Any) -> Any:
@@ -260,7 +279,7 @@ def _numpy_array(record: Record) -> np.ndarray | None:
         return None
     shape, dtype, column_major, data = state[1:]
     code = dtype.args[0] if isinstance(dtype, Record) and dtype.kind == "numpy.dtype" and dtype.args else None
-    if not isinstance(code, str) or code not in _NUMPY_SCALARS or column_major or not isinstance(data, bytes):
+    if not isinstance(code, str) or code not in _NUMPY_SCALARS or column_major or (data := _bytes(data)) is None:
         return None
     if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
         return None
@@ -273,9 +292,7 @@ _BUILDERS: Final = {
     "collections.OrderedDict": _ordered,
     "numpy._core.multiarray.scalar": _numpy_scalar,
     "numpy.core.multiarray.scalar": _numpy_scalar,
-    "_codecs.encode": _encode,
+    _ENCODE: _encode,
     "__builtin__.bytes": _encode,
-    "__builtin__.set": _set,
-    "builtins.set": _set,
 }
 """The only names whose calls make something; all of them are functions above."""

@@ -305,7 +305,10 @@ def _new_with_keywords(m: _Machine) -> None:
     keywords, args, name = m.pop(), m.pop(), m.pop()
     if not isinstance(keywords, dict):
         raise Refused("damaged (keywords)")
-    m.call(name, (*args, keywords) if isinstance(args, tuple) and keywords else args)
+    if keywords and isinstance(name, Name):
+        m.put(Record(str(name), (args, keywords)))  # joining them would copy what a file can name again and again
+    else:
+        m.call(name, args)
 
 
 def _global(m: _Machine) -> None:

@@ -53,7 +53,7 @@ def _add(sequences: Sequences, where: str, step: int, row: dict[str, Any]) -> No
             group=prompt or None,
             reward=number(row.get("score")),
             prompt_text=prompt,
-            text=row["output"],
-            answer=str(answer) if isinstance(answer, str | int | float) else "",
+            text=text(row["output"]),
+            answer=text(str(answer)) if isinstance(answer, str | int | float) else "",
         )
     )

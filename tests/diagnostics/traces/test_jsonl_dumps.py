@@ -265,6 +265,13 @@ def test_verl(tmp_path: Path) -> None:
     assert trace.notes == ["verl dumps texts and scores only: nothing about tokens can be examined"]
 
 
+def test_texts_can_always_be_written_on(tmp_path: Path) -> None:
+    """JSON can hold half a character, which no terminal takes."""
+    (tmp_path / "5.jsonl").write_text('{"input": "q\\ud800", "output": "r\\udc00", "gts": "\\ud801", "score": 1.0}\n')
+    trace = read_trace(tmp_path)
+    assert (trace.prompt_text, trace.text, trace.answer) == (["q?"], ["r?"], ["?"])
+
+
 def table(path: Path, **columns: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table(columns), path)
