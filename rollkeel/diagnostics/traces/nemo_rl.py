@@ -5,7 +5,8 @@ fields, `nemo_rl/utils/logger.py` for the writing (each value of a line is a bat
 `nemo_rl/data/llm_message_utils.py` (commit 032482d677c0b0c6b78a0114e9f714867ff9cc7a) for padding, always on the right.
 All token fields are over the whole sequence and unshifted: position i is about token i, and position 0 of `prev_logprobs`
 is 0. `generation_logprobs` are the engine's, 0 on every token that it did not sample; `prev_logprobs` are the trainer's
-before the step's update. `input_lengths` counts prompt and response. Older versions wrote no token ids, masks and advantages;
+before the step's update, at the sampling temperature, which some versions left out on both sides (where vLLM reported raw
+log-probs). `input_lengths` counts prompt and response. Older versions wrote no token ids, masks and advantages;
 the response then starts at the first token with a non-zero `generation_logprobs`.
 """
 

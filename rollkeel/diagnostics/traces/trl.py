@@ -1,9 +1,9 @@
 """TRL's `completions/completions_NNNNN.parquet`: texts, rewards and advantages of GRPO and RLOO. No tokens, no log-probs.
 
-Schema read from huggingface/trl `trl/trainer/grpo_trainer.py` (commit d2b69d769dab6f77acbfd33252bcd7d22765571b, and the
-released 1.16.0): columns `step`, `prompt`, `completion` (strings, or lists of messages), one column per reward function (NaN
-where it did not apply), columns that reward functions logged themselves, `advantage`. Older versions had one `reward`. Weights
-of the reward functions are not written. A file holds the last generation batch, again if no new one was made since.
+Schema read from huggingface/trl, release 1.16.0, `trl/trainer/grpo_trainer.py` (`log`): columns `step`, `prompt`, `completion`
+(strings, or lists of messages), one column per reward function (NaN where it did not apply), columns that reward functions
+logged themselves, `advantage`. A single column `reward` is taken where there is one. Weights of the reward functions are not
+written. A file holds the last generation batch, again if no new one was made since.
 """
 
 from __future__ import annotations

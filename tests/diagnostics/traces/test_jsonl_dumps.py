@@ -3,7 +3,7 @@
 What a field means decides what the doctor may conclude: a log-prob of the wrong token is a bug that is not there. Lines are
 written here field by field after the sources named in the readers: NVIDIA-NeMo/RL `nemo_rl/algorithms/grpo.py` (002cdc27) and
 `nemo_rl/utils/logger.py`; PrimeIntellect-ai/prime-rl `src/prime_rl/trainer/rl/token_export.py` (d2f82fa6 and 004274ec);
-volcengine/verl `verl/trainer/ppo/ray_trainer.py` (3d9df733); huggingface/trl `trl/trainer/grpo_trainer.py` (d2b69d76, 1.16.0).
+volcengine/verl `verl/trainer/ppo/ray_trainer.py` (3d9df733); huggingface/trl `trl/trainer/grpo_trainer.py` (release 1.16.0).
 Not covered: files that these programs themselves wrote.
 """
 
@@ -305,7 +305,7 @@ def test_trl(tmp_path: Path) -> None:
         assert problem in told
 
 
-def test_trl_older_layout_and_cut_files(tmp_path: Path) -> None:
+def test_trl_one_reward_column_and_cut_files(tmp_path: Path) -> None:
     table(tmp_path / "completions_4.parquet", step=[4], prompt=["q"], completion=["a"], reward=[0.25])
     assert floats(read_trace(tmp_path).reward) == [0.25]
     whole = write_trl(tmp_path / "w", [example()]) / "completions/completions_00003.parquet"
