@@ -112,9 +112,12 @@ class LocalTrainer:
         """Version of the weights: the number of updates made so far."""
         return self._stepper.updates
 
-    def score(self, batch: TrainingBatch) -> Scores:
-        """What the current weights say about every response token, without gradient; at the batch's `topk_ids` too."""
-        return self._score(self._forward, batch)
+    def score(self, batch: TrainingBatch, *, experts: bool = False) -> Scores:
+        """What the current weights say about every response token, without gradient; at the batch's `topk_ids` too.
+
+        `experts`: with the routing of the pass, of a batch that holds the engine's.
+        """
+        return self._score(self._forward, batch, experts)
 
     def logprobs(self, batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of `score`, `[T]` float32 each."""
@@ -226,9 +229,10 @@ class LocalTrainer:
         self._helpers = []
 
     @torch.no_grad()
-    def _score(self, forward: PolicyForward, batch: TrainingBatch) -> Scores:
+    def _score(self, forward: PolicyForward, batch: TrainingBatch, experts: bool = False) -> Scores:
         batch = batch.to(self.device)
-        sheet = ScoreSheet(batch)
+        sheet = ScoreSheet(batch, experts=experts and forward.packed.num_moe_layers > 0)
+        experts = sheet.experts is not None
 
         def keep(micro: MicroBatch, scores: Scores) -> None:
             self._check(batch, micro.indices, scores.logprobs)
@@ -237,10 +241,10 @@ class LocalTrainer:
         helpers = self._helpers if forward is self._forward else []
         own, *others = self._shares(batch, 1 + len(helpers), forward is self._forward)
         for helper, share in zip(helpers, others, strict=True):
-            helper.start(share, self.temperature, sink=keep)
+            helper.start(share, self.temperature, sink=keep, experts=experts)
         try:
             for micro in own:
-                keep(micro, forward.score(micro, temperature=self.temperature))
+                keep(micro, forward.score(micro, temperature=self.temperature, experts=experts))
         finally:
             self._finish_helpers()
         return sheet.scores

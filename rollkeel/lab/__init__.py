@@ -1,0 +1,1 @@
+"""Controlled experiments: objectives × seeds × mismatch side by side, with a verdict against what is expected."""

@@ -1,0 +1,64 @@
+"""What rounding does at equal weights: measured on sampled tokens, and on a softmax alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from rollkeel import objectives
+from rollkeel.diagnostics.mismatch import mismatch_metrics
+from rollkeel.diagnostics.routing import flipped_layers, routing_metrics
+from rollkeel.lab.sampled import sample
+
+TOKENS, VOCABULARY, SPREAD, FIRST_SEED, PIECE = 50_000, 2048, 1.5, 1234, 1000
+
+
+def softmax_ratio(seed: int) -> Mapping[str, float]:
+    """Mean, std, largest and smallest ratio of a token's probability in fp32 to that of a softmax in bf16, logits drawn from
+    N(0, 1.5²) anew for each token (stability study, Appendix C.1 and Table 2)."""
+    g = torch.Generator().manual_seed(FIRST_SEED + seed)
+    found = []
+    for _ in range(TOKENS // PIECE):
+        logits = torch.randn(PIECE, VOCABULARY, generator=g) * SPREAD
+        exact, rounded = torch.softmax(logits, -1), torch.softmax(logits.bfloat16(), -1)
+        token = torch.multinomial(exact, 1, generator=g)
+        found.append((exact.gather(1, token) / rounded.float().gather(1, token)).double())
+    ratio = torch.cat(found)
+    return {
+        "mean": ratio.mean().item(),
+        "std": ratio.std().item(),
+        "max": ratio.max().item(),
+        "min": ratio.min().item(),
+    }
+
+
+def engine_gap(words: Sequence[str], seed: int) -> Mapping[str, float]:
+    """What an engine's rounding does to tokens it sampled from the trainer's own weights, and what masks would drop."""
+    sampled = sample(words, seed)
+    batch = sampled.batch
+    scores = sampled.trainer().score(batch, experts=batch.experts is not None)
+    tokens = batch.tokens(scores.logprobs, old_logprobs=scores.logprobs, indices=torch.arange(len(batch)))
+    row = {k: v for k, v in mismatch_metrics(tokens, 0).items() if "equal_version" not in k}
+    row |= routing_metrics(batch.experts, scores.experts)
+    for name in ("icepop", "kpop"):
+        dropped = ~objectives.build(name, {})(tokens).keep
+        row[f"{name} drops"] = float(dropped.double().mean())
+        if dropped.any():
+            row[f"{name} drops, mean q"] = float(batch.rollout_logprobs[dropped].exp().mean())
+            row[f"{name} drops, mean entropy"] = float(scores.entropy[dropped].mean())
+    row["mean entropy"] = float(scores.entropy.mean())
+    if batch.experts is not None and scores.experts is not None:
+        replayed = sampled.trainer(replay_routing=True).score(batch).logprobs
+        row["kl_k3, replayed"] = _k3(replayed - batch.rollout_logprobs)
+        flipped = flipped_layers(batch.experts, scores.experts) > 0
+        gap = scores.logprobs - batch.rollout_logprobs
+        for name, which in (("flipped", flipped), ("elsewhere", ~flipped)):
+            if which.any():
+                row[f"rms log ratio, {name}"] = float(gap[which].double().pow(2).mean().sqrt())
+    return row
+
+
+def _k3(gap: torch.Tensor) -> float:
+    gap = gap.double()
+    return float((gap.exp() - 1 - gap).mean())

@@ -1,0 +1,120 @@
+"""What an experiment is: arms that are run over seeds, readings of the runs, and findings about the readings.
+
+A finding answers a claim of a paper (`reproduced`, `not reproduced`, `undecided`) and may hold a band of ours that a run
+must meet; the two are apart, because a result that contradicts a paper is a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+REPRODUCED, NOT_REPRODUCED, UNDECIDED = "reproduced", "not reproduced", "undecided at this scale"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One setting that is compared with others."""
+
+    name: str
+    words: tuple[str, ...] = ()
+    """Overrides behind those of the preset."""
+
+
+Rows = Sequence[Mapping[str, float]]
+"""Metrics of one run, by step."""
+Readings = Mapping[str, Mapping[str, np.ndarray]]
+"""Reading → arm → `[seeds]` one number per run, in the order of the seeds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One claim and what came out."""
+
+    claim: str
+    """What is expected, in one sentence."""
+    source: str
+    """Paper and place, or `rollkeel` for a control of ours."""
+    numbers: str
+    """What was measured, with errors."""
+    verdict: str
+    """`REPRODUCED`, `NOT_REPRODUCED` or `UNDECIDED`."""
+    met: bool | None = None
+    """Whether a stated band was met; None where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """An experiment made of training runs, or with `measure` of measurements without training.
+
+    `judge` gets the readings of all arms and returns the findings, each of which ends in numbers.
+    """
+
+    name: str
+    question: str
+    """What it asks, in one sentence."""
+    paper: str
+    expected: str
+    """What the paper (or the prototype) leads one to expect."""
+    arms: tuple[Arm, ...]
+    judge: Callable[[Readings], Sequence[Finding]]
+    readings: Mapping[str, Callable[[Rows], float]]
+    words: tuple[str, ...] = ()
+    """Overrides of the default recipe for every arm."""
+    measure: Callable[[Sequence[str], int], Mapping[str, float]] | None = None
+    """`(words of preset and arm, seed)` → one row of numbers, in the place of a training run. A function of a module."""
+    seeds: int = 5
+    """Runs of each arm, unless asked for otherwise."""
+    charts: tuple[str, ...] = ("reward/mean", "mismatch/ratio_std", "mismatch/kl_k3", "policy/entropy")
+    """Metrics drawn over steps, one band over seeds per arm."""
+    notes: tuple[str, ...] = field(default=())
+    """What the reader must know: differences from the paper's setting."""
+
+
+def over_steps(key: str, first: int, last: int) -> Callable[[Rows], float]:
+    """Mean of a metric over steps `first` … `last`; NaN where the run has none of them."""
+
+    def read(rows: Rows) -> float:
+        values = [row[key] for row in rows if first <= row["step"] <= last and key in row]
+        return float(np.mean(values)) if values else float("nan")
+
+    return read
+
+
+def last_value(key: str) -> Callable[[Rows], float]:
+    """The last value of a metric that a run has; NaN without one."""
+
+    def read(rows: Rows) -> float:
+        values = [row[key] for row in rows if key in row]
+        return float(values[-1]) if values else float("nan")
+
+    return read
+
+
+def shown(values: np.ndarray, form: str = "{:.3f}") -> str:
+    """Mean ± standard error over seeds `[n]`; the plain value of one."""
+    mean = form.format(float(np.mean(values)))
+    if len(values) < 2:
+        return mean
+    return f"{mean} ± {form.format(float(np.std(values, ddof=1) / np.sqrt(len(values))))}"
+
+
+def apart(high: np.ndarray, low: np.ndarray, margin: float = 0.0) -> str:
+    """Verdict on "mean of `high` exceeds that of `low` by `margin`": two standard errors of the difference decide.
+
+    One run each cannot tell, unless all of them were equal: undecided.
+    """
+    difference = float(np.mean(high) - np.mean(low)) - margin
+    if min(len(high), len(low)) < 2:
+        return UNDECIDED
+    error = float(np.sqrt(np.var(high, ddof=1) / len(high) + np.var(low, ddof=1) / len(low)))
+    if difference > 2 * error:
+        return REPRODUCED
+    return NOT_REPRODUCED if difference < -2 * error else UNDECIDED
+
+
+def within(values: np.ndarray, low: float, high: float) -> bool:
+    """Whether the mean over seeds lies in [low, high]; NaN does not."""
+    return bool(low <= float(np.mean(values)) <= high)

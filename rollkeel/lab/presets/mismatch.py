@@ -1,0 +1,130 @@
+"""The gap without training: equal weights, engines that round, and what the masks would do about it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rollkeel.lab.preset import (
+    NOT_REPRODUCED,
+    REPRODUCED,
+    Arm,
+    Finding,
+    Preset,
+    Readings,
+    apart,
+    last_value,
+    shown,
+    within,
+)
+
+SOFTMAX = "bf16 softmax"
+ENGINES = ("fp32", "bf16", "fp8", "int8", "int4")
+
+
+def measure(words: Sequence[str], seed: int) -> Mapping[str, float]:
+    """One row of an arm: of an engine, or of a softmax alone."""
+    from rollkeel.lab import gap  # with torch, which listing the presets does without
+
+    return gap.softmax_ratio(seed) if SOFTMAX in words else gap.engine_gap(words, seed)
+
+
+def _judge(readings: Readings) -> Sequence[Finding]:
+    table = {name: readings[name][SOFTMAX] for name in ("mean", "std", "max", "min")}
+    bands = {"mean": (0.99995, 1.00005), "std": (0.0046, 0.0050), "max": (1.018, 1.022), "min": (0.975, 0.982)}
+    numbers = ", ".join(f"{name} {np.mean(values):.4f}" for name, values in table.items())
+    met = all(within(table[name], *band) for name, band in bands.items())
+    found = [
+        Finding(
+            claim="a softmax in bf16 alone gives ratios of mean 1.0000, std .0048, max 1.0189, min .9815",
+            source="stability study, Table 2",
+            numbers=numbers,
+            verdict=REPRODUCED if met else NOT_REPRODUCED,
+            met=met,
+        )
+    ]
+    std, flips = readings["std of the ratio"], readings["tokens with a routing flip"]
+    ordered = ("fp32", "bf16", "fp8", "int4")
+    grows = all(np.all(std[a] < std[b]) for a, b in itertools.pairwise(ordered))
+    found.append(
+        Finding(
+            claim="the gap grows from fp32 over bf16 and fp8 to int4",
+            source="rollkeel, prototype",
+            numbers=", ".join(f"{name} {shown(std[name], '{:.2g}')}" for name in ordered),
+            verdict=REPRODUCED if grows else NOT_REPRODUCED,
+            met=bool(grows),
+        )
+    )
+    on, off = readings["rms log ratio, flipped"]["bf16"], readings["rms log ratio, elsewhere"]["bf16"]
+    found.append(
+        Finding(
+            claim="tokens whose experts flip make the tail: in bf16 their gap is more than ten times that of the others",
+            source="rollkeel, prototype",
+            numbers=f"{shown(on)} on {shown(100 * flips['bf16'], '{:.1f}')} % of tokens, {shown(off)} elsewhere",
+            verdict=REPRODUCED if np.all(on > 10 * off) else NOT_REPRODUCED,
+        )
+    )
+    before, after = readings["kl_k3"]["bf16"], readings["kl_k3, replayed"]["bf16"]
+    found.append(
+        Finding(
+            claim="replaying the engine's experts in the trainer takes at least four fifths of the bf16 gap (k3) away",
+            source="DPPO §5.3, Fig. 8; rollkeel, prototype",
+            numbers=f"{np.mean(before):.2e} to {np.mean(after):.2e}: {np.mean(before) / np.mean(after):.1f} times lower",
+            verdict=REPRODUCED if np.mean(before) > 5 * np.mean(after) else NOT_REPRODUCED,
+        )
+    )
+    low, high = readings["icepop drops, mean q"]["int4"], readings["kpop drops, mean q"]["int4"]
+    found.append(
+        Finding(
+            claim="IcePop drops tokens of low probability, KPop does not",
+            source="rollkeel, prototype",
+            numbers=f"mean q of dropped tokens under int4: {shown(low, '{:.2f}')} and {shown(high, '{:.2f}')}",
+            verdict=apart(high, low),
+        )
+    )
+    return found
+
+
+_SHOWN = {
+    "std of the ratio": "mismatch/ratio_std",
+    "correlation": "mismatch/pearson",
+    "E[1/ρ]": "mismatch/inverse_ratio_mean",
+    "kl_k3": "mismatch/kl_k3",
+    "tokens with a routing flip": "routing/flipped_tokens",
+}
+_PLAIN = (
+    "icepop drops",
+    "kpop drops",
+    "icepop drops, mean q",
+    "kpop drops, mean q",
+    "icepop drops, mean entropy",
+    "kpop drops, mean entropy",
+    "mean entropy",
+    "kl_k3, replayed",
+    "rms log ratio, flipped",
+    "rms log ratio, elsewhere",
+    "mean",
+    "std",
+    "max",
+    "min",
+)
+
+NO_TRAIN = Preset(
+    name="no-train",
+    question="How far apart are engine and trainer at equal weights, and what would the masks drop?",
+    paper="stability study, Table 2 and Appendix C; DPPO Fig. 2 and 8",
+    expected="Ratios as in Table 2 from a bf16 softmax alone; the gap grows with rounding; flipped experts make its tail.",
+    arms=(
+        *(Arm(name=dtype, words=(f"engine.dtype={dtype}",)) for dtype in ENGINES),
+        Arm(name=SOFTMAX, words=(SOFTMAX,)),
+    ),
+    words=("rollout.prompts=128", "rollout.samples=16", "engine.slots=256"),
+    measure=measure,
+    readings={name: last_value(key) for name, key in _SHOWN.items()} | {name: last_value(name) for name in _PLAIN},
+    judge=_judge,
+    charts=(),
+    notes=("Table 2's KL column is not a divergence of the token distributions (that is about 1e-5) and is left out.",),
+)
+PRESETS = (NO_TRAIN,)

@@ -1,0 +1,192 @@
+"""Runs of an experiment: found in the store or made, side by side over cores, so that nothing is computed twice.
+
+A run's folder is named by a digest of its resolved config and of the code that computes it. Presets that ask for the same
+run share it; an experiment that was interrupted goes on with what is missing, and a run that was goes on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+from pathlib import Path
+
+from rollkeel.config import Config
+from rollkeel.diagnostics.runfolder import CONFIG, METRICS, read_rows
+from rollkeel.errors import Interrupted, RollkeelError, RunStopped
+from rollkeel.events import write_atomic
+from rollkeel.lab.preset import Arm, Preset, Rows
+from rollkeel.recipe import load
+
+_BASE = (
+    "eval.every=0",
+    "eval.items=16",
+    "eval.samples=1",
+    "eval.greedy=false",
+    "checkpoint.every=50",
+    "checkpoint.keep=1",
+)
+_NOT_COMPUTING = ("report", "lab", "diagnostics", "cli", "__main__")
+DONE = "done"
+"""Empty file in a run's folder that is complete."""
+POLL_S, GRACE_S = 1.0, 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """One run that an experiment needs."""
+
+    arm: str
+    seed: int
+    folder: Path
+    config: Config | None = None
+    """Of a training run, resolved, but for `run.dir`."""
+    measure: functools.partial[Mapping[str, float]] | None = None
+    """What makes the one row of a measurement."""
+
+    @property
+    def done(self) -> bool:
+        return (self.folder / DONE).is_file()
+
+    @property
+    def rows(self) -> Rows:
+        return read_rows(self.folder / METRICS)[0]
+
+
+def plan(preset: Preset, seeds: Sequence[int], store: Path) -> list[Planned]:
+    """Every run of the experiment, arm after arm. Raises `BadInput` for a config that cannot be."""
+    return [_planned(preset, arm, seed, store) for arm in preset.arms for seed in seeds]
+
+
+def _planned(preset: Preset, arm: Arm, seed: int, store: Path) -> Planned:
+    if preset.measure is not None:
+        words = (*preset.words, *arm.words)
+        name = _digest(preset.name, repr(words), str(seed), code_digest("lab"))
+        return Planned(
+            arm=arm.name, seed=seed, folder=store / name, measure=functools.partial(preset.measure, words, seed)
+        )
+    config = load(None, [*_BASE, *preset.words, *arm.words, f"run.seed={seed}", "run.name=lab"])
+    return Planned(arm=arm.name, seed=seed, folder=store / _digest(config.to_yaml()), config=config)
+
+
+def _digest(*parts: str) -> str:
+    """Name of a run: of what it is and of what computes it."""
+    return hashlib.sha256("\0".join((*parts, code_digest())).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def code_digest(place: str | None = None) -> str:
+    """Of every module that a run's numbers can depend on, or of those in one place."""
+    root, found = Path(__file__).resolve().parent.parent, hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        where = file.relative_to(root).parts[0].removesuffix(".py")
+        if where == place or (place is None and where not in _NOT_COMPUTING):
+            found.update(str(file.relative_to(root)).encode() + file.read_bytes())
+    return found.hexdigest()
+
+
+def execute(runs: Sequence[Planned], jobs: int, tell: Callable[[Planned, str], None]) -> None:
+    """Make the runs that are missing, `jobs` at once, each in a process of its own; `tell(run, what)` after each: `found`,
+    `done` or `stopped: <why>`.
+
+    A run that a rule stopped (collapse into non-finite numbers, nothing left to learn) counts as done: its rows are its
+    result. Raises `Interrupted` on Ctrl-C once every run has written its checkpoint, and `RunStopped` naming a run that broke.
+    """
+    todo = list({run.folder: run for run in runs if not run.done}.values())
+    missing = {run.folder for run in todo}
+    for run in runs:
+        if run.folder not in missing:
+            tell(run, "found")
+    running: list[_Worker] = []
+    try:
+        while todo or running:
+            while todo and len(running) < jobs:
+                running.append(_Worker(todo.pop(0)))
+            connection.wait([worker.process.sentinel for worker in running], timeout=POLL_S)
+            for worker in [w for w in running if not w.process.is_alive()]:
+                running.remove(worker)
+                tell(worker.run, worker.said())
+    except KeyboardInterrupt:
+        count = len(todo) + len(running)
+        raise Interrupted(f"stopped; {count} runs are missing, start the command again to go on") from None
+    finally:
+        for worker in running:
+            worker.process.terminate()  # a run takes it as Ctrl-C: it saves and ends
+        for worker in running:
+            worker.end()
+
+
+class _Worker:
+    """A process that makes one run."""
+
+    def __init__(self, run: Planned) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.run = run
+        self._receive, send = context.Pipe(duplex=False)
+        self.process = context.Process(target=_work, args=(run, send), daemon=False)
+        self.process.start()
+        send.close()
+
+    def said(self) -> str:
+        """What the run came to. Raises `RunStopped` if it broke."""
+        try:
+            kind, text = self._receive.recv() if self._receive.poll() else ("broke", "")
+        except EOFError:
+            kind, text = "broke", ""
+        if kind == "broke":
+            reason = text or f"its process ended with code {self.process.exitcode}"
+            raise RunStopped(f"lab run {self.run.arm}, seed {self.run.seed} ({self.run.folder}): {reason}")
+        return text
+
+    def end(self) -> None:
+        self.process.join(GRACE_S)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+def _work(run: Planned, send: connection.Connection) -> None:
+    """In the worker: no output, one thread, and no signal from the terminal, whose Ctrl-C is for the parent."""
+    os.setsid()
+    os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive")
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    try:
+        send.send(("done", _make(run)))
+    except RollkeelError as error:
+        send.send(("broke", str(error)))
+
+
+def _make(run: Planned) -> str:
+    """Train the run, or go on with it, or measure."""
+    said = "done"
+    if run.measure is not None:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(run.folder / METRICS, json.dumps({"step": 0, **run.measure()}) + "\n")
+    elif run.config is not None:
+        said = _train(run.config, run.folder)
+    (run.folder / DONE).touch()
+    return said
+
+
+def _train(config: Config, folder: Path) -> str:
+    from rollkeel.pipeline import train  # the parent does without torch
+
+    saved = folder / "checkpoints"
+    try:
+        if (folder / CONFIG).is_file() and saved.is_dir() and any(saved.glob("step_*")):
+            train(load(folder / CONFIG), resume=folder)
+        else:  # an attempt that was killed before its first checkpoint left nothing to go on from
+            if folder.exists():
+                shutil.rmtree(folder)
+            train(config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})}))
+    except RunStopped as error:
+        return f"stopped: {error}"
+    return "done"

@@ -1,0 +1,74 @@
+"""Rollouts at equal weights: a warm-started policy, an engine in some numeric mode that serves it, and the trainer's view."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from rollkeel.batch.build import TrainingBatch, build_batch
+from rollkeel.config import Config
+from rollkeel.diagnostics.live import LiveView
+from rollkeel.engines.open import open_engine
+from rollkeel.events import EventLog
+from rollkeel.models.loading import Policy, load_policy, quiet_transformers
+from rollkeel.models.names import checkpoint_views
+from rollkeel.pipeline import warm_start
+from rollkeel.recipe import load
+from rollkeel.rollout.collect import collect, issue
+from rollkeel.run import StopFlag, prompt_source, sampling_params
+from rollkeel.sync.publish import DirectPublisher
+from rollkeel.train.trainer import LocalTrainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """Tokens that an engine sampled and a trainer with the same weights can score."""
+
+    config: Config
+    policy: Policy
+    batch: TrainingBatch
+
+    def trainer(self, *, replay_routing: bool = False) -> LocalTrainer:
+        """The trainer of these weights; nothing is ever updated."""
+        temperature = self.config.sampling.temperature
+        return LocalTrainer(
+            self.policy, self.config.train, temperature=temperature, total_updates=1, replay_routing=replay_routing
+        )
+
+
+def warm_policy(config: Config) -> Policy:
+    """The policy of `config` after its warm start, which the cache may have."""
+    quiet_transformers()
+    torch.set_num_threads(config.run.threads)
+    policy = load_policy(config.model)
+    if config.sft.enabled:
+        with LiveView(console=Console(file=io.StringIO())) as view:
+            warm_start(policy, config, view, StopFlag(), EventLog(None))
+    return policy
+
+
+def sample(words: Sequence[str], seed: int, *, advantages: float = 1.0) -> Sampled:
+    """Sample `rollout.prompts` × `rollout.samples` answers under the warm-started weights, with the experts of each token."""
+    config = load(None, [*words, f"run.seed={seed}"])
+    policy = warm_policy(config)
+    engine = open_engine(policy.model.config, config.engine, "cpu")
+    try:
+        DirectPublisher([engine]).publish(checkpoint_views(policy.model).items(), 0)
+        prompts = prompt_source(config, policy, "train").prompts(range(config.rollout.prompts))
+        experts = engine.capabilities.returns_experts
+        sampling = replace(sampling_params(config, policy.stop_token_ids), return_experts=experts)
+        issued = issue(prompts, config.rollout.samples, sampling, 0, engine)
+        found = collect(
+            engine, issued, policy.tokenizer, deadline_s=config.engine.deadline_s, should_stop=lambda: False
+        )
+    finally:
+        engine.close()
+    answered = [replace(r, reward=0.0) for r in found]
+    return Sampled(
+        config=config, policy=policy, batch=build_batch(answered, np.full(len(answered), advantages), "token_mean")
+    )
