@@ -287,6 +287,13 @@ class ReportConfig(Node):
     trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
 
 
+class AlarmConfig(Node):
+    """Early warning from several metrics together, see `rollkeel/diagnostics/alarms.py`."""
+
+    on_alarm: Literal["off", "warn", "checkpoint", "stop"] = "warn"
+    """`warn` says it, `checkpoint` saves the state as well, `stop` ends the run behind that (exit code 3)."""
+
+
 class Config(Node):
     """The whole tree. Section defaults are the default recipe."""
 
@@ -304,6 +311,7 @@ class Config(Node):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
+    alarms: AlarmConfig = AlarmConfig()
 
     def to_yaml(self) -> str:
         """The tree as YAML that `load` reads back to an equal tree."""

@@ -13,10 +13,12 @@ reload those of step s and do s + 1. In `train_async` it is a function of the sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from rollkeel.diagnostics.alarms import Alarm
 from rollkeel.errors import Interrupted, RunStopped
 from rollkeel.learn import learn
 from rollkeel.rollout.budgeted import stepped
@@ -129,10 +131,29 @@ def step_once(run: Run, step: int, sampled: Sample) -> bool:
     if run.overlap is None:  # there, sampling has no time of its own
         tokens["rollout"] = int(metrics.get("rollout/generated_tokens", rollout))
     metrics |= clock.metrics(tokens)
-    run.record({"step": step, "version": run.trainer.version, **metrics})
-    if saves:
+    row = {"step": step, "version": run.trainer.version, **metrics}
+    run.record(row)
+    raised = warn(run, row)
+    if saves or (raised and config.alarms.on_alarm in ("checkpoint", "stop")):
+        if run.overlap is not None:
+            run.overlap.park()
         save(run, step)
+    if raised and config.alarms.on_alarm == "stop":
+        raise RunStopped(f"{raised[0].line} A checkpoint was saved; alarms.on_alarm=warn goes on")
     return learnt
+
+
+def warn(run: Run, row: Mapping[str, Any]) -> list[Alarm]:
+    """What the rows so far say about those to come: told and logged."""
+    if run.config.alarms.on_alarm == "off":
+        return []
+    raised = run.alarms.observe(row)
+    for alarm in raised:
+        run.folder.events.emit(
+            "alarm", step=alarm.step, alarm=alarm.kind, evidence=list(alarm.evidence), advice=alarm.advice
+        )
+        run.view.note(alarm.line)
+    return raised
 
 
 def go_on(run: Run, step: int, clock: Clock, *, pause: bool) -> None:

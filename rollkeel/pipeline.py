@@ -143,6 +143,8 @@ def _reinforce(run: Run, first: int) -> None:
     described = run.objective.describe()
     run.folder.events.emit("objective", **described)
     run.view.note(f"objective {described}")
+    for row in run.folder.metrics():  # of a run that goes on: what it has warned of is not said again
+        run.alarms.observe(row)
     run.view.phase("rl", run.config.run.steps)
     {"sync": train_sync, "budgeted": train_budgeted, "async": train_async}[run.config.run.loop](run, first)
     checkpoint.replace_folder(run.folder.model, lambda path: save_policy(run.policy, path))

@@ -18,6 +18,7 @@ import torch
 
 from rollkeel import objectives
 from rollkeel.config import Config
+from rollkeel.diagnostics.alarms import Alarms
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.runfolder import RunFolder
 from rollkeel.diagnostics.trackers import Tracker, open_trackers
@@ -133,6 +134,8 @@ class Run:
     """Rollouts that are sampled while others are trained; only with `run.loop=async`."""
     lagged: LaggedBatches | None = None
     """Batches that wait to be trained; only with `rollout.lag` above 0."""
+    alarms: Alarms = field(default_factory=Alarms)
+    """What the rows so far say about those to come."""
 
     @property
     def sampling(self) -> SamplingParams:

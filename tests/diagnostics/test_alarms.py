@@ -1,0 +1,140 @@
+"""An alarm that cries wolf is turned off, and one that comes after the fall is a chart: both are tried on made-up runs.
+
+Not covered: how early it comes on real collapses; the lab measures that over seeds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_run import TINY, cli, events, rows
+
+from rollkeel.diagnostics.alarms import WINDOW, Alarms, alarms_of
+
+
+def healthy(step: int, **changes: float) -> dict[str, Any]:
+    """A row of a run that goes on as it began."""
+    row = {
+        "step": step,
+        "reward/mean": 0.5,
+        "reward/std": 0.5,
+        "rollout/count": 128.0,
+        "mismatch/prob_abs_diff": 0.03,
+        "mismatch/kl_k3": 0.03,
+        "mismatch/ess": 0.95,
+        "mismatch/pearson": 0.97,
+        "mask/bad_updates": 0.001,
+        "policy/entropy": 0.4,
+        "optimizer/grad_norm": 1.0,
+        "objective/kept": 0.97,
+    }
+    return row | {key.replace("__", "/"): value for key, value in changes.items()}
+
+
+def kinds(run: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    return [(alarm.kind, alarm.step) for alarm in alarms_of(run)]
+
+
+def test_a_run_that_stays_as_it_is_says_nothing() -> None:
+    assert kinds([healthy(step) for step in range(200)]) == []
+
+
+def test_growth_alone_and_level_alone_say_nothing() -> None:
+    grown = [healthy(s, mismatch__prob_abs_diff=0.03 if s < 20 else 0.09) for s in range(1, 60)]
+    assert kinds(grown) == [], "no other signal confirms it"
+    high = [healthy(s, mismatch__kl_k3=0.5, mismatch__ess=0.2) for s in range(1, 60)]
+    assert kinds(high) == [], "it was so from the first step on"
+    tiny = [healthy(s, mismatch__prob_abs_diff=1e-6 * s, mismatch__kl_k3=0.5) for s in range(1, 60)]
+    assert kinds(tiny) == [], "growth of what does not matter"
+
+
+def test_growth_with_a_second_signal_is_an_alarm_once_a_window_agrees() -> None:
+    run = [
+        healthy(s, **({} if s <= 30 else {"mismatch__prob_abs_diff": 0.06, "mismatch__kl_k3": 0.2}))
+        for s in range(1, 60)
+    ]
+    # With five of ten the median is the mean of both levels, which is the limit.
+    assert kinds(run) == [("gap", 35)]
+    (alarm,) = alarms_of(run)
+    assert "abs(o−q) 0.045, 1.5 times" in alarm.evidence[0]
+    assert alarm.evidence[1].startswith("mismatch/kl_k3 0.115")
+
+
+def test_masks_that_drop_less_while_the_gap_grows_are_named() -> None:
+    late = {"mismatch__prob_abs_diff": 0.05, "mismatch__ess": 0.1, "objective__kept": 0.999}
+    (alarm,) = alarms_of([healthy(s, **(late if s > 30 else {})) for s in range(1, 50)])
+    assert any(line.startswith("masks drop") for line in alarm.evidence)
+
+
+def test_a_fall_of_the_reward_must_exceed_its_noise() -> None:
+    rng = np.random.default_rng(0)
+    noise = rng.normal(0, 0.5 / np.sqrt(32), 300)
+    run = [healthy(s, reward__mean=float(0.2 + noise[s]), rollout__count=32.0) for s in range(300)]
+    assert kinds(run) == []
+    fallen = [healthy(s, reward__mean=0.5 if s < 50 else 0.3) for s in range(1, 100)]
+    assert kinds(fallen) == [("reward", 54)], "five of ten steps at 0.3: 20 % below"
+
+
+def test_a_solved_task_may_lose_its_entropy() -> None:
+    solved = [
+        healthy(s, policy__entropy=0.4 if s < 20 else 0.01, reward__mean=min(0.98, 0.3 + 0.02 * s)) for s in range(90)
+    ]
+    assert kinds(solved) == []
+    lost = [
+        healthy(s, policy__entropy=0.4 if s < 40 else 0.01, reward__mean=0.5 if s < 40 else 0.35) for s in range(90)
+    ]
+    assert [kind for kind, _ in kinds(lost)] == ["reward", "entropy"]
+
+
+def test_an_alarm_is_said_once_until_it_has_passed() -> None:
+    bad = {"mismatch__prob_abs_diff": 0.2, "mismatch__kl_k3": 1.0}
+    run = [healthy(s, **(bad if 30 <= s < 60 or 100 <= s < 120 else {})) for s in range(1, 150)]
+    assert [kind for kind, _ in kinds(run)] == ["gap", "gap"]
+
+
+def test_a_resumed_watch_continues_the_whole_one() -> None:
+    bad = {"mismatch__prob_abs_diff": 0.2, "mismatch__kl_k3": 1.0}
+    run = [healthy(s, **(bad if s >= 40 else {})) for s in range(1, 80)]
+    whole = alarms_of(run)
+    for cut in (10, 44, 50, 70):
+        alarms = Alarms()
+        for row in run[:cut]:
+            alarms.observe(row)
+        assert [a for row in run[cut:] for a in alarms.observe(row)] == [a for a in whole if a.step > cut]
+
+
+def test_metrics_that_a_run_does_not_have_raise_nothing() -> None:
+    assert kinds([{"step": s, "reward/mean": 0.5} for s in range(3 * WINDOW)]) == []
+    assert kinds([{"step": s} for s in range(3 * WINDOW)]) == []
+
+
+@pytest.mark.parametrize("action", ["warn", "checkpoint", "stop"])
+def test_a_run_acts_on_its_alarm(
+    action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real run whose alarm limits are set to where it passes them."""
+    monkeypatch.setenv("ROLLKEEL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("rollkeel.diagnostics.alarms.WINDOW", 3)
+    monkeypatch.setattr("rollkeel.diagnostics.alarms.TV", -1.0)
+    monkeypatch.setattr("rollkeel.diagnostics.alarms.TV_GROWTH", -1.0)
+    monkeypatch.setattr("rollkeel.diagnostics.alarms.K3", -1.0)
+    run = tmp_path / "run"
+    words = [*TINY, "run.steps=8", "checkpoint.every=0", f"alarms.on_alarm={action}", f"run.dir={run}"]
+    code, _, err = cli(capsys, "train", *words)
+    said = [e for e in events(run) if e["event"] == "alarm"]
+    assert [e["alarm"] for e in said] == ["gap"]
+    at = said[0]["step"]
+    assert at == 6, "two windows of three steps"
+    saved = [e["step"] for e in events(run) if e["event"] == "checkpoint_saved"]
+    if action == "warn":
+        assert (code, at in saved) == (0, False)
+    elif action == "checkpoint":
+        assert (code, at in saved) == (0, True)
+    else:
+        assert (code, saved[-1], rows(run)[-1]["step"]) == (3, at, at)
+        assert "alarm at step 6" in err
+        assert cli(capsys, "train", "--resume", run)[0] == 0
+        assert rows(run)[-1]["step"] == 8
