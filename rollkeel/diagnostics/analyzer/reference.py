@@ -280,7 +280,7 @@ def _judge(
     size = right.norm(dim=-1)
     # A token whose own value is small is measured by the usual size: its error comes from larger terms that cancel.
     each = difference.norm(dim=-1) / torch.maximum(size, size.square().mean().sqrt()).clamp_min(1e-30)
-    return _local(key, float(difference.norm() / scale), expected, each)
+    return local(key, float(difference.norm() / scale), expected, each)
 
 
 def _judge_choice(key: Key, capture: Capture) -> Local:
@@ -313,11 +313,12 @@ def _judge_logprobs(capture: Capture, exact: Definition, noisy: Definition) -> L
     noise = (noisy.logprobs(states, targets) - right).square().mean().sqrt()
     expected = max(float(noise), LOGPROB_FLOOR[noisy.dtype])
     each = (capture.logprobs[places].double() - right).abs()
-    found = _local((None, "logprobs"), float(each.square().mean().sqrt()), expected, each)
+    found = local((None, "logprobs"), float(each.square().mean().sqrt()), expected, each)
     return Local(**{**found.__dict__, "token": int(places[found.token])})
 
 
-def _local(key: Key, error: float, expected: float, each: torch.Tensor) -> Local:
+def local(key: Key, error: float, expected: float, each: torch.Tensor) -> Local:
+    """`each [T]`: error of every token in the units of `error`."""
     if not bool(each.isfinite().all()):
         token = int((~each.isfinite()).int().argmax())
         return Local(key=key, error=float("inf"), expected=expected, worst=float("inf"), token=token)

@@ -214,17 +214,11 @@ class _Pass:
             group, waiting = waiting[:count], waiting[count:]
             jobs = [(self.blocks[i], self.tokens.sequences[i][: lengths[i]], 0) for i in group]
             rows = torch.cat([torch.arange(lengths[i]) + self.tokens.starts[i] for i in group])
-            if self.compiled is not None:
-                self._prefill_compiled(jobs, rows)
+            if self.compiled is not None:  # it stores keys and values alone: nobody asks for log-probs inside of prompts
+                self.compiled.prefill(jobs)
                 continue
             ids, positions, step = prefill_step(jobs, BLOCK, 0, self.device)
             self._done(rows, self._hidden(ids, positions, step, rows))
-
-    def _prefill_compiled(self, jobs: list[tuple[list[int], np.ndarray, int]], rows: torch.Tensor) -> None:
-        """Log-probs inside of prompts are nobody's in the compiled engine: it stores keys and values alone."""
-        assert self.compiled is not None
-        _ = rows
-        self.compiled.prefill(jobs)
 
     def _decode(self, progress: Progress) -> None:
         """The last token of each prompt and all behind it, one per step, all sequences side by side."""

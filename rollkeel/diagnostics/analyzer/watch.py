@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,9 +41,8 @@ def operations_watched(model: Any, backbone: Any, see: Observe) -> Iterator[None
 
 
 @contextmanager
-def modules_watched(model: Any, backbone: Any, see: Observe, *, told: Callable[[], None] | None = None) -> Iterator[None]:
+def modules_watched(model: Any, backbone: Any, see: Observe) -> Iterator[None]:
     """`see` is told what whole modules of any decoder give: embedding, attention, feed-forward part, layer."""
-    _ = told
     with _Hooks(see) as hooks:
         hooks.output(model.get_input_embeddings(), None, "embedding")
         for index, layer in enumerate(decoder_layers(backbone)):
