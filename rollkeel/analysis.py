@@ -117,7 +117,9 @@ def _weights(folder: Path) -> Path:
         return folder / "model"
     saved = checkpoint.latest(folder / "checkpoints")
     if saved is None:
-        raise BadInput(f"run folder {folder}: expected a model or a checkpoint, found none; let it run to its first one")
+        raise BadInput(
+            f"run folder {folder}: expected a model or a checkpoint, found none; let it run to its first one"
+        )
     return saved.model
 
 
@@ -142,7 +144,9 @@ def _specs(asked: Asked, is_server: bool) -> list[str]:
     specs = [s.strip() for s in asked.sides.split(",")] if asked.sides else []
     for spec in specs:
         kind, _, mode = spec.partition(":")
-        if not spec.endswith(SUFFIX) and (kind not in KINDS or (mode and mode not in MODES) or (kind == KINDS[0] and mode)):
+        if not spec.endswith(SUFFIX) and (
+            kind not in KINDS or (mode and mode not in MODES) or (kind == KINDS[0] and mode)
+        ):
             raise BadInput(
                 f"--sides {spec}: expected trainer, engine or prefill (with a dtype: engine:int4), or a file {SUFFIX}"
             )
@@ -177,7 +181,9 @@ def _distinct(captures: Sequence[Capture], asked: Asked) -> tuple[Capture, Captu
     a, b = captures
     files = [c.facts.get("step") for c in captures]
     if any(files):
-        a, b = (c if s is None else replace(c, name=f"{c.name} of step {s}") for c, s in zip(captures, files, strict=True))
+        a, b = (
+            c if s is None else replace(c, name=f"{c.name} of step {s}") for c, s in zip(captures, files, strict=True)
+        )
     if a.name == b.name:
         names = (asked.target, asked.against or "again")
         a, b = (replace(c, name=f"{c.name} of {n}") for c, n in zip((a, b), names, strict=True))
@@ -220,14 +226,14 @@ def _tokens(rollouts: Sequence[Rollout], source: str) -> Tokens:
 
 def _sample(count: int, config: Config, policy: Policy) -> list[Rollout]:
     prompts = prompt_source(config, policy, "train").prompts(range(count))
-    settings = config.engine.model_copy(update={"kind": "local", "processes": 0, "slots": max(2, count), "dtype": "fp32"})
+    settings = config.engine.model_copy(
+        update={"kind": "local", "processes": 0, "slots": max(2, count), "dtype": "fp32"}
+    )
     engine = open_engine(policy.model.config, settings, resolve_device(config.run.device))
     try:
         DirectPublisher([engine]).publish(checkpoint_views(policy.model).items(), 0)
         issued = issue(prompts, 1, sampling_params(config, ()), 0, engine)
-        return collect(
-            engine, issued, policy.tokenizer, deadline_s=config.engine.deadline_s, should_stop=lambda: False
-        )
+        return collect(engine, issued, policy.tokenizer, deadline_s=config.engine.deadline_s, should_stop=lambda: False)
     finally:
         engine.close()
 

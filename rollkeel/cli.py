@@ -143,7 +143,9 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder, finished or n
 @app.command()
 def analyze(
     target: Annotated[str, typer.Argument(help="A run folder, or a model: folder, id or preset:NAME.")],
-    words: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of its config.")] = None,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of its config.")
+    ] = None,
     against: Annotated[
         str | None, typer.Option(help="Other weights, recorded tensors (.safetensors) or a server's address.")
     ] = None,

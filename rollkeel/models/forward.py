@@ -233,9 +233,7 @@ class FastForward:
         a = F.silu(gate) * up
         return (self._round(a) if self._round else a) @ layer.down_t[0]
 
-    def _experts(
-        self, h: torch.Tensor, layer: _Layer, index: int, experts: list[torch.Tensor] | None
-    ) -> torch.Tensor:
+    def _experts(self, h: torch.Tensor, layer: _Layer, index: int, experts: list[torch.Tensor] | None) -> torch.Tensor:
         assert layer.router is not None
         logits = F.linear(h, layer.router)
         weights, chosen = torch.topk(logits.float().softmax(-1), self.top_k, dim=-1)

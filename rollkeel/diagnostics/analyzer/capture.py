@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -44,7 +45,8 @@ OPERATIONS = (
 MODULES = ("self_attention", "feed_forward", "layer")
 """Of a layer of an architecture that rollkeel's own forward does not compute: outputs of transformers' modules."""
 FIRST, LAST = ("embedding",), ("final_norm", "logprobs")
-SCHEMA = "1"
+SCHEMA = 1
+_METADATA = "rollkeel_capture"
 _FACTS = ("name", "mode", "model_type")
 
 
@@ -178,7 +180,8 @@ def save_capture(path: str | Path, capture: Capture) -> None:
     if capture.path_logprobs is not None:
         tensors["path_logprobs"] = capture.path_logprobs.contiguous()
     facts = {name: getattr(capture, name) for name in _FACTS}
-    metadata = {"rollkeel": "capture", "schema": SCHEMA, **facts, "facts": json.dumps(dict(capture.facts))}
+    # One entry: safetensors writes several in no fixed order, and the same run must write the same bytes.
+    metadata = {_METADATA: json.dumps({"schema": SCHEMA, **facts, "facts": dict(capture.facts)})}
     write_atomic(path, to_bytes(tensors, metadata), sync=False)
 
 
@@ -189,9 +192,11 @@ def load_capture(path: str | Path) -> Capture:
         raise BadInput(f"{path}: no such file; expected recorded tensors (tensors/step_….safetensors)")
     try:
         with safetensors.safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("rollkeel") != "capture" or metadata.get("schema") != SCHEMA:
-                raise BadInput(f"{path}: expected tensors recorded by rollkeel (schema {SCHEMA}), got other safetensors")
+            metadata = json.loads((file.metadata() or {}).get(_METADATA, "{}"))
+            if metadata.get("schema") != SCHEMA:
+                raise BadInput(
+                    f"{path}: expected tensors recorded by rollkeel (schema {SCHEMA}), got other safetensors"
+                )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
         raise Corrupt(f"{path}: not whole ({' '.join(str(error).split())[:120]}); record it again") from None
@@ -201,7 +206,7 @@ def load_capture(path: str | Path) -> Capture:
         raise Corrupt(f"{path}: {' '.join(str(error).split())[:160]} is missing or wrong; record it again") from None
 
 
-def _capture(metadata: Mapping[str, str], tensors: dict[str, torch.Tensor]) -> Capture:
+def _capture(metadata: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> Capture:
     lengths = tensors.pop("lengths").tolist()
     ids = tensors.pop("token_ids").numpy()
     sequences = np.split(ids, np.cumsum(lengths)[:-1])
@@ -213,7 +218,7 @@ def _capture(metadata: Mapping[str, str], tensors: dict[str, torch.Tensor]) -> C
         values={key_of(name): value for name, value in tensors.items()},
         logprobs=logprobs,
         path_logprobs=path_logprobs,
-        facts=json.loads(metadata["facts"]),
+        facts=metadata["facts"],
     )
 
 

@@ -6,6 +6,7 @@ too, over the same tokens, and their log-probs stand beside the captured ones.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,12 +124,14 @@ def engine_forward(
 class EngineSide:
     """The embedded engine: prompts by prefill and responses by decoding, as it serves; or everything in one prefill."""
 
-    def __init__(self, forward: Any, hf_config: Any, mode: str, *, prefill: bool = False, name: str | None = None) -> None:
+    def __init__(
+        self, forward: Any, hf_config: Any, mode: str, *, prefill: bool = False, name: str | None = None
+    ) -> None:
         self.forward, self.mode, self.prefill = forward, mode, prefill
         self.model_type = hf_config.get_text_config().model_type
         self.name = name or f"{'prefill' if prefill else 'engine'} {mode}"
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def capture(self, tokens: Tokens, layers: Sequence[int] = (), progress: Progress | None = None) -> Capture:
         """See `Side.capture`."""
         recorder = Recorder(len(tokens), layers)
@@ -182,7 +185,7 @@ class _Pass:
         self.device = next(iter(forward.destinations.values())).device
         counts = [-(-len(s) // BLOCK) for s in tokens.sequences]
         ends = np.cumsum([1, *counts]).tolist()  # block 0 stands where a sequence has none
-        self.blocks = [list(range(a, b)) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        self.blocks = [list(range(a, b)) for a, b in itertools.pairwise(ends)]
         self.cache = PagedCache(ends[-1], BLOCK, forward.dtype, self.device)
         longest = max(map(len, tokens.sequences))
         self.compiled: CompiledDecode | None = compiled(forward, self.cache, longest) if compiled else None
@@ -207,14 +210,15 @@ class _Pass:
         while waiting:
             count = 1
             while (
-                count < len(waiting)
-                and (count + 1) * max(lengths[i] for i in waiting[: count + 1]) <= PREFILL_TOKENS
+                count < len(waiting) and (count + 1) * max(lengths[i] for i in waiting[: count + 1]) <= PREFILL_TOKENS
             ):
                 count += 1
             group, waiting = waiting[:count], waiting[count:]
             jobs = [(self.blocks[i], self.tokens.sequences[i][: lengths[i]], 0) for i in group]
             rows = torch.cat([torch.arange(lengths[i]) + self.tokens.starts[i] for i in group])
-            if self.compiled is not None:  # it stores keys and values alone: nobody asks for log-probs inside of prompts
+            if (
+                self.compiled is not None
+            ):  # it stores keys and values alone: nobody asks for log-probs inside of prompts
                 self.compiled.prefill(jobs)
                 continue
             ids, positions, step = prefill_step(jobs, BLOCK, 0, self.device)

@@ -172,7 +172,9 @@ def _without_norm(weight: torch.Tensor) -> Iterator[None]:
             return getattr(F, name)
 
         @staticmethod
-        def rms_norm(x: torch.Tensor, shape: Any, w: torch.Tensor | None = None, eps: float | None = None) -> torch.Tensor:
+        def rms_norm(
+            x: torch.Tensor, shape: Any, w: torch.Tensor | None = None, eps: float | None = None
+        ) -> torch.Tensor:
             return x.clone() if w is weight else F.rms_norm(x, shape, w, eps)
 
     original = forward_module.F

@@ -8,7 +8,6 @@ Not covered: faults inside of inference servers, whose operations cannot be seen
 from __future__ import annotations
 
 import pytest
-
 from analyzer_kit import KINDS, Trial, trial
 
 
@@ -24,7 +23,8 @@ def missed(trials: list[Trial]) -> list[str]:
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_names_the_perturbed_layer_and_operation(mode: str) -> None:
     trials = [trial(seed, mode) for seed in range(20)]
-    assert {t.kind for t in trials} == set(KINDS) and {t.side for t in trials} == {"engine", "trainer"}
+    assert {t.kind for t in trials} == set(KINDS)
+    assert {t.side for t in trials} == {"engine", "trainer"}
     wrong = missed(trials)
     assert len(wrong) <= 1, wrong
 
