@@ -34,6 +34,8 @@ from rollkeel.train import checkpoint
 from rollkeel.types import FloatArray, Rollout
 
 SUFFIX = ".safetensors"
+MEMORY = 2 * 2**30
+"""Most bytes that one side keeps; fewer tokens are taken of a model that would need more."""
 SERVER_S = 120.0
 """Longest wait for an inference server's answer."""
 KINDS = ("trainer", "engine", "prefill")
@@ -71,13 +73,15 @@ def analyze(asked: Asked, progress: Progress | None = None) -> Analysis:
     config = subject(asked)
     torch.set_num_threads(config.run.threads)
     policy = load_policy(config.model, resolve_device(config.run.device))
+    policy.model.eval()
     is_server = asked.against is not None and asked.against.startswith(("http://", "https://"))
     specs = _specs(asked, is_server)
     recorded = {spec: load_capture(spec) for spec in specs if spec.endswith(SUFFIX)}
     if recorded:
         tokens = next(iter(recorded.values())).tokens
     else:
-        tokens = trim(tokens_for(asked, config, policy, progress), sequences=asked.sequences, limit=asked.limit)
+        room = min(asked.limit, max(2, MEMORY // _bytes_per_token(policy.model.config.get_text_config())))
+        tokens = trim(tokens_for(asked, config, policy, progress), sequences=asked.sequences, limit=room)
     if int(tokens.ids.max()) >= policy.vocab_size:
         raise BadInput(
             f"analyze: token {int(tokens.ids.max())} is outside the model's vocabulary of {policy.vocab_size}; these tokens"
@@ -88,6 +92,7 @@ def analyze(asked: Asked, progress: Progress | None = None) -> Analysis:
     other = policy
     if asked.against is not None and not asked.against.endswith(SUFFIX):
         other = load_policy(_model(config, asked.against), resolve_device(config.run.device))
+        other.model.eval()
         _same_architecture(policy, other, asked)
     captures: list[Capture] = []
     for spec, one in zip(specs, (policy, other), strict=True):
@@ -96,8 +101,15 @@ def analyze(asked: Asked, progress: Progress | None = None) -> Analysis:
     tell(progress, "judging operations")
     text = policy.model.config.get_text_config()
     if not supports(text):
-        return compare(a, b, ModuleReference(policy.model))
-    return compare(a, b, Reference(text, checkpoint_views(policy.model)))
+        return compare(a, b, ModuleReference(policy.model), progress)
+    return compare(a, b, Reference(text, checkpoint_views(policy.model)), progress)
+
+
+def _bytes_per_token(text: Any) -> int:
+    """What one side keeps of a token, about."""
+    heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return 4 * text.num_hidden_layers * (6 * text.hidden_size + (4 * heads + 4 * kv_heads) * width)
 
 
 def subject(asked: Asked) -> Config:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rollkeel.diagnostics.analyzer.capture import Capture, Key, Tokens, order_of
-from rollkeel.diagnostics.analyzer.reference import FLOOR, LOGPROB_FLOOR, Local, local
+from rollkeel.diagnostics.analyzer.reference import FLOOR, LOGPROB_FLOOR, Local, judged, local
 from rollkeel.diagnostics.analyzer.watch import decoder_layers, parts_of
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import activation_rounder, compute_dtype, is_quantised, stays_precise, weight_rounder
@@ -44,16 +44,8 @@ class ModuleReference:
         if rounder is not None or working != torch.float32:
             noise, noise_logprobs = _forced(noisy, capture)
         for key in order_of(right):
-            got, wanted = capture.values.get(key), right[key].double()
-            floor = SLACK * FLOOR[working]
-            if got is None or got.shape != wanted.shape:
-                yield Local(key=key, error=float("inf"), expected=floor, worst=float("inf"), token=0)
-                continue
-            scale = wanted.norm().clamp_min(1e-30)
-            expected = max(float((noise[key].double() - wanted).norm() / scale), floor)
-            difference, size = got.double() - wanted, wanted.norm(dim=-1)
-            each = difference.norm(dim=-1) / torch.maximum(size, size.square().mean().sqrt()).clamp_min(1e-30)
-            yield local(key, float(difference.norm() / scale), expected, each)
+            wanted = right[key].double()
+            yield judged(key, capture, wanted, [noise[key].double() - wanted], SLACK * FLOOR[working])
         places = capture.tokens.predicted & capture.logprobs.isfinite()
         each = (capture.logprobs - right_logprobs)[places].double().abs()
         noise_rms = (noise_logprobs - right_logprobs)[places].double().square().mean().sqrt()

@@ -7,7 +7,7 @@ the same operation, by the same definition, in the side's own arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,8 @@ class Local:
 
     key: Key
     error: float
-    """‖got − right‖ / ‖right‖ over all tokens; of log-probs the root mean square, nats; of `experts` the fraction of tokens
-    that were not sent to the best. Infinite if the side has no such operation, or gives what is not finite."""
+    """Root mean square over tokens of ‖got − right‖ / ‖right‖; of log-probs in nats; of `experts` the fraction of tokens that
+    were not sent to the best. Infinite if the side has no such operation, or gives what is not finite."""
     expected: float
     """What the dtype explains of it."""
     worst: float
@@ -268,19 +268,26 @@ def _judge(
         emulated = noisy.compute(key, capture).double()
     except KeyError:
         return None
+    noise = [emulated - right]
+    if unrounded is not None:
+        noise.append(unrounded.compute(key, capture) - right)
+    return judged(key, capture, right, noise, FLOOR[noisy.dtype])
+
+
+def judged(key: Key, capture: Capture, right: torch.Tensor, noise: Sequence[torch.Tensor], floor: float) -> Local:
+    """What was recorded against what is `right [T, width]`; `noise`: independent errors that the dtype explains.
+
+    Errors are relative to a token's own size, so that a few tokens with huge activations do not hide the others; a token
+    far smaller than the median is measured by that, because its error comes from larger terms that cancel.
+    """
     got = capture.values.get(key)
     if got is None or got.shape != right.shape:
-        return Local(key=key, error=float("inf"), expected=FLOOR[noisy.dtype], worst=float("inf"), token=0)
-    noise = (emulated - right).square().sum()
-    if unrounded is not None:
-        noise = noise + (unrounded.compute(key, capture) - right).square().sum()
-    scale = right.norm().clamp_min(1e-30)
-    expected = max(float(noise.sqrt() / scale), FLOOR[noisy.dtype])
-    difference = got.double() - right
+        return Local(key=key, error=float("inf"), expected=floor, worst=float("inf"), token=0)
     size = right.norm(dim=-1)
-    # A token whose own value is small is measured by the usual size: its error comes from larger terms that cancel.
-    each = difference.norm(dim=-1) / torch.maximum(size, size.square().mean().sqrt()).clamp_min(1e-30)
-    return local(key, float(difference.norm() / scale), expected, each)
+    unit = torch.maximum(size, size.median()).clamp_min(1e-30)
+    each = (got.double() - right).norm(dim=-1) / unit
+    explained = torch.stack([part.norm(dim=-1) / unit for part in noise]).square().sum(0).mean().sqrt()
+    return local(key, float(each.square().mean().sqrt()), max(float(explained), floor), each)
 
 
 def _judge_choice(key: Key, capture: Capture) -> Local:
