@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rollkeel.cli_diagnose import app as diagnose
 from rollkeel.config import Config
 from rollkeel.errors import BadInput, RollkeelError
 from rollkeel.host import keep_freed_memory
@@ -29,6 +30,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(diagnose)
 tasks_app = typer.Typer(no_args_is_help=True, help="Verifiable task families.")
 app.add_typer(tasks_app, name="tasks")
 objectives_app = typer.Typer(
@@ -138,34 +140,6 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder, finished or n
     from rollkeel.report import render
 
     print(render(run))
-
-
-@app.command(name="lab")
-def laboratory(
-    preset: Annotated[str | None, typer.Argument(help="Name of an experiment; without one, they are listed.")] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder for lab.html and lab.json (lab/NAME).")
-    ] = None,
-    seeds: Annotated[int | None, typer.Option(help="Runs of each setting (the preset's own number).")] = None,
-    jobs: Annotated[int | None, typer.Option(help="Runs at once (one per core).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> int:
-    """Run an experiment over seeds and say whether a paper's claim shows here. Exit code 1: a stated band was missed."""
-    from rollkeel.lab.presets import PRESETS, find
-
-    if preset is None:
-        for name, found in PRESETS.items():
-            print(f"{name:<16} {found.question}")
-        return 0
-    chosen = find(preset)
-    from rollkeel.lab.command import run_preset
-    from rollkeel.lab.page import as_json as to_json
-    from rollkeel.lab.page import lines
-
-    out = out or Path("lab") / chosen.name
-    result = run_preset(chosen, out=out, seeds=seeds, jobs=jobs, say=lambda line: print(line, file=sys.stderr))
-    print(json.dumps(to_json(result)) if as_json else "\n".join([*lines(result), f"report {out / 'lab.html'}"]))
-    return 0 if result.met else 1
 
 
 @app.command(name="simulate")

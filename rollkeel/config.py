@@ -294,6 +294,17 @@ class AlarmConfig(Node):
     """`warn` says it, `checkpoint` saves the state as well, `stop` ends the run behind that (exit code 3)."""
 
 
+class TraceConfig(Node):
+    """Tensors of the trainer, for `rollkeel analyze`: `tensors/step_000012.safetensors`. Metrics and tokens are `report`'s."""
+
+    tensors_every: int = Field(default=0, ge=0)
+    """Steps between recordings; 0 records none."""
+    layers: tuple[int, ...] = ()
+    """Record these layers only; empty is all of them."""
+    sequences: int = Field(default=2, ge=1)
+    """Rollouts recorded of a step, the first ones."""
+
+
 class Config(Node):
     """The whole tree. Section defaults are the default recipe."""
 
@@ -312,6 +323,7 @@ class Config(Node):
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
     alarms: AlarmConfig = AlarmConfig()
+    trace: TraceConfig = TraceConfig()
 
     def to_yaml(self) -> str:
         """The tree as YAML that `load` reads back to an equal tree."""

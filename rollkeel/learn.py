@@ -14,6 +14,7 @@ import torch
 
 from rollkeel import advantages
 from rollkeel.batch.build import TrainingBatch, build_batch, split_by_groups
+from rollkeel.diagnostics.analyzer.record import record_tensors
 from rollkeel.diagnostics.mismatch import mismatch_metrics
 from rollkeel.diagnostics.rollout_store import write_step
 from rollkeel.diagnostics.routing import flipped_layers, routing_metrics
@@ -53,7 +54,11 @@ def learn(run: Run, step: int, drawn: Drawn, metrics: dict[str, float], clock: C
     credit: dict[int, float] = {}
     seen: dict[str, torch.Tensor] = {}
     if chosen:
-        version = run.trainer.version
+        version, trace = run.trainer.version, config.trace
+        if trace.tensors_every and step % trace.tensors_every == 0:
+            with clock.stage("trace"):
+                about: dict[str, Any] = {"step": step, "version": version, "layers": trace.layers}
+                record_tensors(run.folder.tensors(step), run.trainer.model, chosen[: trace.sequences], **about)
         whole = build_batch(chosen, np.zeros(len(chosen)), objective.aggregate).to(run.trainer.device)
         known = passes(run, whole, len(groups), clock)
         credit = credit_of(run, step, chosen, known, metrics)

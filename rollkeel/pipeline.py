@@ -16,6 +16,7 @@ import transformers
 
 import rollkeel
 from rollkeel.config import Config
+from rollkeel.diagnostics.analyzer.record import check_layers
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.runfolder import RunFolder
 from rollkeel.errors import BadInput, Corrupt, Interrupted, RollkeelError
@@ -153,7 +154,9 @@ def _reinforce(run: Run, first: int) -> None:
 
 def _policy(config: Config) -> Policy:
     torch.set_num_threads(config.run.threads)
-    return load_policy(config.model, resolve_device(config.run.device))
+    policy = load_policy(config.model, resolve_device(config.run.device))
+    check_layers(config.trace.layers, policy.model.config)
+    return policy
 
 
 def _same_files(one: Path, other: Path) -> bool:

@@ -1,6 +1,6 @@
 """A run on disk: one folder, readable while the run goes on, whole after the process is killed.
 
-    config.yaml  metrics.jsonl  events.jsonl  rollouts/step_000012.parquet  (schedule.jsonl)
+    config.yaml  metrics.jsonl  events.jsonl  rollouts/step_000012.parquet  (tensors/step_000012.safetensors  schedule.jsonl)
     checkpoints/step_000012/{manifest.json, model/, state/}  model/  report.html
 
 The rule that makes resuming exact: the row of a step is durable in `metrics.jsonl` before the checkpoint of that step
@@ -29,7 +29,8 @@ from rollkeel.recipe import from_tree
 
 CONFIG, METRICS, EVENTS, REPORT = "config.yaml", "metrics.jsonl", "events.jsonl", "report.html"
 SCHEDULE = "schedule.jsonl"
-_ROLLOUTS = re.compile(r"step_(\d{6,})\.parquet")
+ROLLOUTS, TENSORS = "rollouts", "tensors"
+_STEP_FILE = {ROLLOUTS: re.compile(r"step_(\d{6,})\.parquet"), TENSORS: re.compile(r"step_(\d{6,})\.safetensors")}
 
 
 class RunFolder:
@@ -63,7 +64,7 @@ class RunFolder:
         started = False
         try:
             lock = RunLock(path)
-            names = (CONFIG, METRICS, EVENTS, SCHEDULE, "rollouts", "checkpoints", "model")
+            names = (CONFIG, METRICS, EVENTS, SCHEDULE, ROLLOUTS, TENSORS, "checkpoints", "model")
             taken = [name for name in names if _exists(path / name)]
             if taken:
                 raise BadInput(
@@ -128,7 +129,7 @@ class RunFolder:
         """Take back a run that `create` made and that never got anywhere: its files, the lock, the folders made for it."""
         for file in (CONFIG, METRICS, EVENTS, SCHEDULE, REPORT):
             (self.path / file).unlink(missing_ok=True)
-        for folder in (self.checkpoints, self.path / "rollouts"):
+        for folder in (self.checkpoints, self.path / ROLLOUTS, self.path / TENSORS):
             shutil.rmtree(folder, ignore_errors=True)
         if self._lock is not None:
             self._lock.release(delete=True)
@@ -140,23 +141,29 @@ class RunFolder:
 
     def clean(self) -> None:
         """Remove the temporary files that killed writes left behind."""
-        for folder in (self.path, self.path / "rollouts"):
+        for folder in (self.path, self.path / ROLLOUTS, self.path / TENSORS):
             for file in folder.glob(".*.tmp"):
                 file.unlink(missing_ok=True)
 
     def rollouts(self, step: int) -> Path:
         """Path of a step's rollouts; its folder is made on first use."""
-        folder = self.path / "rollouts"
+        return self._step_file(ROLLOUTS, f"step_{step:06d}.parquet")
+
+    def tensors(self, step: int) -> Path:
+        """Path of a step's tensors; its folder is made on first use."""
+        return self._step_file(TENSORS, f"step_{step:06d}.safetensors")
+
+    def _step_file(self, kind: str, name: str) -> Path:
+        folder = self.path / kind
         try:
             folder.mkdir(exist_ok=True)
         except OSError as error:
             raise BadInput(f"cannot write {folder}: {error.strerror}; free space or choose another folder") from None
-        path = folder / f"step_{step:06d}.parquet"
-        self._unsynced.append(path)
-        return path
+        self._unsynced.append(folder / name)
+        return folder / name
 
     def sync_rollouts(self) -> None:
-        """Before a checkpoint says that these steps are done: their rollouts are on disk even after a power cut."""
+        """Before a checkpoint says that these steps are done: their files are on disk even after a power cut."""
         for path in self._unsynced:
             if path.is_file():
                 with path.open("rb") as file:
@@ -199,7 +206,7 @@ class RunFolder:
     def truncate_after(self, step: int) -> None:
         """Make the files end at `step` (0: before the first), as they were when its checkpoint was saved.
 
-        Drops rows and rollouts of later steps; a half-written last row goes with an event. Raises `Corrupt` if a row
+        Drops rows, rollouts and tensors of later steps; a half-written last row goes with an event. Raises `Corrupt` if a row
         up to `step` is missing, doubled or damaged, before anything is changed.
         """
         path = self.path / METRICS
@@ -210,7 +217,7 @@ class RunFolder:
         expected = list(range(first, step + 1))
         if steps[: len(expected)] != expected or any(later <= step for later in steps[len(expected) :]):
             raise Corrupt(f"{path}: expected one row for each step {first} to {step}, got {_gap(steps, expected)}")
-        for at, file in self.rollout_files():
+        for at, file in [*self.rollout_files(), *tensor_files(self.path)]:
             if at > step:
                 file.unlink()
         if half is not None:
@@ -254,10 +261,19 @@ class RunFolder:
 
 def rollout_files(path: Path) -> list[tuple[int, Path]]:
     """`(step, path)` of every rollouts file of the run folder `path`, by step."""
-    folder = path / "rollouts"
+    return _step_files(path, ROLLOUTS)
+
+
+def tensor_files(path: Path) -> list[tuple[int, Path]]:
+    """`(step, path)` of every file of recorded tensors of the run folder `path`, by step."""
+    return _step_files(path, TENSORS)
+
+
+def _step_files(path: Path, kind: str) -> list[tuple[int, Path]]:
+    folder = path / kind
     if not folder.is_dir():
         return []
-    found = ((_ROLLOUTS.fullmatch(file.name), file) for file in folder.iterdir())
+    found = ((_STEP_FILE[kind].fullmatch(file.name), file) for file in folder.iterdir())
     return sorted((int(match[1]), file) for match, file in found if match)
 
 

@@ -55,7 +55,7 @@ class Keeper:
     ) -> None:
         self._backend, self._config, self._settings = backend, config, settings
         self._log, self._scratch = log, scratch
-        self._client = _client_library(backend.name)
+        self._client = client_library(backend.name)
         self._process: ServerProcess | None = None
         self._restarts = 0
         self.http: Any = None
@@ -237,7 +237,8 @@ class Keeper:
                 )
 
 
-def _client_library(name: str) -> Any:
+def client_library(name: str) -> Any:
+    """The HTTP library. Raises `BadInput` if it is not installed; `name`: of the engine, for the message."""
     try:
         import httpx2
     except ImportError:

@@ -16,6 +16,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rollkeel.models.numerics import activation_rounder, compute_dtype
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Observe = Callable[[int | None, str, torch.Tensor], None]
+"""Told layer (None outside of the layers), name and `[N, ...]` value of an operation. It must copy what it keeps."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
@@ -119,6 +121,8 @@ class FastForward:
         self.scale = self.head_dim**-0.5
         self.top_k = int(getattr(config, "num_experts_per_tok", 0) or 0)
         self.norm_topk = bool(getattr(config, "norm_topk_prob", False))
+        self.observe: Observe | None = None
+        """While set, told the value after every operation; what is computed stays the same to the bit."""
 
         def new(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=self.dtype, device=device)
@@ -157,7 +161,10 @@ class FastForward:
 
         `experts`, when given, receives one `[N, top_k]` tensor of expert ids per MoE layer.
         """
+        see = self.observe
         x = self.embedding.index_select(0, ids)
+        if see:
+            see(None, "embedding", x)
         angle = positions[:, None].float() * self.inverse_frequency
         cos, sin = angle.cos() * self.rope_factor, angle.sin() * self.rope_factor
         cos = torch.cat((cos, cos), -1).to(self.dtype)[:, None]
@@ -166,8 +173,18 @@ class FastForward:
         for index, layer in enumerate(self.layers):
             x = self._attention(x, layer, index, cos, sin, attend)
             h = F.rms_norm(x, (x.shape[-1],), layer.norm2, self.eps)
-            x = x + (self._mlp(h, layer) if layer.router is None else self._experts(h, layer, experts))
-        return F.rms_norm(x, (x.shape[-1],), self.norm, self.eps)
+            if see:
+                see(index, "attention_residual", x)
+                see(index, "post_norm", h)
+            y = self._mlp(h, layer) if layer.router is None else self._experts(h, layer, index, experts)
+            x = x + y
+            if see:
+                see(index, "mlp", y)
+                see(index, "mlp_residual", x)
+        x = F.rms_norm(x, (x.shape[-1],), self.norm, self.eps)
+        if see:
+            see(None, "final_norm", x)
+        return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, V]` float32 logits of `hidden [N, D]`."""
@@ -176,17 +193,34 @@ class FastForward:
     def _attention(
         self, x: torch.Tensor, layer: _Layer, index: int, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
+        see = self.observe
         h = F.rms_norm(x, (x.shape[-1],), layer.norm1, self.eps)
+        if see:
+            see(index, "input_norm", h)
         if self._round:
             h = self._round(h)
         qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(len(x), -1, self.head_dim)
         qk = qkv[:, : self.heads + self.kv_heads]
+        if see:
+            see(index, "q_proj", qkv[:, : self.heads])
+            see(index, "k_proj", qkv[:, self.heads : self.heads + self.kv_heads])
+            see(index, "v_proj", qkv[:, self.heads + self.kv_heads :])
         if layer.qk_norm is not None:
             qk = F.rms_norm(qk, (self.head_dim,), None, self.eps) * layer.qk_norm
+            if see:
+                see(index, "q_norm", qk[:, : self.heads])
+                see(index, "k_norm", qk[:, self.heads :])
         qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
+        if see:
+            see(index, "q_rope", qk[:, : self.heads])
+            see(index, "k_rope", qk[:, self.heads :])
         out = attend(index, qk[:, : self.heads], qk[:, self.heads :], qkv[:, self.heads + self.kv_heads :])
+        if see:
+            see(index, "attention", out)
         if self._round:
             out = self._round(out)
+        if see:  # a product of its own: the real one adds the residual on the way
+            see(index, "o_proj", F.linear(out, layer.out, layer.out_bias))
         if layer.out_bias is not None:
             out = F.linear(out, layer.out, layer.out_bias)
             return x + out
@@ -199,9 +233,13 @@ class FastForward:
         a = F.silu(gate) * up
         return (self._round(a) if self._round else a) @ layer.down_t[0]
 
-    def _experts(self, h: torch.Tensor, layer: _Layer, experts: list[torch.Tensor] | None) -> torch.Tensor:
+    def _experts(self, h: torch.Tensor, layer: _Layer, index: int, experts: list[torch.Tensor] | None) -> torch.Tensor:
         assert layer.router is not None
-        weights, chosen = torch.topk(F.linear(h, layer.router).float().softmax(-1), self.top_k, dim=-1)
+        logits = F.linear(h, layer.router)
+        weights, chosen = torch.topk(logits.float().softmax(-1), self.top_k, dim=-1)
+        if self.observe:
+            self.observe(index, "router", logits)
+            self.observe(index, "experts", chosen)
         if self.norm_topk:
             weights = weights / weights.sum(-1, keepdim=True)
         if experts is not None:

@@ -63,9 +63,12 @@ def load_policy(config: ModelConfig, device: torch.device | str = "cpu") -> Poli
     dtype = getattr(torch, config.dtype)
     if config.path.startswith(PRESET_PREFIX):
         model, tokenizer = build_preset(config.path.removeprefix(PRESET_PREFIX), config.seed, config.overrides)
+        # Not `model.to(dtype)`: rotary frequencies are float32 buffers, and rounded they turn far positions by radians.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
     else:
         model, tokenizer = _from_pretrained(config, dtype)
-    model = model.to(device=device, dtype=dtype)  # type: ignore[call-arg]
+    model = model.to(device)  # type: ignore[arg-type]
     model.config.use_cache = False
     return Policy(model, tokenizer)
 

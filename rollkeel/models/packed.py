@@ -177,7 +177,8 @@ class PackedModel:
     padded batch, so that an architecture nobody thought of cannot silently mix sequences. `varlen` tells the outcome.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, fuse: bool = True) -> None:
+        """`fuse=False`: every operation is the model's own module, for hooks that look at them."""
         self.model = model
         self.backbone: Any = getattr(model, model.base_model_prefix, None) or model.get_decoder()
         if self.backbone is model:
@@ -189,7 +190,7 @@ class PackedModel:
         self._embedding: Any = model.get_input_embeddings()
         self._expert_layers = expert_layers(self.backbone)
         self.num_moe_layers = len(self._expert_layers)
-        self._fused = fusable(model, self.backbone)
+        self._fused = fuse and fusable(model, self.backbone)
         self.varlen = _replaceable(model, config) and self._probe()
 
     def __call__(

@@ -1,0 +1,89 @@
+"""Commands that look at runs instead of making them. Part of the command line in `cli.py`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer()
+
+
+@app.command()
+def analyze(
+    target: Annotated[str, typer.Argument(help="A run folder, or a model: folder, id or preset:NAME.")],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of its config.")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Other weights, recorded tensors (.safetensors) or a server's address.")
+    ] = None,
+    sides: Annotated[
+        str | None, typer.Option(help="Two of trainer, engine[:DTYPE], prefill[:DTYPE], FILE.safetensors.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of engines: fp32, bf16, fp8, fp8_weights, int8, int4.")] = None,
+    tokens: Annotated[Path | None, typer.Option(help="Rollouts (parquet) or a run whose tokens are used.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts to sample where no tokens are at hand.")] = 4,
+    sequences: Annotated[int, typer.Option(min=1, help="Most sequences.")] = 8,
+    limit: Annotated[int, typer.Option("--max-tokens", min=2, help="Most tokens in all sequences.")] = 2048,
+    server: Annotated[str, typer.Option(help="What runs at --against http://…: vllm or sglang.")] = "vllm",
+    every: Annotated[bool, typer.Option("--all", help="Show every layer's operations.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """Where two ways of computing the same tokens part first: layer, operation, flips, verdict. Exit code 1 if they do."""
+    from rich.console import Console
+
+    from rollkeel.analysis import Asked, analyze
+    from rollkeel.diagnostics.analyzer.view import render
+
+    asked = Asked(
+        target=target,
+        overrides=words or [],
+        against=against,
+        sides=sides,
+        dtype=dtype,
+        tokens=tokens,
+        prompts=prompts,
+        sequences=sequences,
+        limit=limit,
+        server=server,
+    )
+    with Console(stderr=True).status("loading") as status:
+        found = analyze(asked, status.update)
+    if as_json:
+        print(json.dumps(found.as_dict(), allow_nan=False))
+    else:
+        Console().print(render(found, every=every))
+    if not found.healthy:
+        raise typer.Exit(1)
+
+
+@app.command(name="lab")
+def laboratory(
+    preset: Annotated[str | None, typer.Argument(help="Name of an experiment; without one, they are listed.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder for lab.html and lab.json (lab/NAME).")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(help="Runs of each setting (the preset's own number).")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Runs at once (one per core).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Run an experiment over seeds and say whether a paper's claim shows here. Exit code 1: a stated band was missed."""
+    from rollkeel.lab.presets import PRESETS, find
+
+    if preset is None:
+        for name, found in PRESETS.items():
+            print(f"{name:<16} {found.question}")
+        return 0
+    chosen = find(preset)
+    from rollkeel.lab.command import run_preset
+    from rollkeel.lab.page import as_json as to_json
+    from rollkeel.lab.page import lines
+
+    out = out or Path("lab") / chosen.name
+    result = run_preset(chosen, out=out, seeds=seeds, jobs=jobs, say=lambda line: print(line, file=sys.stderr))
+    print(json.dumps(to_json(result)) if as_json else "\n".join([*lines(result), f"report {out / 'lab.html'}"]))
+    return 0 if result.met else 1
