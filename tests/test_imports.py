@@ -30,7 +30,7 @@ LEFT_TO_RIGHT = (
 WATCHERS = ({"diagnostics"}, {"report"}, {"memory", "cluster"}, {"lab"})
 """They may look at every stage and at what stands before them here; no stage knows them."""
 FOUNDATIONS = {"types", "protocols", "config", "recipe", "errors", "events", "models", "host"}
-MEETING_PLACES = {"loop", "learn", "run", "validate", "pipeline", "stages", "cli", "__main__"}
+MEETING_PLACES = {"loop", "learn", "run", "validate", "pipeline", "stages", "replay", "cli", "__main__"}
 """The files in which stages meet."""
 OF_FOUNDATIONS = {
     "errors": set(),

@@ -109,7 +109,7 @@ def first_difference(recorded: pa.Table, replayed: pa.Table, columns: Sequence[s
         for row, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             if _bits(a) == _bits(b):
                 continue
-            token, (a, b) = _token(a, b)
+            token, (a, b) = _token(a, b, len(_column(recorded, "token_ids")[row]))
             return Place(column=name, rollout=one[row], token=token, recorded=a, replayed=b)
     return None
 
@@ -198,14 +198,15 @@ def _bits(value: Any) -> Any:
     return value.tobytes() if isinstance(value, np.ndarray) else value
 
 
-def _token(a: Any, b: Any) -> tuple[int | None, tuple[Any, Any]]:
-    """Position and values of the first difference of two lists; as they are where they are none or not as long."""
+def _token(a: Any, b: Any, tokens: int) -> tuple[int | None, tuple[Any, Any]]:
+    """Token and values of the first difference of two lists, several values per token or one; as they are where they are no
+    lists, or not as long."""
     if not isinstance(a, np.ndarray) or not isinstance(b, np.ndarray):
         return None, (a, b)
     at = _common(a, b)
     if at >= min(len(a), len(b)):
         return None, (f"{len(a)} tokens", f"{len(b)} tokens")
-    return at, (a[at].item(), b[at].item())
+    return (at * tokens // len(a) if len(a) >= tokens else None), (a[at].item(), b[at].item())
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

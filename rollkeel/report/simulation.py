@@ -35,7 +35,7 @@ _COLUMNS = (
     ("staleness", "staleness_mean", "{:.2f}"),
     ("max", "staleness_max", "{:.0f}"),
 )
-_STYLE = """:root{color-scheme:light dark;--page:#f6f7f9;--card:#fff;--ink:#1b1f27;--muted:#5b6370;--line:#e1e4ea;--grid:#b9bec8;
+STYLE = """:root{color-scheme:light dark;--page:#f6f7f9;--card:#fff;--ink:#1b1f27;--muted:#5b6370;--line:#e1e4ea;--grid:#b9bec8;
 --s1:#2f6fd0;--s2:#d96b22;--s3:#1f8a54;--s4:#9b46b0;--s5:#a98510;--s6:#c63a58;--s7:#158a9f;--s8:#7a5c49}
 @media(prefers-color-scheme:dark){:root{--page:#12151b;--card:#1a1f28;--ink:#e6e9ef;--muted:#a3acba;--line:#2b323e;--grid:#4a5362;
 --s1:#6ea6ff;--s2:#ff9d5c;--s3:#5fcf95;--s4:#d48be6;--s5:#e3c04a;--s6:#ff7f98;--s7:#53c8dc;--s8:#c3a28d}}
@@ -117,7 +117,7 @@ def page(found: Mapping[str, Any], results: Sequence[Result]) -> str:
     config = escape(yaml.safe_dump(found["scenario"], sort_keys=False, default_flow_style=None, width=110))
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>rollkeel simulate</title>'
-        f"<style>{_STYLE}</style></head><body><main><h1>Rollout policies, simulated</h1>"
+        f"<style>{STYLE}</style></head><body><main><h1>Rollout policies, simulated</h1>"
         f'<div class="panel"><table><tr>{head}</tr>{body}</table></div><section class="charts">{drawn}</section>'
         f'<div class="panel"><pre>{config}</pre></div></main></body></html>\n'
     )
