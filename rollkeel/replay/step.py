@@ -121,6 +121,7 @@ class _Played:
         self.states: list[dict[str, Any]] = []
         self.before: Weights = {}
         self.after: Weights = {}
+        self.metrics: dict[str, float] = {}
 
     def go(self, *, strict: bool) -> Verdict:
         """The unchanged step."""
@@ -140,6 +141,7 @@ class _Played:
                 self.before = player.weights()
                 metrics = player.learn(self.step, drawn, metrics)
                 self.after = player.weights()
+        self.metrics = metrics
         between = max(player.between - (self.part != "rollout"), 0)
         verdict = Verdict(
             step=self.step,
@@ -175,7 +177,7 @@ class _Played:
 
     def change(self, other: Player, verdict: Verdict) -> None:
         """The same step by a player with another config, from the same states."""
-        row, recorded = self.player.record.rows[self.step], self.player.record.table(self.step)
+        recorded = self.player.record.table(self.step)
         drawn, metrics = None, {}
         states = list(self.states)
         if self.part != "update":
@@ -189,7 +191,7 @@ class _Played:
             metrics = other.learn(self.step, drawn, metrics)
             verdict.distance = distance(self.before, self.after, other.weights())
         verdict.notes = list(dict.fromkeys(verdict.notes))
-        verdict.changes = metric_changes(row, metrics, whole=self.part == "both")
+        verdict.changes = metric_changes(self.metrics, metrics, whole=True)
         verdict.effects = effects(recorded, read_step(other.file(self.step)))
 
 
