@@ -218,6 +218,30 @@ def test_the_terminal_says_it_in_eighty_columns(run: Path, capsys: pytest.Captur
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_the_objective_of_the_run_drops_what_the_run_dropped(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From recorded tokens alone, threshold after threshold; another one drops other tokens."""
+    words = ["replay", run, "--objective", "kpop:phi={drop_rate: 0.05},icepop:low=0.98:high=1.02", "--json"]
+    code, out, _ = cli(capsys, *words)
+    assert code == 0
+    found = json.loads(out)
+    recorded, own, other = found["objectives"]
+    assert recorded["overall"]["dropped"] == own["overall"]["dropped"] > 0
+    assert found["differ"]["share"][0][1] == 0 < found["differ"]["share"][0][2]
+    assert other["dropped_tokens"]["positive"][0]["piece"]
+
+
+def test_objectives_on_a_terminal_and_in_a_page(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "page.html"
+    file = run / "rollouts" / "step_000002.parquet"
+    code, text, _ = cli(capsys, "replay", file, "--objective", "icepop,dppo_topk_tv", "--html", out)
+    assert code == 0
+    assert "not judged: dppo_topk_tv" in text
+    assert "<svg" in out.read_text()
+    assert cli(capsys, "replay", run, "--objective", "kpop", "--steps", "8:9")[0] == 2
+    assert cli(capsys, "replay", run, "--objective", "kpop", "--html", tmp_path / "no" / "x.html")[0] == 2
+    assert cli(capsys, "replay", tmp_path / "none", "--objective", "kpop")[0] == 2
+
+
 def test_distance_between_updates_of_known_size() -> None:
     import torch
 
@@ -266,7 +290,7 @@ ASYNC = [
     "objective.name=ac_mis_po",
     "checkpoint.every=5",
 ]
-LAGGED = [*TINY, "rollout.lag=3", "engine.dtype=bf16", "objective.name=m2po", "train.processes=2", "checkpoint.every=5"]
+LAGGED = [*TINY, "rollout.lag=3", "engine.dtype=bf16", "objective.name=m2po", "checkpoint.every=5"]
 
 
 @pytest.mark.slow
