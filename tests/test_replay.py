@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tiny_run import TINY, cli, files
+from tiny_run import TINY, cli, files, start, wait_for
 
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.errors import BadInput
@@ -303,3 +303,25 @@ def test_twenty_random_steps_of_every_loop_are_bit_identical(tmp_path: Path, cac
         step, part = chance.randint(1, 12), chance.choice(("both", "both", "rollout", "update"))
         found = verdict(path, step, part)
         assert found["identical"], (step, part, found["parting"])
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_is_not_disturbed(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "run"
+    made(tmp_path / "other", cache, *SHORT)  # the warm start is cached
+    process = start(cache, "train", *SHORT, "run.steps=400", f"run.dir={path}")
+    try:
+        wait_for(path, process, "update", 4)
+        assert verdict(path, 3, "both")["identical"]
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+    assert verdict(path, 3, "update")["identical"]
+
+
+@pytest.mark.slow
+def test_helpers_and_dropped_groups_replay(tmp_path: Path, cache: Path) -> None:
+    more = ["train.processes=2", "rollout.drop_zero_variance=true", "train.freeze_router=true", "objective.name=icepop"]
+    path = made(tmp_path / "run", cache, *SHORT, *more)
+    assert verdict(path, 4)["identical"]

@@ -24,19 +24,20 @@ def show(verdict: Mapping[str, Any], changes: Sequence[MetricChange], console: C
 
 def parts(verdict: Mapping[str, Any], changes: Sequence[MetricChange]) -> Iterator[RenderableType]:
     """Headline, differences, effects, notes."""
-    between = verdict["between"]
-    way = f"from {verdict['start']}" + (f", {between} step{'s' if between > 1 else ''} between" if between else "")
-    head = f"step {verdict['step']}, {'unchanged, ' if verdict['overrides'] else ''}{_PARTS[verdict['part']]} ({way})"
-    same = f"{verdict['metrics']} metrics, {verdict['rollouts']} rollouts, {verdict['tokens']:,} tokens"
-    if verdict["saved"]:
-        same += f", weights of {verdict['saved']}"
-    parting = verdict["parting"]
-    if not parting:
-        yield Text(f"{head}: the same bit for bit", style="green")
-        yield Text(f"  {same}, version {verdict['version']}")
-    else:
+    between, parting = verdict["between"], verdict["parting"]
+    head = f"step {verdict['step']}, {'unchanged, ' if verdict['overrides'] else ''}{_PARTS[verdict['part']]}"
+    if parting:
         yield Text(f"{head}: not the record", style="bold red")
         yield Text(f"  first at step {parting['step']}: {parting['place']}")
+    else:
+        yield Text(f"{head}: the same bit for bit", style="green")
+        saved = f", weights of {verdict['saved']}" if verdict["saved"] else ""
+        yield Text(
+            f"  {verdict['metrics']} metrics, {verdict['rollouts']} rollouts, {verdict['tokens']:,} tokens,"
+            f" version {verdict['version']}{saved}"
+        )
+    done = f", {between} step{'s' if between > 1 else ''} between done again" if between else ""
+    yield Text(f"  from {verdict['start']}{done}", style="dim")
     if verdict["overrides"]:
         yield Text(f"\nwith {' '.join(verdict['overrides'])}", style="bold")
     if changes:
