@@ -163,6 +163,10 @@ def test_a_record_that_is_not_what_happened_is_found_out(
     found = verdict(forged, 4, "update")
     assert not found["identical"]
     assert found["parting"]["step"] == 3
+    other = verdict(tampered(run, tmp_path / "c", 1, "logprobs", -0.5), 2, "update", "train.lr=1e-2")
+    assert other["parting"]["step"] == 1
+    assert other["effects"] == {}  # nothing to compare a change with
+    assert "may not be that of the run" in other["notes"][-1]
     code, out, _ = cli(capsys, "replay", forged, "--step", "3", "--only", "rollout")
     assert code == 1
     assert "not the record" in out

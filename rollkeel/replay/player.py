@@ -57,7 +57,7 @@ class Player:
             }
         )
         self.carries = samples and config.run.loop != "sync"
-        self.at, self.start = 0, ""
+        self.at, self.start, self.from_start = 0, "", False
         self.parting: Parting | None = None
         self.notes: list[str] = []
         self._begun_at = 0
@@ -91,10 +91,14 @@ class Player:
             self._open()
             self._restore(saved)
             self.at, self.start = step, f"checkpoint of step {step}"
+            now = checkpoint.versions()
+            others = [f"{name} {v} (now {now.get(name)})" for name, v in saved.versions.items() if v != now.get(name)]
+            if others:
+                self.notes.append(f"the checkpoint was written with {', '.join(others)}: bits may differ")
             break
         else:
             self._open(warm=True)
-            self.start = "the start model"
+            self.start, self.from_start = "the start model", True
         self._begun_at = self.at
         if self.carries:
             self.run.publish()

@@ -157,6 +157,10 @@ class _Played:
             verdict.tokens = sum(len(x) for x in table["token_ids"])
             verdict.version = player.run.trainer.version
         self._check_saved(verdict)
+        if verdict.parting is not None and player.from_start:
+            verdict.notes.append(
+                "no checkpoint before it is left; the start model made here may not be that of the run"
+            )
         return verdict
 
     def _check_saved(self, verdict: Verdict) -> None:

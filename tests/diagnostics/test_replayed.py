@@ -56,7 +56,7 @@ def rollout(id: int, tokens: list[int], **more: Any) -> Rollout:
 ROLLOUTS = [rollout(0, [5, 6, 7]), rollout(1, [8, 9])]
 
 
-def table(path: Path, rollouts: list[Rollout], **changes: dict[int, np.ndarray]) -> pa.Table:
+def table(path: Path, rollouts: list[Rollout], **changes: Any) -> pa.Table:
     columns: dict[str, Any] = {
         "train_logprobs": {r.id: np.full(len(r.span), -0.7, np.float32) for r in rollouts},
         "keep": {r.id: np.ones(len(r.span), bool) for r in rollouts},
