@@ -165,7 +165,7 @@ def test_steps_are_cut_into_updates_by_whole_groups() -> None:
 def test_the_order_of_rollouts_does_not_matter_to_token_rules() -> None:
     t = trace(steps=1)
     order = np.random.default_rng(1).permutation(t.sequences)
-    places = np.concatenate([np.arange(t.starts[i], t.starts[i + 1]) for i in order])
+    places = np.concatenate([np.arange(int(t.starts[i]), int(t.starts[i + 1])) for i in order])
     per_token = ("token_ids", "rollout_logprobs", "train_logprobs", "advantages", "entropy")
     mixed = t.with_(
         **{n: getattr(t, n)[places] for n in per_token},
