@@ -85,11 +85,12 @@ class Player:
         for step, path in self.record.checkpoints(limit):
             try:
                 saved = checkpoint.verify(path)
-            except (Corrupt, BadInput) as error:  # damaged, or a running process has just dropped it
-                self.notes.append(str(error))
+                state = checkpoint.load_state(saved.state)
+            except (Corrupt, BadInput, OSError) as error:  # damaged, or a running process has just dropped it
+                self.notes.append(" ".join(str(error).split()))
                 continue
             self._open()
-            self._restore(saved)
+            self._restore(saved, state)
             self.at, self.start = step, f"checkpoint of step {step}"
             now = checkpoint.versions()
             others = [f"{name} {v} (now {now.get(name)})" for name, v in saved.versions.items() if v != now.get(name)]
@@ -221,10 +222,9 @@ class Player:
         self.run = assemble(config, folder, policy, self.view, self.stop, None if self.samples else IdleEngine())
         self._stack.callback(self.run.close)
 
-    def _restore(self, saved: checkpoint.Checkpoint) -> None:
+    def _restore(self, saved: checkpoint.Checkpoint, state: Mapping[str, Any]) -> None:
         if self.carries:
             self.run.restore(saved)
             return
-        state = checkpoint.load_state(saved.state)
         self.run.trainer.load_state_dict(state["trainer"])
         self.run.objective.load_state_dict(state["objective"])

@@ -170,8 +170,8 @@ class _Played:
             return
         try:
             weights = checkpoint.load_state(checkpoint.verify(folder).state)["trainer"]["weights"]
-        except (BadInput, Corrupt) as error:
-            verdict.notes.append(str(error))
+        except (BadInput, Corrupt, OSError) as error:  # damaged, or a running process has just dropped it
+            verdict.notes.append(" ".join(str(error).split()))
             return
         other = [name for name, value in self.after.items() if not torch.equal(value, weights[name])]
         verdict.saved = folder.name
