@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from rollkeel.errors import BadInput
+
 app = typer.Typer()
 
 
@@ -58,6 +60,35 @@ def analyze(
     else:
         Console().print(render(found, every=every))
     if not found.healthy:
+        raise typer.Exit(1)
+
+
+@app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(help="A run folder, or with --objective any trace.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="With --step: the factor to change.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="Do this step again and compare.")] = None,
+    only: Annotated[str | None, typer.Option(help="With --step: rollout or update alone.")] = None,
+    objective: Annotated[
+        list[str] | None,
+        typer.Option(help="Judge recorded tokens by these: NAME[:OPTION=VALUE]..., parted by commas."),
+    ] = None,
+    steps: Annotated[str | None, typer.Option(help="With --objective: 12 or 10:20, inclusive.")] = None,
+    html: Annotated[Path | None, typer.Option(help="With --objective: also write a page with charts.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Do a recorded step again, as it was or with one factor changed; or try other objectives on recorded tokens."""
+    if (step is None) == (not objective):
+        raise BadInput("replay: expected --step N, or --objective NAME,…, and not both")
+    if (objective and (overrides or only)) or (step is not None and (steps or html)):
+        raise BadInput("replay: overrides and --only belong to --step, --steps and --html to --objective")
+    from rollkeel.replay import command
+
+    if objective:
+        command.try_objectives(run, objective, steps, html, as_json)
+    elif not command.repeat_step(run, step or 0, only, overrides or [], as_json):
         raise typer.Exit(1)
 
 

@@ -318,8 +318,10 @@ def run_probes(config: Config, policy: Policy, source: PromptSource) -> Probes |
     )
 
 
-def assemble(config: Config, folder: RunFolder, policy: Policy, view: LiveView, stop: StopFlag) -> Run:
-    """Build every piece of a run on `config.run.device`; nothing is written. Weights reach the engine with `publish`."""
+def assemble(
+    config: Config, folder: RunFolder, policy: Policy, view: LiveView, stop: StopFlag, engine: Engine | None = None
+) -> Run:
+    """Build every piece of a run on `config.run.device`, with the config's engine or this one; nothing is written."""
     device = resolve_device(config.run.device)
     torch.set_num_threads(config.run.threads)
     objective = build_objective(config)
@@ -339,7 +341,8 @@ def assemble(config: Config, folder: RunFolder, policy: Policy, view: LiveView, 
         replay_routing=config.rollout.replay_routing,
     )
     try:
-        engine = open_engine(policy.model.config, config.engine, device, log_path=folder.path / "server.log")
+        log = folder.path / "server.log"
+        engine = engine or open_engine(policy.model.config, config.engine, device, log_path=log)
     except BaseException:
         trainer.close()
         raise

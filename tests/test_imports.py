@@ -38,6 +38,7 @@ MEETING_PLACES = {
     "pipeline",
     "stages",
     "analysis",
+    "replay",
     "cli",
     "cli_diagnose",
     "__main__",

@@ -20,11 +20,12 @@ th,td{text-align:right;padding:3px 10px 3px 0;border-bottom:1px solid var(--line
 th:first-child,td:first-child{text-align:left}th{color:var(--muted);font-weight:500}pre{font-size:13px;overflow-x:auto}"""
 
 
-def document(title: str, body: str) -> str:
-    """The page. `title` is plain text, `body` trusted markup."""
+def document(title: str, body: str, *, style: str = "") -> str:
+    """The page. `title` is plain text, `body` trusted markup, `style` further CSS."""
     return (
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style></head><body><main><h1>{escape(title)}</h1>{body}</main></body></html>\n"
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
+        f"<style>{_STYLE}{style}</style></head><body><main><h1>{escape(title)}</h1>{body}</main></body></html>\n"
     )
 
 

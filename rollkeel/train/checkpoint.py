@@ -34,6 +34,7 @@ __all__ = [
     "save_state",
     "step_name",
     "verify",
+    "versions",
 ]
 
 MANIFEST = "manifest.json"
@@ -86,7 +87,7 @@ def save(
 
     def fill(path: Path) -> None:
         write(path)
-        manifest.update(format=FORMAT, step=step, info=dict(info), versions=_versions(), files=_describe(path))
+        manifest.update(format=FORMAT, step=step, info=dict(info), versions=versions(), files=_describe(path))
         manifest["digest"] = _digest(manifest)
         (path / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
@@ -244,14 +245,15 @@ def _sha256(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _versions() -> dict[str, str]:
-    versions = {}
+def versions() -> dict[str, str]:
+    """Installed versions of what decides a run's bits, as a checkpoint records them."""
+    found = {}
     for package in ("rollkeel", "torch", "transformers", "safetensors"):
         try:
-            versions[package] = metadata.version(package)
+            found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
+            found[package] = "not installed"
+    return found
 
 
 def _discard(path: Path) -> None:
