@@ -10,12 +10,13 @@ import numpy as np
 
 from benchmarks.doctor import alterations as alter
 from benchmarks.doctor import patches as broken
-from benchmarks.doctor.workloads import LENGTHS, Patch
+from benchmarks.doctor.workloads import ADDITION, Patch
 from rollkeel.models.presets import build_tokenizer
 from rollkeel.types import Rollout
 
 FAST = "engine.forward=fast"
 """The forward in PyTorch: compiled kernels would pass by what is patched in it."""
+DIGITS = "0123456789"
 ALL = ("plain", "bf16", "truncated", "tempered", "stale")
 UNTRUNCATED = ("plain", "bf16", "tempered", "stale")
 BASES: dict[str, dict[str, list[str]]] = {
@@ -90,23 +91,23 @@ def _prompt(tokens: int) -> Magnitude:
     )
 
 
-def _tool(text: str, after: int, split: str) -> Magnitude:
+def _tool(text: str, after: int) -> Magnitude:
     ids = build_tokenizer()(text, add_special_tokens=False)["input_ids"]
     return Magnitude(
         name=f"tool output {text!r} after {after} tokens", patches=_always(lambda: broken.tool_calls(ids, after))
     )
 
 
-def _retokenised(plain: float) -> Magnitude:
+def _retokenised(plain: float, first: str, second: str) -> Magnitude:
     def patches(seed: int) -> Sequence[Patch]:
-        pairs = broken.digit_pairs(0)
+        pairs = broken.pairs_of(first, second)
 
         def change(rollout: Rollout, rng: np.random.Generator) -> Rollout:
             return alter.retokenised(rollout, lambda ids: broken.merged(ids, pairs))
 
         return [lambda: broken.two_spellings(pairs, plain), lambda: broken.altered(change, seed)]
 
-    return Magnitude(name=f"{plain:.0%} of pairs spelled out", words=["sft.weight_decay=0.0"], patches=patches)
+    return Magnitude(name=f"{plain:.0%} of pairs spelled out", patches=patches)
 
 
 def _weights(name: str, change: Any) -> Magnitude:
@@ -172,8 +173,8 @@ def _reward(share: float, detail: str) -> Magnitude:
     )
 
 
-def _room(tokens: int) -> Magnitude:
-    return Magnitude(name=f"{tokens} tokens", words=[f"sampling.max_new_tokens={tokens}"])
+def _room(tokens: int, *words: str) -> Magnitude:
+    return Magnitude(name=f"{tokens} tokens", words=[*words, f"sampling.max_new_tokens={tokens}"])
 
 
 def _rate(lr: float) -> Magnitude:
@@ -210,16 +211,16 @@ def _faults() -> list[Fault]:
             id="mask",
             bug=True,
             about="tokens that the policy did not sample count as its response, with log-prob 0",
-            dev={"any": [_prompt(4), _tool(" ok\n", 3, "dev")]},
-            test={"any": [_prompt(1), _prompt(8), _tool("<r>", 2, "test")]},
+            dev={"any": [_prompt(4), _tool(" ok\n", 3)]},
+            test={"any": [_prompt(1), _prompt(8), _tool("<r>", 2)]},
             bases=("plain", "bf16", "tempered"),
         ),
         Fault(
             id="retokenised",
             bug=True,
             about="the response's text was encoded anew; log-probs stay at their positions",
-            dev={"any": [_retokenised(0.1), _retokenised(0.3)]},
-            test={"any": [_retokenised(0.2), _retokenised(0.05)]},
+            dev={"any": [_retokenised(0.1, DIGITS, DIGITS), _retokenised(0.3, DIGITS, DIGITS)]},
+            test={"any": [_retokenised(0.2, "+-*/", DIGITS), _retokenised(0.05, "+-*/", DIGITS)]},
             bases=("plain", "bf16"),
         ),
         Fault(
@@ -228,9 +229,7 @@ def _faults() -> list[Fault]:
             about="the engine computes with other weights than it was given",
             dev={
                 "moe": [
-                    _weights(
-                        "experts 0 and 1 of layer 1 swapped", broken.swapped(r"layers\.1\..*experts\.{}\.", "0", "1")
-                    ),
+                    _weights("experts of layer 1 rolled by one", broken.experts_rolled(1, 1)),
                     _weights("head of the first publication", broken.keep_first(r"lm_head")),
                 ],
                 "dense": [
@@ -240,9 +239,7 @@ def _faults() -> list[Fault]:
             },
             test={
                 "moe": [
-                    _weights(
-                        "experts 2 and 5 of layer 0 swapped", broken.swapped(r"layers\.0\..*experts\.{}\.", "2", "5")
-                    ),
+                    _weights("experts of layer 2 rolled by four", broken.experts_rolled(2, 4)),
                     _weights("experts of the first publication", broken.keep_first(r"experts")),
                     _weights("final norm not loaded", broken.constant(r"^model\.norm\.weight", 1.0)),
                 ],
@@ -277,7 +274,7 @@ def _faults() -> list[Fault]:
             bug=True,
             about="resumed sequences keep old KV, stated to be recomputed",
             dev={"any": [_stale_kv(1e-3, 700), _stale_kv(2e-3, 1000)]},
-            test={"any": [_stale_kv(1.5e-3, 600), _stale_kv(1.5e-3, 800)]},
+            test={"any": [_stale_kv(1.5e-3, 350), _stale_kv(1.5e-3, 500)]},
         ),
         Fault(
             id="quantisation",
@@ -322,8 +319,8 @@ def _faults() -> list[Fault]:
             id="length_truncation",
             bug=False,
             about="too little room for the answers",
-            dev={"any": [_room(LENGTHS["dev"][1] - 1)]},
-            test={"any": [_room(LENGTHS["test"][1] - 1)]},
+            dev={"any": [_room(3, *ADDITION, "run.steps=40")]},
+            test={"any": [_room(6), _room(7)]},
             bases=("plain", "bf16", "tempered"),
         ),
         Fault(

@@ -82,17 +82,19 @@ def keep_first(pattern: str) -> Callable[[Weights, dict[str, torch.Tensor]], Non
     return change
 
 
-def swapped(pattern: str, one: str, other: str) -> Callable[[Weights, dict[str, torch.Tensor]], None]:
-    """Tensors whose name matches `pattern` with `{}` as `one` and as `other` change places: experts loaded in a wrong order."""
+def experts_rolled(layer: int, by: int) -> Callable[[Weights, dict[str, torch.Tensor]], None]:
+    """Experts of a layer `by` places further than they belong, as ranks in a wrong order load them."""
+    pattern = re.compile(rf"layers\.{layer}\.mlp\.experts\.(\d+)\.(.*)")
 
     def change(weights: Weights, memory: dict[str, torch.Tensor]) -> None:
-        for name in weights:
-            if re.search(pattern.format(one), name):
-                partner = re.sub(pattern.format(one), lambda m: m.group().replace(one, other), name)
-                a, b = weights[name], weights[partner]
-                held = a.clone()
-                a.copy_(b)
-                b.copy_(held)
+        found: dict[str, dict[int, torch.Tensor]] = {}
+        for name, tensor in weights.items():
+            if match := pattern.search(name):
+                found.setdefault(match.group(2), {})[int(match.group(1))] = tensor
+        for views in found.values():
+            held = {e: view.clone() for e, view in views.items()}
+            for e, view in views.items():
+                view.copy_(held[(e + by) % len(held)])
 
     return change
 
@@ -276,11 +278,12 @@ FIRST_PAIR = 8 + 256
 PAIRS = presets.VOCAB_SIZE - FIRST_PAIR
 
 
-def digit_pairs(seed: int) -> dict[tuple[int, int], int]:
-    """Some pairs of digits that have a token of their own: (id, id) → id."""
-    chosen = np.random.default_rng([0xBFE, seed]).permutation(100)[:PAIRS]
-    byte = {int(token): i for i, token in _digit_ids().items()}
-    return {(byte[p // 10], byte[p % 10]): FIRST_PAIR + n for n, p in enumerate(chosen.tolist())}
+def pairs_of(first: str, second: str) -> dict[tuple[int, int], int]:
+    """As many pairs of a character of `first` and one of `second` as have room get a token of their own: (id, id) → id."""
+    ids = presets.build_tokenizer().get_vocab()
+    every = [(ids[a], ids[b]) for a in first for b in second]
+    chosen = np.random.default_rng(0xBFE).permutation(len(every))[:PAIRS]
+    return {every[at]: FIRST_PAIR + n for n, at in enumerate(chosen.tolist())}
 
 
 def merged(ids: Sequence[int], pairs: Mapping[tuple[int, int], int]) -> list[int]:
@@ -323,14 +326,10 @@ def _spelled(ids: list[int], pairs: Mapping[tuple[int, int], int], plain: float,
     return np.array(out, np.int64)
 
 
-def _digit_ids() -> dict[int, str]:
-    vocabulary = presets.build_tokenizer().get_vocab()
-    return {vocabulary[d]: d for d in "0123456789"}
-
-
 def _tokenizer(pairs: Mapping[tuple[int, int], int]) -> PreTrainedTokenizerFast:
-    plain, digit = presets.build_tokenizer(), _digit_ids()
-    vocabulary = plain.get_vocab() | {digit[a] + digit[b]: token for (a, b), token in pairs.items()}
+    vocabulary = presets.build_tokenizer().get_vocab()
+    letter = {i: text for text, i in vocabulary.items()}
+    vocabulary |= {letter[a] + letter[b]: token for (a, b), token in pairs.items()}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()

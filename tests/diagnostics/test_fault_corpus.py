@@ -171,7 +171,7 @@ def test_merged_goes_from_the_left() -> None:
 
 
 def test_pair_tokenizer_reads_both_spellings_and_writes_one() -> None:
-    pairs = broken.digit_pairs(0)
+    pairs = broken.pairs_of("0123456789", "+-*/")
     tokenizer = broken._tokenizer(pairs)
     (one, other), token = next(iter(pairs.items()))
     assert tokenizer.decode([one, other]) == tokenizer.decode([token])
@@ -215,14 +215,14 @@ def test_raw_logprobs_draw_as_before_and_log_the_model() -> None:
 
 def weights() -> dict[str, torch.Tensor]:
     names = ["lm_head.weight", "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"]
-    names += [f"model.layers.1.mlp.experts.{e}.up_proj.weight" for e in (0, 1, 10)]
+    names += [f"model.layers.1.mlp.experts.{e}.up_proj.weight" for e in (0, 1, 2)]
     return {name: torch.full((4, 2), float(i)) + torch.arange(4.0)[:, None] / 10 for i, name in enumerate(names)}
 
 
 @pytest.mark.parametrize(
     ("change", "touched"),
     [
-        (broken.swapped(r"layers\.1\..*experts\.{}\.", "0", "1"), {"experts.0.", "experts.1."}),
+        (broken.experts_rolled(1, 1), {"experts."}),
         (broken.heads_rolled(1, 2), {"q_proj"}),
         (broken.constant(r"^model\.norm\.weight", 1.0), {"model.norm"}),
     ],
@@ -234,12 +234,12 @@ def test_weight_changes_touch_what_they_name(change: Any, touched: set[str]) -> 
     assert differ == {name for name in before if any(part in name for part in touched)}
 
 
-def test_swapped_experts_change_places() -> None:
+def test_rolled_experts_move_by_one() -> None:
     before, after = weights(), weights()
-    broken.swapped(r"layers\.1\..*experts\.{}\.", "0", "1")(after, {})
+    broken.experts_rolled(1, 1)(after, {})
     stem = "model.layers.1.mlp.experts.{}.up_proj.weight"
-    assert torch.equal(after[stem.format(0)], before[stem.format(1)])
-    assert torch.equal(after[stem.format(1)], before[stem.format(0)])
+    for e in range(3):
+        assert torch.equal(after[stem.format(e)], before[stem.format((e + 1) % 3)])
 
 
 def test_keep_first_returns_to_the_first_publication() -> None:
@@ -323,7 +323,8 @@ def test_every_fault_is_there_with_sizes_of_its_own_in_both_splits() -> None:
     for fault in FAULTS.values():
         for model in fault.models:
             dev, test = ({m.name for m in fault.magnitudes(split, model)} for split in SPLITS)
-            assert dev and test
+            assert dev
+            assert test
             assert test - dev, fault.id
 
 
