@@ -31,13 +31,17 @@ def unnormalised(rollout: Rollout) -> Rollout:
 
 
 def prompt_in_mask(rollout: Rollout, tokens: int) -> Rollout:
-    """The prompt's last `tokens` count as response, with log-prob 0: nobody sampled them. At least one stays prompt."""
+    """The prompt's last `tokens` count as response, with log-prob 0: nobody sampled them. At least one stays prompt.
+
+    The text is that of the tokens, one character each, as where it is decoded from what the mask leaves.
+    """
     ids = rollout.prompt.token_ids
     count = min(tokens, len(ids) - 1)
     if count <= 0:
         return rollout
     prompt = replace(rollout.prompt, token_ids=ids[:-count])
-    return replace(rollout, prompt=prompt, span=inserted(rollout.span, 0, ids[-count:]))
+    text = rollout.prompt.text[-count:] + rollout.text
+    return replace(rollout, prompt=prompt, span=inserted(rollout.span, 0, ids[-count:]), text=text)
 
 
 def inserted(span: TokenSpan, at: int, token_ids: IntArray, logprobs: FloatArray | None = None) -> TokenSpan:
@@ -61,6 +65,13 @@ def inserted(span: TokenSpan, at: int, token_ids: IntArray, logprobs: FloatArray
         topk_ids=repeated(span.topk_ids),
         topk_logprobs=repeated(span.topk_logprobs),
     )
+
+
+def with_output(rollout: Rollout, output: str, after: int) -> Rollout:
+    """The text with a tool's output, as its tokens have it; graders got it without."""
+    if len(rollout.span) <= after:
+        return rollout
+    return replace(rollout, text=rollout.text[:after] + output + rollout.text[after:])
 
 
 def kv_denied(rollout: Rollout) -> Rollout:

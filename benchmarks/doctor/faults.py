@@ -11,7 +11,6 @@ import numpy as np
 from benchmarks.doctor import alterations as alter
 from benchmarks.doctor import patches as broken
 from benchmarks.doctor.workloads import ADDITION, Patch
-from rollkeel.models.presets import build_tokenizer
 from rollkeel.types import Rollout
 
 FAST = "engine.forward=fast"
@@ -91,10 +90,10 @@ def _prompt(tokens: int) -> Magnitude:
     )
 
 
-def _tool(text: str, after: int) -> Magnitude:
-    ids = build_tokenizer()(text, add_special_tokens=False)["input_ids"]
+def _tool(output: str, after: int) -> Magnitude:
     return Magnitude(
-        name=f"tool output {text!r} after {after} tokens", patches=_always(lambda: broken.tool_calls(ids, after))
+        name=f"tool output {output!r} after {after} tokens",
+        patches=lambda seed: [lambda: broken.tool_calls(output, after, seed)],
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.doctor.alterations import Alter, inserted
+from benchmarks.doctor.alterations import Alter, inserted, with_output
 from rollkeel import advantages, learn, loop
 from rollkeel.engines import local
 from rollkeel.models import loading, numerics, presets
@@ -260,15 +260,20 @@ class ToolEngine:
 
 
 @contextmanager
-def tool_calls(output: Sequence[int], after: int) -> Iterator[None]:
-    """Rollouts of training go through a `ToolEngine`."""
-    honest = loop.collect
+def tool_calls(output: str, after: int, seed: int) -> Iterator[None]:
+    """Rollouts of training go through a `ToolEngine`; graders see what the policy wrote. One token per character."""
+    honest, n = loop.collect, len(output)
+    ids = presets.build_tokenizer()(output, add_special_tokens=False)["input_ids"]
 
     def collect(engine: Any, *args: Any, **options: Any) -> Any:
-        wrapped: Any = ToolEngine(engine, output, after)
-        return honest(wrapped, *args, **options)
+        wrapped: Any = ToolEngine(engine, ids, after)
+        found = honest(wrapped, *args, **options)
+        return [replace(r, text=r.text[:after] + r.text[after + n :]) if len(r.span) > after else r for r in found]
 
-    with mock.patch.object(loop, "collect", collect):
+    with (
+        mock.patch.object(loop, "collect", collect),
+        altered(lambda rollout, rng: with_output(rollout, output, after), seed),
+    ):
         yield
 
 

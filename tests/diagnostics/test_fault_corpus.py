@@ -122,7 +122,8 @@ def test_prompt_in_mask_moves_the_border_and_samples_nothing() -> None:
     assert len(new.prompt.token_ids) == 1
     assert new.span.logprobs[:2].tolist() == [0, 0]
     np.testing.assert_array_equal(new.span.logprobs[2:], HONEST.span.logprobs)
-    assert changed(HONEST, new) - {"prompt.token_ids"} == {
+    assert new.text == "2=1"
+    assert changed(HONEST, new) - {"prompt.token_ids", "text"} == {
         f"span.{name}" for name in ("token_ids", "logprobs", "kept_mass", "versions", "kv_versions", "experts")
     }
 
@@ -138,6 +139,11 @@ def test_inserted_keeps_everything_around_it() -> None:
     assert new.experts is not None
     assert len(new.experts) == 6
     assert alter.inserted(HONEST.span, 1, np.array([90])).token_ids.tolist() == [10, 90, 11, 12, 2]
+
+
+def test_text_with_tool_output_is_that_of_the_tokens() -> None:
+    assert alter.with_output(replace(HONEST, text="abc"), "<r>", 2).text == "ab<r>c"
+    assert alter.with_output(HONEST, "<r>", 4) is HONEST
 
 
 def test_kv_denied_states_young_kv() -> None:
