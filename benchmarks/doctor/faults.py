@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.doctor import alterations as alter
 from benchmarks.doctor import patches as broken
-from benchmarks.doctor.workloads import ADDITION, Patch
+from benchmarks.doctor.workloads import ADDITION, LONGER, Patch
 from rollkeel.types import Rollout
 
 FAST = "engine.forward=fast"
@@ -97,16 +97,16 @@ def _tool(output: str, after: int) -> Magnitude:
     )
 
 
-def _retokenised(plain: float, first: str, second: str) -> Magnitude:
+def _retokenised(plain: float, first: str, second: str, count: int, *words: str) -> Magnitude:
     def patches(seed: int) -> Sequence[Patch]:
-        pairs = broken.pairs_of(first, second)
+        pairs = broken.pairs_of(first, second, count)
 
         def change(rollout: Rollout, rng: np.random.Generator) -> Rollout:
             return alter.retokenised(rollout, lambda ids: broken.merged(ids, pairs))
 
         return [lambda: broken.two_spellings(pairs, plain), lambda: broken.altered(change, seed)]
 
-    return Magnitude(name=f"{plain:.0%} of pairs spelled out", patches=patches)
+    return Magnitude(name=f"{plain:.0%} of pairs spelled out", words=words, patches=patches)
 
 
 def _weights(name: str, change: Any) -> Magnitude:
@@ -114,7 +114,7 @@ def _weights(name: str, change: Any) -> Magnitude:
 
 
 def _stale_version(name: str, arrives: Callable[[int], bool]) -> Magnitude:
-    return Magnitude(name=name, words=["train.lr=1e-3"], patches=_always(lambda: broken.updates_dropped(arrives)))
+    return Magnitude(name=name, patches=_always(lambda: broken.updates_dropped(arrives)))
 
 
 def _stale_kv(lr: float, tokens: int) -> Magnitude:
@@ -218,8 +218,13 @@ def _faults() -> list[Fault]:
             id="retokenised",
             bug=True,
             about="the response's text was encoded anew; log-probs stay at their positions",
-            dev={"any": [_retokenised(0.1, DIGITS, DIGITS), _retokenised(0.3, DIGITS, DIGITS)]},
-            test={"any": [_retokenised(0.2, "+-*/", DIGITS), _retokenised(0.05, "+-*/", DIGITS)]},
+            dev={
+                "any": [
+                    _retokenised(0.1, DIGITS, DIGITS, 8, "sft.steps=400"),
+                    _retokenised(0.3, DIGITS, DIGITS, 8, "sft.steps=400"),
+                ]
+            },
+            test={"any": [_retokenised(0.2, "+-*/", DIGITS, 24), _retokenised(0.05, "+-*/", DIGITS, 24)]},
             bases=("plain", "bf16"),
         ),
         Fault(
@@ -272,8 +277,8 @@ def _faults() -> list[Fault]:
             id="stale_kv",
             bug=True,
             about="resumed sequences keep old KV, stated to be recomputed",
-            dev={"any": [_stale_kv(1e-3, 700), _stale_kv(2e-3, 1000)]},
-            test={"any": [_stale_kv(1.5e-3, 350), _stale_kv(1.5e-3, 500)]},
+            dev={"any": [_stale_kv(5e-4, 700), _stale_kv(3e-4, 1000)]},
+            test={"any": [_stale_kv(4e-4, 350), _stale_kv(4e-4, 500)]},
         ),
         Fault(
             id="quantisation",
@@ -296,8 +301,8 @@ def _faults() -> list[Fault]:
             id="policy_lag",
             bug=False,
             about="batches many steps old at a high learning rate, stated",
-            dev={"any": [_lag(4, 1e-3), _lag(8, 5e-4)]},
-            test={"any": [_lag(6, 7e-4), _lag(10, 7e-4)]},
+            dev={"any": [_lag(6, 5e-4), _lag(10, 3e-4)]},
+            test={"any": [_lag(8, 5e-4), _lag(14, 4e-4)]},
         ),
         Fault(
             id="entropy_collapse",
@@ -319,7 +324,7 @@ def _faults() -> list[Fault]:
             bug=False,
             about="too little room for the answers",
             dev={"any": [_room(3, *ADDITION, "run.steps=40")]},
-            test={"any": [_room(6), _room(7)]},
+            test={"any": [_room(7, *LONGER), _room(8, *LONGER)]},
             bases=("plain", "bf16", "tempered"),
         ),
         Fault(

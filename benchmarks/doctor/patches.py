@@ -283,11 +283,11 @@ FIRST_PAIR = 8 + 256
 PAIRS = presets.VOCAB_SIZE - FIRST_PAIR
 
 
-def pairs_of(first: str, second: str) -> dict[tuple[int, int], int]:
-    """As many pairs of a character of `first` and one of `second` as have room get a token of their own: (id, id) → id."""
+def pairs_of(first: str, second: str, count: int = PAIRS) -> dict[tuple[int, int], int]:
+    """`count` pairs of a character of `first` and one of `second` get a token of their own: (id, id) → id."""
     ids = presets.build_tokenizer().get_vocab()
     every = [(ids[a], ids[b]) for a in first for b in second]
-    chosen = np.random.default_rng(0xBFE).permutation(len(every))[:PAIRS]
+    chosen = np.random.default_rng(0xBFE).permutation(len(every))[:count]
     return {every[at]: FIRST_PAIR + n for n, at in enumerate(chosen.tolist())}
 
 

@@ -45,8 +45,10 @@ MODELS: dict[str, dict[str, list[str]]] = {
     },
 }
 """`moe2` stands in for `dense` where a fault needs experts."""
-ADDITION = ["data.task=addition", 'data.options={"digits": 2, "terms": 2}', "sft.label_noise=0.0", "sft.steps=300"]
+ADDITION = ["data.task=addition", 'data.options={"digits": 2, "terms": 2}', "sft.label_noise=0.0", "sft.steps=450"]
 """Answers of two lengths, where a fault needs that: those of runsum all have twelve digits."""
+LONGER = ['data.options={"numbers": 3, "max_number": 20, "target_max": 100}']
+"""Answers of 5 to 10 characters; nearly all of the others have 5."""
 TASKS: dict[str, list[str]] = {
     "dev": [
         "data.task=runsum",
