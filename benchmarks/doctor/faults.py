@@ -153,16 +153,12 @@ def _lag(steps: int, lr: float) -> Magnitude:
     return Magnitude(name=f"lag {steps}, lr {lr:g}", words=[f"rollout.lag={steps}", f"train.lr={lr}"])
 
 
-def _entropy_sign(coefficient: float) -> Magnitude:
+def _entropy_sign(coefficient: float, *words: str) -> Magnitude:
     return Magnitude(
         name=f"entropy coefficient −{coefficient:g}",
-        words=[f"train.entropy_coefficient={coefficient}"],
+        words=[f"train.entropy_coefficient={coefficient}", *words],
         patches=_always(broken.entropy_sign),
     )
-
-
-def _positive_only(scale: float) -> Magnitude:
-    return Magnitude(name=f"positive advantages × {scale:g}", patches=_always(lambda: broken.positive_only(scale)))
 
 
 def _reward(share: float, detail: str) -> Magnitude:
@@ -308,8 +304,8 @@ def _faults() -> list[Fault]:
             id="entropy_collapse",
             bug=False,
             about="the policy becomes nearly deterministic before it is good",
-            dev={"any": [_entropy_sign(0.05), _positive_only(3)]},
-            test={"any": [_entropy_sign(0.1), _entropy_sign(0.03)]},
+            dev={"any": [_entropy_sign(1.0, "run.steps=28"), _entropy_sign(3.0, "run.steps=28")]},
+            test={"any": [_entropy_sign(0.7), _entropy_sign(2.0)]},
         ),
         Fault(
             id="reward_failures",

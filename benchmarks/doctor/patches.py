@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.doctor.alterations import Alter, inserted, with_output
-from rollkeel import advantages, learn, loop
+from rollkeel import loop
 from rollkeel.engines import local
 from rollkeel.models import loading, numerics, presets
 from rollkeel.models.forward import FastForward
@@ -206,18 +206,6 @@ def entropy_sign() -> Iterator[None]:
         return honest(self, tokens) + 2 * self.entropy_coefficient * bonus
 
     with mock.patch.object(Objective, "loss", loss):
-        yield
-
-
-@contextmanager
-def positive_only(scale: float) -> Iterator[None]:
-    """Only better answers teach, `scale` times as much: every update sharpens."""
-    honest = advantages.compute
-
-    def compute(name: str, rewards: Any, group_ids: Any) -> np.ndarray:
-        return scale * np.maximum(honest(name, rewards, group_ids), 0)
-
-    with mock.patch.object(learn.advantages, "compute", compute):
         yield
 
 

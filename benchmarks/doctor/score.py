@@ -17,7 +17,6 @@ from benchmarks.doctor.cases import HEALTHY, Case
 from benchmarks.doctor.faults import FAULTS
 
 TARGET = 0.95
-BUGS = frozenset(fault.id for fault in FAULTS.values() if fault.bug)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +56,7 @@ def ask(case: Case, root: Path) -> Answer:
     seconds = time.perf_counter() - began
     causes = list(diagnosis.causes)
     named = HEALTHY if diagnosis.healthy or not causes else causes[0].id
-    bugs = [c.id for c in causes if getattr(c, "kind", "") == "bug" or c.id in BUGS]
+    bugs = [c.id for c in causes if c.kind == "bug"]
     return Answer(
         split=case.split,
         fault=case.fault,
@@ -67,7 +66,7 @@ def ask(case: Case, root: Path) -> Answer:
         seed=case.seed,
         named=named,
         causes=tuple(c.id for c in causes),
-        bug=bugs[0] if bugs and not diagnosis.healthy else "",
+        bug=bugs[0] if bugs else "",
         score=float(causes[0].score) if causes else 0.0,
         seconds=seconds,
         tokens=len(trace),

@@ -20,7 +20,7 @@ from rollkeel import loop
 from rollkeel.config import Config
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.runfolder import RunFolder
-from rollkeel.errors import BadInput, RollkeelError
+from rollkeel.errors import BadInput, Interrupted, RollkeelError
 from rollkeel.models.loading import load_policy, quiet_transformers
 from rollkeel.pipeline import warm_start
 from rollkeel.recipe import load
@@ -145,6 +145,8 @@ def _reinforce(
             train(run, first)
     except _Killed:
         return "killed"
+    except Interrupted:
+        raise  # by whoever builds the corpus
     except RollkeelError as error:
         if len(folder.metrics()) < 6:
             raise

@@ -19,6 +19,7 @@ from benchmarks.doctor import patches as broken
 from benchmarks.doctor.cases import fault_cases, healthy_cases
 from benchmarks.doctor.faults import BASES, FAULTS
 from benchmarks.doctor.healthy import KINDS
+from benchmarks.doctor.score import Answer, matrix, report
 from benchmarks.doctor.workloads import SPLITS, words_of
 from rollkeel import loop
 from rollkeel.engines import local
@@ -352,3 +353,40 @@ def test_every_config_of_the_corpus_is_valid(split: str) -> None:
 def test_enough_cases() -> None:
     assert len([*fault_cases("test", 10)]) == 15 * 10 * 2
     assert len([*healthy_cases("test", 2)]) >= 60
+
+
+def answer(fault: str, named: str, bug: str = "") -> Answer:
+    return Answer(
+        split="test",
+        fault=fault,
+        kind="k",
+        base="plain",
+        model="moe",
+        seed=0,
+        named=named,
+        causes=(named,),
+        bug=bug,
+        score=0.5,
+        seconds=0.1,
+        tokens=10,
+        path="p",
+    )
+
+
+def test_matrix_counts_injected_by_named() -> None:
+    rows = matrix([answer("mask", "mask"), answer("mask", "alignment"), answer("healthy", "healthy")]).splitlines()
+    assert rows[1].split() == ["mask", "1", "1", ".", "1/2"]  # columns: alignment, mask, healthy
+    assert rows[2].split() == ["healthy", ".", ".", "1", "1/1"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "alarm", "met"), [(0, "", True), (1, "", True), (2, "", False), (0, "mask", False)], ids=str
+)
+def test_targets_are_95_percent_and_no_alarm(
+    wrong: int, alarm: str, met: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = [answer("mask", "alignment" if n < wrong else "mask") for n in range(20)]
+    answers.append(answer("healthy", "policy_lag", alarm))  # a word about staleness is no alarm of a bug
+    assert report(answers, tmp_path / "scores") is met
+    assert (tmp_path / "scores.csv").read_text().count("\n") == 22
+    assert "named first" in capsys.readouterr().out
