@@ -118,7 +118,13 @@ def _stale_version(name: str, arrives: Callable[[int], bool]) -> Magnitude:
 
 
 def _stale_kv(lr: float, tokens: int) -> Magnitude:
-    words = ["run.loop=budgeted", f"rollout.budget.tokens={tokens}", "rollout.budget.capacity=128", f"train.lr={lr}"]
+    words = [
+        "run.loop=budgeted",
+        "run.steps=36",
+        f"rollout.budget.tokens={tokens}",
+        "rollout.budget.capacity=128",
+        f"train.lr={lr}",
+    ]
     return Magnitude(
         name=f"lr {lr:g}, budget {tokens}",
         words=words,

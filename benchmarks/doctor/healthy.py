@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_BUDGET = ["run.loop=budgeted", "rollout.budget.tokens=700", "rollout.budget.capacity=128"]
+_BUDGET = ["run.loop=budgeted", "run.steps=36", "rollout.budget.tokens=700", "rollout.budget.capacity=128"]
 
 
 @dataclass(frozen=True, kw_only=True)
