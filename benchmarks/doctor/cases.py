@@ -64,12 +64,12 @@ def fault_cases(split: str, seeds: int, only: Sequence[str] = ()) -> Iterator[Ca
 
 def healthy_cases(split: str, seeds: int, only: Sequence[str] = ()) -> Iterator[Case]:
     """`seeds` runs of every healthy kind and model."""
-    for name, kind in KINDS.items():
+    for place, (name, kind) in enumerate(KINDS.items()):
         if only and name not in only and HEALTHY not in only:
             continue
         for model in kind.models:
             for n in range(seeds):
-                seed = FIRST_SEED[HEALTHY] + FIRST_SEED[split] + n
+                seed = FIRST_SEED[HEALTHY] + FIRST_SEED[split] + 10 * place + n
                 yield Case(split=split, fault=HEALTHY, kind=name, base="plain", model=model, seed=seed, index=0)
 
 
