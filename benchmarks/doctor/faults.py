@@ -310,7 +310,9 @@ def _faults() -> list[Fault]:
             id="entropy_collapse",
             bug=False,
             about="the policy becomes nearly deterministic before it is good",
-            dev={"any": [_entropy_sign(1.0, *ADDITION, "run.steps=40"), _entropy_sign(3.0, *ADDITION, "run.steps=40")]},
+            dev={
+                "any": [_entropy_sign(4.0, *ADDITION, "run.steps=40"), _entropy_sign(10.0, *ADDITION, "run.steps=40")]
+            },
             test={"any": [_entropy_sign(0.7), _entropy_sign(2.0)]},
         ),
         Fault(
