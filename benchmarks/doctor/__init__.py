@@ -1,0 +1,1 @@
+"""A corpus of injected faults, and how often the doctor names them."""

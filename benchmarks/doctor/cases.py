@@ -1,0 +1,114 @@
+"""Which runs the corpus has, where they lie, and how they are made: several processes, each run once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+from benchmarks.doctor.faults import BASES, FAULTS
+from benchmarks.doctor.healthy import KINDS
+from benchmarks.doctor.workloads import make, words_of
+
+HEALTHY = "healthy"
+OWN_START = ("retokenised", "length_truncation")
+"""Faults whose warm start is another one."""
+FIRST_SEED = {"dev": 0, "test": 1000, "healthy": 5000}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run of the corpus."""
+
+    split: str
+    """`dev` or `test`: whose task and models."""
+    fault: str
+    """Key of `FAULTS`, or `healthy`."""
+    kind: str
+    """Name of the magnitude, or the key of `KINDS`."""
+    base: str
+    """Key of `BASES`."""
+    model: str
+    seed: int
+    index: int
+    """Of the magnitude."""
+
+    def path(self, root: Path) -> Path:
+        kind = self.kind if self.fault == HEALTHY else str(self.index)
+        return root / self.split / self.fault / f"{self.model}-{kind}-{self.base}-{self.seed}"
+
+
+def fault_cases(split: str, seeds: int, only: Sequence[str] = ()) -> Iterator[Case]:
+    """`seeds` runs of every fault and model; magnitudes and bases take turns over the seeds."""
+    for fault in FAULTS.values():
+        if only and fault.id not in only:
+            continue
+        for model in fault.models:
+            sizes = fault.magnitudes(split, model)
+            for n in range(seeds):
+                base = fault.bases[n // len(sizes) % len(fault.bases)]
+                index = n % len(sizes)
+                yield Case(
+                    split=split,
+                    fault=fault.id,
+                    kind=sizes[index].name,
+                    base=base,
+                    model=model,
+                    seed=FIRST_SEED[split] + n,
+                    index=index,
+                )
+
+
+def healthy_cases(split: str, seeds: int, only: Sequence[str] = ()) -> Iterator[Case]:
+    """`seeds` runs of every healthy kind and model."""
+    for place, (name, kind) in enumerate(KINDS.items()):
+        if only and name not in only and HEALTHY not in only:
+            continue
+        for model in kind.models:
+            for n in range(seeds):
+                seed = FIRST_SEED[HEALTHY] + FIRST_SEED[split] + 10 * place + n
+                yield Case(split=split, fault=HEALTHY, kind=name, base="plain", model=model, seed=seed, index=0)
+
+
+def build(case: Case, root: Path, steps: int | None = None) -> float:
+    """Make the run of a case unless it is there. Seconds it took."""
+    cache, extra = root / "warm", [f"run.steps={steps}"] if steps else []
+    about = {"fault": case.fault, "kind": case.kind, "base": case.base, "model": case.model, "split": case.split}
+    if case.fault == HEALTHY:
+        kind = KINDS[case.kind]
+        words = words_of(case.split, case.model, case.seed, [*kind.words, *extra])
+        return make(case.path(root), words, (), cache, about, kind.killed_at)
+    size = FAULTS[case.fault].magnitudes(case.split, case.model)[case.index]
+    words = words_of(case.split, case.model, case.seed, [*BASES[case.base][case.split], *size.words, *extra])
+    if case.fault == "retokenised":
+        cache = root / f"warm-{case.fault}-{case.index}"
+    return make(case.path(root), words, size.patches(case.seed), cache, about)
+
+
+def _begin() -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def build_all(cases: Sequence[Case], root: Path, jobs: int, steps: int | None = None) -> float:
+    """Make what is missing, `jobs` at a time; one line each. Processor seconds of the runs made. Raises what a run raised."""
+    first = {}
+    for case in cases:  # one run of each warm start alone, or all of them would train it
+        first.setdefault((case.split, case.model, case.fault in OWN_START and (case.fault, case.index)), case)
+    rest = [case for case in cases if case not in first.values()]
+    total, done = 0.0, 0
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _begin) as pool:
+        for part in ([*first.values()], rest):
+            running = {pool.submit(build, case, root, steps): case for case in part}
+            for future in as_completed(running):
+                case, done = running[future], done + 1
+                try:
+                    seconds = future.result()
+                except Exception as error:
+                    raise RuntimeError(f"{case.path(root)}: {type(error).__name__}: {error}") from error
+                total += seconds
+                if seconds:
+                    print(f"{done:4d}/{len(cases)}  {seconds:6.1f} s  {case.path(root).relative_to(root)}", flush=True)
+    return total

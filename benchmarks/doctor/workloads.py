@@ -1,0 +1,173 @@
+"""Tasks, models and settings of the two splits, and one run of them: real rollkeel, a few seconds on one core."""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from rich.console import Console
+
+from rollkeel import loop
+from rollkeel.config import Config
+from rollkeel.diagnostics.live import LiveView
+from rollkeel.diagnostics.runfolder import RunFolder
+from rollkeel.errors import BadInput, Interrupted, RollkeelError
+from rollkeel.models.loading import load_policy, quiet_transformers
+from rollkeel.pipeline import warm_start
+from rollkeel.recipe import load
+from rollkeel.run import StopFlag, assemble
+from rollkeel.train import checkpoint
+from rollkeel.validate import validate
+
+SPLITS = ("dev", "test")
+MODELS: dict[str, dict[str, list[str]]] = {
+    "dev": {
+        "moe": ["model.path=preset:tiny-qwen3-moe"],
+        "dense": ["model.path=preset:tiny-qwen3"],
+        "moe2": ["model.path=preset:tiny-qwen3-moe", 'model.overrides={"num_experts": 16, "num_hidden_layers": 3}'],
+    },
+    "test": {
+        "moe": [
+            "model.path=preset:tiny-qwen3-moe",
+            'model.overrides={"hidden_size": 96, "num_hidden_layers": 3, "num_experts": 12, "num_experts_per_tok": 3}',
+        ],
+        "dense": ["model.path=preset:tiny-qwen3-tied", 'model.overrides={"hidden_size": 96, "num_hidden_layers": 3}'],
+        "moe2": ["model.path=preset:tiny-qwen3-moe", 'model.overrides={"num_experts": 6, "moe_intermediate_size": 64}'],
+    },
+}
+"""`moe2` stands in for `dense` where a fault needs experts."""
+ADDITION = ["data.task=addition", 'data.options={"digits": 2, "terms": 2}', "sft.label_noise=0.0", "sft.steps=450"]
+"""Answers of two lengths, where a fault needs that: those of runsum all have twelve digits."""
+LONGER = ['data.options={"numbers": 3, "max_number": 20, "target_max": 100}']
+"""Answers of 5 to 10 characters; nearly all of the others have 5."""
+TASKS: dict[str, list[str]] = {
+    "dev": [
+        "data.task=runsum",
+        "data.options.digits=12",
+        "sft.steps=160",
+        "sampling.max_new_tokens=16",
+        "run.steps=16",
+    ],
+    "test": [
+        "data.task=countdown",
+        'data.options={"numbers": 3, "max_number": 9, "target_max": 50}',
+        "sft.steps=300",
+        "sampling.max_new_tokens=12",
+        "run.steps=24",
+    ],
+}
+"""About 25,000 response tokens a run: 13 tokens an answer in `dev`, 6 to 8 in `test`."""
+COMMON = [
+    "rollout.prompts=16",
+    "rollout.samples=8",
+    "train.lr=3e-4",
+    "train.warmup_steps=4",
+    "eval.every=0",
+    "eval.items=1",
+    "eval.samples=1",
+    "eval.greedy=false",
+    "checkpoint.every=0",
+    "report.samples=0",
+]
+Patch = Callable[[], AbstractContextManager[Any]]
+
+
+def words_of(split: str, model: str, seed: int, extra: Sequence[str]) -> list[str]:
+    """Overrides of a run; later ones win."""
+    return [*COMMON, *TASKS[split], *MODELS[split][model], f"run.seed={seed}", *extra]
+
+
+def run_once(config: Config, path: Path, patches: Sequence[Patch] = (), *, killed_at: int = 0) -> str:
+    """Warm start (from the cache, without regard to the seed) and RL into the run folder `path`. How it ended: `done`, or why not.
+
+    `patches` are in force from before the model is built. `killed_at`: the run dies in that step and is resumed from its
+    last checkpoint by rollkeel itself. A run that rollkeel stops by a rule is kept: its trace is what there is to diagnose.
+    """
+    quiet_transformers()
+    validate(config)
+    torch.set_num_threads(config.run.threads)
+    view = LiveView(console=Console(file=io.StringIO()))
+    start = config.model_copy(update={"run": config.run.model_copy(update={"seed": 0})})
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch())
+        stack.enter_context(view)
+        stop = stack.enter_context(StopFlag(view))
+        folder = RunFolder.create(path, config)
+        try:
+            policy = load_policy(config.model, "cpu")
+            warm_start(policy, start, view, stop, folder.events)
+            ended = _reinforce(config, folder, policy, view, stop, killed_at)
+            if ended == "killed":
+                policy = load_policy(config.model, "cpu")
+                ended = _reinforce(config, folder, policy, view, stop, 0, resume=True)
+        finally:
+            folder.close()
+    for part in ("checkpoints", "model"):
+        shutil.rmtree(path / part, ignore_errors=True)
+    return ended
+
+
+class _Killed(Exception):
+    pass
+
+
+def _reinforce(
+    config: Config, folder: RunFolder, policy: Any, view: LiveView, stop: StopFlag, killed_at: int, resume: bool = False
+) -> str:
+    run, first = assemble(config, folder, policy, view, stop), 0
+    train = {"sync": loop.train_sync, "budgeted": loop.train_budgeted, "async": loop.train_async}[config.run.loop]
+    learn = loop.learn
+
+    def dying(run: Any, step: int, *rest: Any) -> bool:
+        if step == killed_at:
+            raise _Killed
+        return learn(run, step, *rest)
+
+    try:
+        if resume:
+            saved = checkpoint.latest(folder.checkpoints, on_refused=view.error, events=folder.events)
+            if saved is None:
+                raise BadInput(f"{folder.path}: expected a checkpoint to resume from, found none")
+            run.restore(saved)
+            folder.truncate_after(saved.step)
+            first = saved.step + 1
+        with mock.patch.object(loop, "learn", dying if killed_at else learn):
+            train(run, first)
+    except _Killed:
+        return "killed"
+    except Interrupted:
+        raise  # by whoever builds the corpus
+    except RollkeelError as error:
+        if len(folder.metrics()) < 6:
+            raise
+        return f"{type(error).__name__}: {error}"
+    finally:
+        run.close()
+    return "done"
+
+
+def make(
+    path: Path, words: Sequence[str], patches: Sequence[Patch], cache: Path, about: dict[str, Any], killed_at: int = 0
+) -> float:
+    """The run of `words` at `path`, unless it is there already. Seconds it took; 0 if it was there."""
+    label = path / "case.json"
+    about = {**about, "words": list(words)}
+    if label.is_file() and json.loads(label.read_text())["about"] == about:
+        return 0.0
+    shutil.rmtree(path, ignore_errors=True)
+    began = time.perf_counter()
+    ended = run_once(load(None, [*words, f"sft.cache_dir={cache}"]), path, patches, killed_at=killed_at)
+    gc.collect()
+    seconds = time.perf_counter() - began
+    label.write_text(json.dumps({"about": about, "ended": ended, "seconds": round(seconds, 2)}, indent=1) + "\n")
+    return seconds

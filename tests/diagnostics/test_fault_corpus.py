@@ -1,0 +1,392 @@
+"""The injected faults of `benchmarks/doctor`: each changes the one thing it says and nothing else, or the matrix means nothing.
+
+Not covered: whether a magnitude matters (`python -m benchmarks.doctor measure`), and what the doctor makes of it (`score`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.doctor import alterations as alter
+from benchmarks.doctor import patches as broken
+from benchmarks.doctor.cases import fault_cases, healthy_cases
+from benchmarks.doctor.faults import BASES, FAULTS
+from benchmarks.doctor.healthy import KINDS
+from benchmarks.doctor.score import Answer, matrix, report
+from benchmarks.doctor.workloads import SPLITS, words_of
+from rollkeel import loop
+from rollkeel.engines import local
+from rollkeel.recipe import load
+from rollkeel.rollout.dynamic import Drawn
+from rollkeel.types import GraderSpec, Prompt, Request, Rollout, SamplingParams, Segment, Status, TokenSpan
+from rollkeel.validate import validate
+
+IDS = [
+    "temperature",
+    "truncation",
+    "alignment",
+    "mask",
+    "retokenised",
+    "wrong_weights",
+    "stale_version",
+    "stale_kv",
+    "quantisation",
+    "routing",
+    "policy_lag",
+    "entropy_collapse",
+    "reward_failures",
+    "length_truncation",
+    "learning_rate",
+]
+
+
+def span(ids: list[int]) -> TokenSpan:
+    n = len(ids)
+    return TokenSpan(
+        token_ids=np.array(ids),
+        logprobs=-np.arange(1, n + 1, dtype=np.float32) / 4,
+        kept_mass=np.linspace(0.5, 0.9, n, dtype=np.float32),
+        versions=np.arange(n) + 7,
+        kv_versions=np.arange(n) + 2,
+        experts=np.arange(n * 2, dtype=np.int16).reshape(n, 2, 1),
+    )
+
+
+def rollout(ids: list[int]) -> Rollout:
+    prompt = Prompt(
+        id="a",
+        index=0,
+        text="12=",
+        token_ids=np.array([31, 32, 33]),
+        answer="1",
+        grader=GraderSpec(name="exact"),
+        task="t",
+    )
+    return Rollout(
+        id=5,
+        group=1,
+        member=1,
+        prompt=prompt,
+        span=span(ids),
+        status=Status.FINISHED,
+        sampling=SamplingParams(),
+        engine="local",
+        dtype="fp32",
+        reward=1.0,
+        text="1",
+        detail="1",
+    )
+
+
+def changed(one: Any, other: Any) -> set[str]:
+    """Names of the fields that differ; those of `span` and `prompt` with a dot."""
+    out = set()
+    for f in fields(one):
+        a, b = getattr(one, f.name), getattr(other, f.name)
+        if f.name in ("span", "prompt"):
+            out |= {f"{f.name}.{name}" for name in changed(a, b)}
+        elif not np.array_equal(a, b):
+            out.add(f.name)
+    return out
+
+
+HONEST = rollout([10, 11, 12, 2])
+
+
+def test_shifted_takes_the_neighbours_logprobs() -> None:
+    for by, expected in ((1, [2, 3, 4, 4]), (-1, [1, 1, 2, 3]), (2, [3, 4, 4, 4])):
+        new = alter.shifted(HONEST, by)
+        assert changed(HONEST, new) == {"span.logprobs"}
+        np.testing.assert_allclose(new.span.logprobs * -4, expected)
+
+
+def test_unnormalised_is_the_full_distribution_without_a_record() -> None:
+    new = alter.unnormalised(HONEST)
+    assert changed(HONEST, new) == {"span.logprobs", "span.kept_mass"}
+    np.testing.assert_allclose(
+        np.exp(new.span.logprobs), np.exp(HONEST.span.logprobs) * HONEST.span.kept_mass, rtol=1e-6
+    )
+    assert (new.span.kept_mass == 1).all()
+
+
+def test_prompt_in_mask_moves_the_border_and_samples_nothing() -> None:
+    new = alter.prompt_in_mask(HONEST, 2)
+    whole = [np.concatenate([r.prompt.token_ids, r.span.token_ids]).tolist() for r in (HONEST, new)]
+    assert whole[0] == whole[1]
+    assert len(new.prompt.token_ids) == 1
+    assert new.span.logprobs[:2].tolist() == [0, 0]
+    np.testing.assert_array_equal(new.span.logprobs[2:], HONEST.span.logprobs)
+    assert new.text == "2=1"
+    assert changed(HONEST, new) - {"prompt.token_ids", "text"} == {
+        f"span.{name}" for name in ("token_ids", "logprobs", "kept_mass", "versions", "kv_versions", "experts")
+    }
+
+
+def test_prompt_in_mask_leaves_a_token_of_prompt() -> None:
+    assert len(alter.prompt_in_mask(HONEST, 9).prompt.token_ids) == 1
+
+
+def test_inserted_keeps_everything_around_it() -> None:
+    new = alter.inserted(HONEST.span, 4, np.array([90, 91]))
+    assert new.token_ids.tolist() == [10, 11, 12, 2, 90, 91]
+    assert new.versions.tolist() == [7, 8, 9, 10, 10, 10]
+    assert new.experts is not None
+    assert len(new.experts) == 6
+    assert alter.inserted(HONEST.span, 1, np.array([90])).token_ids.tolist() == [10, 90, 11, 12, 2]
+
+
+def test_text_with_tool_output_is_that_of_the_tokens() -> None:
+    assert alter.with_output(replace(HONEST, text="abc"), "<r>", 2).text == "ab<r>c"
+    assert alter.with_output(HONEST, "<r>", 4) is HONEST
+
+
+def test_kv_denied_states_young_kv() -> None:
+    new = alter.kv_denied(HONEST)
+    assert changed(HONEST, new) == {"span.kv_versions"}
+    np.testing.assert_array_equal(new.span.kv_versions, HONEST.span.versions)
+
+
+def test_reward_lost_hits_its_share() -> None:
+    rng = np.random.default_rng(0)
+    new = [alter.reward_lost(HONEST, rng, 0.2, "") for _ in range(2000)]
+    lost = [r for r in new if r.reward == 0]
+    assert 0.17 < len(lost) / 2000 < 0.23
+    assert changed(HONEST, lost[0]) == {"reward", "detail"}
+    assert all(r is HONEST for r in new if r.reward == 1)
+
+
+def test_retokenised_is_the_same_text_in_fewer_tokens() -> None:
+    pairs = {(10, 11): 99}
+    new = alter.retokenised(HONEST, lambda ids: broken.merged(ids, pairs))
+    assert new.span.token_ids.tolist() == [99, 12, 2]
+    np.testing.assert_array_equal(new.span.logprobs, HONEST.span.logprobs[:3])
+    assert alter.retokenised(new, lambda ids: broken.merged(ids, pairs)) is new
+
+
+def test_merged_goes_from_the_left() -> None:
+    pairs = {(1, 2): 12, (2, 3): 23, (1, 1): 11}
+    assert broken.merged([1, 2, 3], pairs) == [12, 3]
+    assert broken.merged([1, 1, 1], pairs) == [11, 1]
+    assert broken.merged([], pairs) == []
+
+
+def test_pair_tokenizer_reads_both_spellings_and_writes_one() -> None:
+    pairs = broken.pairs_of("0123456789", "+-*/")
+    tokenizer = broken._tokenizer(pairs)
+    (one, other), token = next(iter(pairs.items()))
+    assert tokenizer.decode([one, other]) == tokenizer.decode([token])
+    assert tokenizer(tokenizer.decode([token]), add_special_tokens=False)["input_ids"] == [one, other]
+
+
+def test_altered_hands_the_same_rollouts_on() -> None:
+    other = replace(HONEST, id=6)
+    drawn, got = Drawn([HONEST, other], [other], 1, 1), []
+    honest = loop.learn
+    loop.learn = lambda run, step, drawn, *rest: got.append(drawn) or True
+    try:
+        with broken.altered(lambda r, rng: alter.shifted(r, 1), 0):
+            assert loop.learn(None, 1, drawn, {}, None)  # type: ignore[arg-type]
+    finally:
+        loop.learn = honest
+    assert [r.id for r in got[0].rollouts] == [5, 6]
+    assert [r.id for r in got[0].batch] == [6]
+    assert changed(HONEST, got[0].rollouts[0]) == {"span.logprobs"}
+
+
+def test_raw_logprobs_draw_as_before_and_log_the_model() -> None:
+    logits = torch.tensor([[2.0, 0.0, -1.0]])
+    one = torch.ones(1)
+    rows = local.SamplingRows(
+        temperature=one * 0.5,
+        top_p=one,
+        top_k=torch.zeros(1, dtype=torch.int64),
+        min_p=one * 0,
+        truncated=False,
+        tempered=True,
+    )
+    uniform = torch.tensor([0.99], dtype=torch.float64)
+    honest = local.sample(logits, rows, uniform)
+    with broken.raw_logprobs():
+        raw = local.sample(logits, rows, uniform)
+    assert raw.ids.tolist() == honest.ids.tolist()
+    torch.testing.assert_close(raw.logprobs, logits.log_softmax(-1)[:, raw.ids[0]])
+    torch.testing.assert_close(honest.logprobs, (logits / 0.5).log_softmax(-1)[:, honest.ids[0]])
+
+
+def weights() -> dict[str, torch.Tensor]:
+    names = ["lm_head.weight", "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"]
+    names += [f"model.layers.1.mlp.experts.{e}.up_proj.weight" for e in (0, 1, 2)]
+    return {name: torch.full((4, 2), float(i)) + torch.arange(4.0)[:, None] / 10 for i, name in enumerate(names)}
+
+
+@pytest.mark.parametrize(
+    ("change", "touched"),
+    [
+        (broken.experts_rolled(1, 1), {"experts."}),
+        (broken.heads_rolled(1, 2), {"q_proj"}),
+        (broken.constant(r"^model\.norm\.weight", 1.0), {"model.norm"}),
+    ],
+)
+def test_weight_changes_touch_what_they_name(change: Any, touched: set[str]) -> None:
+    before, after = weights(), weights()
+    change(after, {})
+    differ = {name for name in before if not torch.equal(before[name], after[name])}
+    assert differ == {name for name in before if any(part in name for part in touched)}
+
+
+def test_rolled_experts_move_by_one() -> None:
+    before, after = weights(), weights()
+    broken.experts_rolled(1, 1)(after, {})
+    stem = "model.layers.1.mlp.experts.{}.up_proj.weight"
+    for e in range(3):
+        assert torch.equal(after[stem.format(e)], before[stem.format((e + 1) % 3)])
+
+
+def test_keep_first_returns_to_the_first_publication() -> None:
+    change, memory, first = broken.keep_first("lm_head"), {}, weights()
+    change(first, memory)
+    later = {name: tensor + 5 for name, tensor in weights().items()}
+    change(later, memory)
+    assert torch.equal(later["lm_head.weight"], weights()["lm_head.weight"])
+    assert torch.equal(later["model.norm.weight"], weights()["model.norm.weight"] + 5)
+
+
+class Echo:
+    """Samples 40, 41, … behind what it has, until the limit; ends with 2 at `stop` tokens."""
+
+    def __init__(self, stop: int) -> None:
+        self.stop, self.queue = stop, []
+
+    def submit(self, requests: list[Request]) -> None:
+        self.queue += requests
+
+    def poll(self, timeout_s: float) -> list[Segment]:
+        done, self.queue = self.queue, []
+        return [self._one(r) for r in done]
+
+    def _one(self, r: Request) -> Segment:
+        have, limit = len(r.prefix), r.sampling.max_new_tokens
+        ids = [2 if n == self.stop else 40 + n for n in range(have, min(limit, self.stop + 1))]
+        status = Status.FINISHED if ids[-1] == 2 else Status.LENGTH
+        return Segment(request_id=r.id, span=replace(span(ids), experts=None), status=status)
+
+
+def tool(stop: int, limit: int) -> Segment:
+    engine = broken.ToolEngine(Echo(stop), [90, 91], 2)
+    engine.submit([Request(id=3, prompt_ids=np.array([1]), sampling=SamplingParams(max_new_tokens=limit))])
+    ended: list[Segment] = []
+    for _ in range(3):
+        ended += engine.poll(0)
+    (segment,) = ended
+    return segment
+
+
+def test_tool_output_stands_inside_the_answer() -> None:
+    segment = tool(stop=6, limit=9)
+    assert segment.span.token_ids.tolist() == [40, 41, 90, 91, 44, 45, 2]
+    assert segment.span.logprobs[2:4].tolist() == [0, 0]
+    assert segment.status is Status.FINISHED
+
+
+def test_an_answer_that_ends_before_has_no_tool_output() -> None:
+    assert tool(stop=1, limit=9).span.token_ids.tolist() == [40, 2]
+
+
+def test_tool_output_takes_no_room_from_the_answer() -> None:
+    assert len(tool(stop=20, limit=5).span) == 7
+
+
+def test_dropped_updates_keep_the_old_weights_and_state_the_new() -> None:
+    served: list[int] = []
+
+    class Engine:
+        _version = -1
+
+        def update_weights(self, update: Any) -> Any:
+            served.append(update.version)
+            self._version = update.version
+
+    honest, local.LocalEngine = local.LocalEngine, Engine  # type: ignore[misc]
+    try:
+        with broken.updates_dropped(lambda n: n % 2 == 0):
+            engine = Engine()
+            for version in range(4):
+                engine.update_weights(SimpleNamespace(version=version, checksum=1))
+                assert engine._version == version
+    finally:
+        local.LocalEngine = honest
+    assert served == [0, 2]
+
+
+def test_every_fault_is_there_with_sizes_of_its_own_in_both_splits() -> None:
+    assert list(FAULTS) == IDS
+    for fault in FAULTS.values():
+        for model in fault.models:
+            dev, test = ({m.name for m in fault.magnitudes(split, model)} for split in SPLITS)
+            assert dev
+            assert test
+            assert test - dev, fault.id
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_every_config_of_the_corpus_is_valid(split: str) -> None:
+    cases = [*fault_cases(split, 10), *healthy_cases(split, 2)]
+    assert len({case.path(Path()) for case in cases}) == len(cases)
+    for case in cases:
+        if case.seed % 10 > 5:
+            continue  # sizes and bases have taken their turns
+        if case.fault == "healthy":
+            words = KINDS[case.kind].words
+        else:
+            size = FAULTS[case.fault].magnitudes(split, case.model)[case.index]
+            words = [*BASES[case.base][split], *size.words]
+        validate(load(None, words_of(split, case.model, case.seed, words)))
+
+
+def test_enough_cases() -> None:
+    assert len([*fault_cases("test", 10)]) == 15 * 10 * 2
+    assert len([*healthy_cases("test", 2)]) >= 60
+
+
+def answer(fault: str, named: str, bug: str = "") -> Answer:
+    return Answer(
+        split="test",
+        fault=fault,
+        kind="k",
+        base="plain",
+        model="moe",
+        seed=0,
+        named=named,
+        causes=(named,),
+        bug=bug,
+        score=0.5,
+        seconds=0.1,
+        tokens=10,
+        path="p",
+    )
+
+
+def test_matrix_counts_injected_by_named() -> None:
+    rows = matrix([answer("mask", "mask"), answer("mask", "alignment"), answer("healthy", "healthy")]).splitlines()
+    assert rows[1].split() == ["mask", "1", "1", ".", "1/2"]  # columns: alignment, mask, healthy
+    assert rows[2].split() == ["healthy", ".", ".", "1", "1/1"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "alarm", "met"), [(0, "", True), (1, "", True), (2, "", False), (0, "mask", False)], ids=str
+)
+def test_targets_are_95_percent_and_no_alarm(
+    wrong: int, alarm: str, met: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = [answer("mask", "alignment" if n < wrong else "mask") for n in range(20)]
+    answers.append(answer("healthy", "policy_lag", alarm))  # a word about staleness is no alarm of a bug
+    assert report(answers, tmp_path / "scores") is met
+    assert (tmp_path / "scores.csv").read_text().count("\n") == 22
+    assert "named first" in capsys.readouterr().out
