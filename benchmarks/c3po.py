@@ -34,10 +34,11 @@ from rollkeel import loop
 from rollkeel.config import Config
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.runfolder import RunFolder
+from rollkeel.diagnostics.stopping import StopFlag
 from rollkeel.models.loading import load_policy
 from rollkeel.recipe import load
 from rollkeel.rollout.scenario import LengthConfig, Lengths
-from rollkeel.run import StopFlag, assemble
+from rollkeel.run import assemble
 from rollkeel.types import Request
 
 TARGETS = {"rollout": 2.5, "step": 1.5}

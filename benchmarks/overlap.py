@@ -35,9 +35,10 @@ from rollkeel import loop
 from rollkeel.config import Config
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.runfolder import RunFolder
+from rollkeel.diagnostics.stopping import StopFlag
 from rollkeel.models.loading import load_policy
 from rollkeel.recipe import load
-from rollkeel.run import StopFlag, assemble
+from rollkeel.run import assemble
 from rollkeel.types import Request
 
 TARGET = 1.15

@@ -19,11 +19,12 @@ from rollkeel.config import Config
 from rollkeel.diagnostics.analyzer.record import check_layers
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.runfolder import RunFolder
+from rollkeel.diagnostics.stopping import StopFlag
 from rollkeel.errors import BadInput, Corrupt, Interrupted, RollkeelError
 from rollkeel.events import EventLog
 from rollkeel.loop import train_async, train_budgeted, train_sync
 from rollkeel.models.loading import PRESET_PREFIX, Policy, load_policy, quiet_transformers, resolve_device, save_policy
-from rollkeel.run import Run, StopFlag, assemble, eval_prompts, prompt_source
+from rollkeel.run import Run, assemble, eval_prompts, prompt_source
 from rollkeel.train import checkpoint
 from rollkeel.train.sft import run_sft
 from rollkeel.validate import validate

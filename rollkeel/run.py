@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import resource
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from rollkeel.config import Config
 from rollkeel.diagnostics.alarms import Alarms
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.runfolder import RunFolder
+from rollkeel.diagnostics.stopping import StopFlag
 from rollkeel.diagnostics.trackers import Tracker, open_trackers
 from rollkeel.engines.open import open_engine
 from rollkeel.errors import BadInput
@@ -44,34 +43,6 @@ from rollkeel.types import Prompt, SamplingParams
 
 EVAL_SEED = 0x5EED
 """Mixed into the run seed for evaluation draws, so that they never repeat those of training."""
-
-
-class StopFlag:
-    """Turns the first Ctrl-C or SIGTERM into a request to stop at the next safe point; a second one stops at once."""
-
-    def __init__(self, view: LiveView | None = None) -> None:
-        self._view = view
-        self._set = False
-        self._previous: dict[int, Any] = {}
-
-    def __call__(self) -> bool:
-        return self._set
-
-    def __enter__(self) -> StopFlag:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._set:
-            raise KeyboardInterrupt
-        self._set = True
-        if self._view is not None:
-            self._view.note("stopping at the next safe point (again to stop at once)")
 
 
 @dataclass

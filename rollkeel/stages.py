@@ -15,6 +15,7 @@ from rollkeel import objectives, rewards
 from rollkeel.config import Config
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.rollout_store import read_step, to_rollouts, write_step
+from rollkeel.diagnostics.stopping import StopFlag
 from rollkeel.engines.open import check_engine, open_engine
 from rollkeel.errors import BadInput, Interrupted
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers, resolve_device, save_policy
@@ -29,7 +30,7 @@ from rollkeel.rollout.collect import collect, issue
 from rollkeel.rollout.evaluate import evaluate
 from rollkeel.rollout.measure import speed_curve
 from rollkeel.rollout.scenario import Scenario
-from rollkeel.run import EVAL_SEED, StopFlag, eval_prompts, prompt_source, run_probes, sampling_params
+from rollkeel.run import EVAL_SEED, eval_prompts, prompt_source, run_probes, sampling_params
 from rollkeel.sync.publish import DirectPublisher
 from rollkeel.train import checkpoint
 from rollkeel.types import Rollout

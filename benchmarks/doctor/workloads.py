@@ -20,11 +20,12 @@ from rollkeel import loop
 from rollkeel.config import Config
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.runfolder import RunFolder
+from rollkeel.diagnostics.stopping import StopFlag
 from rollkeel.errors import BadInput, Interrupted, RollkeelError
 from rollkeel.models.loading import load_policy, quiet_transformers
 from rollkeel.pipeline import warm_start
 from rollkeel.recipe import load
-from rollkeel.run import StopFlag, assemble
+from rollkeel.run import assemble
 from rollkeel.train import checkpoint
 from rollkeel.validate import validate
 

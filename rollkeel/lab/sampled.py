@@ -13,6 +13,7 @@ from rich.console import Console
 from rollkeel.batch.build import TrainingBatch, build_batch
 from rollkeel.config import Config
 from rollkeel.diagnostics.live import LiveView
+from rollkeel.diagnostics.stopping import StopFlag
 from rollkeel.engines.open import open_engine
 from rollkeel.events import EventLog
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers
@@ -20,7 +21,7 @@ from rollkeel.models.names import checkpoint_views
 from rollkeel.pipeline import warm_start
 from rollkeel.recipe import load
 from rollkeel.rollout.collect import collect, issue
-from rollkeel.run import StopFlag, prompt_source, sampling_params
+from rollkeel.run import prompt_source, sampling_params
 from rollkeel.sync.publish import DirectPublisher
 from rollkeel.train.trainer import LocalTrainer
 

@@ -19,6 +19,7 @@ from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.replayed import SAMPLED, TRAINED, MetricChange, first_difference, metric_changes
 from rollkeel.diagnostics.rollout_store import read_step, write_step
 from rollkeel.diagnostics.runfolder import RunFolder
+from rollkeel.diagnostics.stopping import StopFlag
 from rollkeel.engines.idle import IdleEngine
 from rollkeel.errors import BadInput, Corrupt, Interrupted
 from rollkeel.learn import learn
@@ -27,7 +28,7 @@ from rollkeel.models.loading import load_policy, resolve_device
 from rollkeel.pipeline import warm_start
 from rollkeel.replay.record import Record
 from rollkeel.rollout.dynamic import Drawn
-from rollkeel.run import Run, StopFlag, assemble
+from rollkeel.run import Run, assemble
 from rollkeel.train import checkpoint
 
 Weights = Mapping[str, torch.Tensor]

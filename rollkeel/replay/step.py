@@ -14,12 +14,12 @@ from rollkeel.config import Config
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.replayed import MetricChange, effects, metric_changes
 from rollkeel.diagnostics.rollout_store import read_step
+from rollkeel.diagnostics.stopping import StopFlag
 from rollkeel.errors import BadInput, Corrupt
 from rollkeel.models.loading import quiet_transformers
 from rollkeel.recipe import from_tree, merge
 from rollkeel.replay.player import Parting, Player, Weights
 from rollkeel.replay.record import Record
-from rollkeel.run import StopFlag
 from rollkeel.train import checkpoint
 from rollkeel.validate import validate
 

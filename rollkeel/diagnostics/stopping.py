@@ -1,0 +1,37 @@
+"""Ctrl-C as a request that is asked for at safe points."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+from rollkeel.diagnostics.live import LiveView
+
+
+class StopFlag:
+    """Turns the first Ctrl-C or SIGTERM into a request to stop at the next safe point; a second one stops at once."""
+
+    def __init__(self, view: LiveView | None = None) -> None:
+        self._view = view
+        self._set = False
+        self._previous: dict[int, Any] = {}
+
+    def __call__(self) -> bool:
+        return self._set
+
+    def __enter__(self) -> StopFlag:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._set:
+            raise KeyboardInterrupt
+        self._set = True
+        if self._view is not None:
+            self._view.note("stopping at the next safe point (again to stop at once)")
