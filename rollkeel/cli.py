@@ -140,6 +140,26 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder, finished or n
     print(render(run))
 
 
+@app.command()
+def doctor(
+    path: Annotated[Path, typer.Argument(help="A run folder, one of its rollouts files, or a dump of another trainer.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    last: Annotated[int | None, typer.Option(min=1, help="Only the last so many steps.")] = None,
+) -> None:
+    """Why a run went bad, from its recorded tokens: causes with evidence (exit code 1), or healthy (0)."""
+    from rollkeel.diagnostics.doctor import diagnose
+    from rollkeel.diagnostics.doctor.view import show
+    from rollkeel.diagnostics.traces.read import read_trace
+
+    found = diagnose(read_trace(path, last=last))
+    if as_json:
+        print(json.dumps(found.to_json(), ensure_ascii=False))
+    else:
+        show(found)
+    if not found.healthy:
+        raise typer.Exit(1)
+
+
 @app.command(name="simulate")
 def simulate_policies(
     words: Annotated[
