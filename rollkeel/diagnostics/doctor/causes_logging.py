@@ -7,7 +7,7 @@ import numpy as np
 from rollkeel.diagnostics.doctor import thresholds as limits
 from rollkeel.diagnostics.doctor.diagnosis import Cause
 from rollkeel.diagnostics.doctor.evidence import Evidence
-from rollkeel.diagnostics.doctor.tokens import Gap, Tokens
+from rollkeel.diagnostics.doctor.tokens import Gap, Tokens, gap
 from rollkeel.diagnostics.traces.trace import Trace
 from rollkeel.types import IntArray
 
@@ -83,16 +83,17 @@ def retokenised(e: Evidence) -> Cause | None:
             positions=places(e.trace, moved.first),
         )
     share = float(odd.chosen.mean()) if len(odd.chosen) else 0.0
-    fits = left(e.gap) and e.gap.excess.value < 0 and 0 < share < limits.OUTLIER_SHARE
-    if not fits or odd.rest > limits.OUTLIER_REST or abs(odd.excess.value) > 0.5 * abs(e.gap.excess.value):
+    whole = gap(e.calm)
+    fits = left(whole) and whole.excess.value < 0 and 0 < share < limits.OUTLIER_SHARE
+    if not fits or odd.rest > limits.OUTLIER_REST or abs(odd.excess.value) > 0.5 * abs(whole.excess.value):
         return None
     return Cause(
         id="retokenised",
         score=0.6,
-        evidence=f"E_q[ρ] = {1 + e.gap.excess.value:.3f} (z {e.gap.excess.z:.0f}) and {share:.2%} of tokens, standing alone, "
+        evidence=f"E_q[ρ] = {1 + whole.excess.value:.3f} (z {whole.excess.z:.0f}) and {share:.2%} of tokens, standing alone, "
         f"carry it: without them it is {1 + odd.excess.value:.3f}; the trainer was shown other ids than were sampled.",
         advice="Train on the engine's own token ids; never decode a response and encode it again.",
-        positions=places(e.trace, widest(e.clean)),
+        positions=places(e.trace, widest(e.calm)),
     )
 
 

@@ -27,9 +27,8 @@ class Evidence:
     correlations: dict[int, float]
     shift: signs.Shift | None
     displaced: signs.Shift | None
-    odd: signs.Odd
     clean: Tokens
-    """Without foreign, shifted, displaced and odd tokens."""
+    """Without foreign tokens and moved sequences."""
     gap: Gap
     """Of `clean`."""
     fresh: Tokens
@@ -37,6 +36,9 @@ class Evidence:
     fresh_gap: Gap
     fresh_steps: list[Gap]
     """By `tokens.steps`."""
+    calm: Tokens
+    """`fresh` if that is enough of them, else `clean`: the next three are of these."""
+    odd: signs.Odd
     tempered: signs.Tempered
     surprisal: signs.Surprisal | None
     kept_mass: float | None
@@ -51,18 +53,12 @@ def measure(trace: Trace) -> Evidence:
     tokens = select(trace)
     strange = signs.foreign(trace, tokens)
     own = tokens.where(~strange.chosen) if strange.chosen.any() else tokens
-    shift = signs.shifted(own)
-    if shift is not None and not enough(shift.sequences, own):
-        shift = None
-    rest = own if shift is None else own.where(~np.isin(own.sequence, shift.sequences))
-    displaced = signs.displaced(rest) if shift is None else None
-    if displaced is not None and not enough(displaced.sequences, rest):
-        displaced = None
-    if displaced is not None:
-        rest = rest.where(~np.isin(rest.sequence, displaced.sequences))
-    odd = signs.odd_tokens(rest)
+    shift, displaced = _moved(own)
+    moved = shift or displaced
+    rest = own if moved is None else own.where(~np.isin(own.sequence, moved.sequences))
     fresh = rest.fresh
     calm = fresh if len(fresh) >= limits.MIN_TOKENS else rest
+    odd = signs.odd_tokens(calm)
     kept = trace.kept_mass
     return Evidence(
         trace=trace,
@@ -71,17 +67,30 @@ def measure(trace: Trace) -> Evidence:
         correlations=signs.correlations(own) if shift is not None else {},
         shift=shift,
         displaced=displaced,
-        odd=odd,
         clean=rest,
         gap=gap(rest),
         fresh=fresh,
         fresh_gap=gap(fresh),
         fresh_steps=by_bin(fresh),
+        calm=calm,
+        odd=odd,
         tempered=signs.tempered(calm),
         surprisal=signs.surprisal(calm) if len(calm) else None,
         kept_mass=None if kept is None or not len(rest) else float(np.nanmean(kept[rest.index], dtype=np.float64)),
         series=series(trace),
     )
+
+
+def _moved(tokens: Tokens) -> tuple[signs.Shift | None, signs.Shift | None]:
+    """Shifted as a whole or displaced from a token on: the one that puts more sequences right."""
+    shift, displaced = signs.shifted(tokens), signs.displaced(tokens)
+    shift = shift if shift is not None and enough(shift.sequences, tokens) else None
+    displaced = displaced if displaced is not None and enough(displaced.sequences, tokens) else None
+    if shift is None or displaced is None:
+        return shift, displaced
+    # Whole shifts are displacements from the first token on, so that these are always a few more.
+    part = len(displaced.sequences) > limits.PARTLY * len(shift.sequences)
+    return (None, displaced) if part else (shift, None)
 
 
 def enough(sequences: IntArray, tokens: Tokens) -> bool:

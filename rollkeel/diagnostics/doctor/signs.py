@@ -218,9 +218,11 @@ def tempered(tokens: Tokens) -> Tempered:
     """
     y = tokens.q - tokens.o
     exact = tokens.entropy is not None
-    x = tokens.o + tokens.entropy if tokens.entropy is not None else tokens.o - tokens.o.mean(dtype=np.float64)
+    x = tokens.o + (tokens.entropy if tokens.entropy is not None else -tokens.o.sum() / max(len(tokens), 1))
     known = np.isfinite(x) & (np.abs(y) < limits.CLAMP / 2)
     x, y = x[known].astype(np.float64), y[known].astype(np.float64)
+    if len(x) < limits.MIN_INFORMED:
+        return Tempered(1.0, 0.0, exact)
     y -= y.mean()
     squares, total = float((x * x).sum()), float((y * y).sum())
     if squares <= 0 or total <= 0:
@@ -270,10 +272,13 @@ def _cut_or_cold(o: FloatArray, entropy: FloatArray) -> tuple[float, float]:
     stride = max(len(o) // _MOST_TOKENS, 1)
     o, entropy = o[::stride], entropy[::stride]
     two = (entropy > 0.005) & (entropy < np.log(2))
-    if two.sum() < limits.MIN_INFORMED:
-        return 0.0, float("nan")
     rare = np.interp(entropy[two], _BRANCH_ENTROPY, _BRANCH)
-    seen = o[two] < np.log(0.5)
+    chance = np.exp(o[two])
+    # With more than two branches of weight, the sampled one has neither probability that the entropy asks for.
+    fits = np.minimum(np.abs(chance - rare), np.abs(1 - chance - rare)) < 0.25 * rare
+    rare, seen = rare[fits], chance[fits] < 0.5
+    if len(rare) < limits.MIN_INFORMED:
+        return 0.0, float("nan")
 
     def likelihood(chance: FloatArray) -> float:
         return float(np.where(seen, np.log(chance), np.log1p(-chance)).sum())

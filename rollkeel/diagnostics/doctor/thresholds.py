@@ -40,6 +40,8 @@ SHIFT_SHARE = 0.01
 SHIFT_COUNT = 3
 SHIFT_CONTRAST = 4
 """Times as many sequences must fit that lag as any other: a policy 16 steps old has 2 % that fit some lag by chance."""
+PARTLY = 1.5
+"""Times as many sequences displaced from a later token on as shifted whole: the ids changed, not the offset."""
 OUTLIER = 1.0
 """Nats of |log ρ| from which a token is one that the trainer was not shown as it was sampled; fp8 has 0.1 % of them."""
 OUTLIER_REST = 0.2

@@ -12,13 +12,15 @@ from rollkeel.diagnostics.doctor.diagnosis import Cause, Diagnosis
 
 _STYLE = {"bug": "bold red", "numerics": "bold yellow", "dynamics": "bold magenta"}
 _SHOWN = 5
+_PIPED = 10_000
 
 
 def show(diagnosis: Diagnosis, console: Console | None = None) -> None:
     """Print to `console`, standard output if None. Colour and wrapping only where it is a terminal."""
-    console = console or Console(highlight=False, soft_wrap=False)
-    # Piped text is read by grep and people's mail: one line a statement.
-    console.print(rendered(diagnosis), soft_wrap=not console.is_terminal)
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _PIPED  # for grep: one line a statement
+    console.print(rendered(diagnosis))
 
 
 def rendered(diagnosis: Diagnosis) -> RenderableType:
