@@ -7,6 +7,7 @@ import numpy as np
 from rollkeel.diagnostics.doctor import thresholds as limits
 from rollkeel.diagnostics.doctor.diagnosis import Cause
 from rollkeel.diagnostics.doctor.evidence import Evidence
+from rollkeel.diagnostics.doctor.signs import Shift
 from rollkeel.diagnostics.doctor.tokens import Gap, Tokens, gap
 from rollkeel.diagnostics.traces.trace import Trace
 from rollkeel.types import IntArray
@@ -69,6 +70,19 @@ def alignment(e: Evidence) -> Cause | None:
     )
 
 
+def _broke(moved: Shift) -> str:
+    if moved.lag == 0:
+        return (
+            f"log q and log o agree to {moved.fits:.3f} nats up to a token and lie {moved.apart:.1f} apart from it on, the "
+            "trainer finding most tokens absurd"
+        )
+    return (
+        f"log q fit the tokens up to a point and from there on tokens one to three places "
+        f"{'earlier' if moved.lag < 0 else 'later'} (|log ρ| {moved.apart:.2f} nats as recorded, {moved.fits:.2f} moved, "
+        f"{moved.control:.2f} moved the other way)"
+    )
+
+
 def retokenised(e: Evidence) -> Cause | None:
     moved, odd = e.displaced, e.odd
     if moved is not None:
@@ -76,9 +90,7 @@ def retokenised(e: Evidence) -> Cause | None:
         return Cause(
             id="retokenised",
             score=min(0.6 + 0.4 * share, 1.0),
-            evidence=f"In {len(moved.sequences)} sequences ({share:.0%}) log q fit the tokens up to a point and from there "
-            f"on tokens one to three places {'earlier' if moved.lag < 0 else 'later'} (|log ρ| {moved.apart:.2f} nats as "
-            f"recorded, {moved.fits:.2f} moved, {moved.control:.2f} moved the other way): the ids are not those sampled.",
+            evidence=f"In {len(moved.sequences)} sequences ({share:.0%}) {_broke(moved)}: the ids are not those sampled.",
             advice="Train on the engine's own token ids; never decode a response and encode it again.",
             positions=places(e.trace, moved.first),
         )
@@ -195,7 +207,7 @@ def _drawn_elsewhere(e: Evidence, wanted: str) -> Cause | None:
         id="temperature",
         score=min(0.6 + abs(s.difference.value) / max(s.entropy, 1e-9), 0.95),
         evidence=f"{numbers}: tokens look drawn at temperature {stated / max(s.inverse_temperature, 0.05):.2f}, where "
-        f"{stated:g} is stated and both sides compute at that.",
+        f"{stated:g} is stated and both sides compute at that{'; a cut such as top-p can look alike' if cold else ''}.",
         advice="Make the sampler draw at the temperature it states and logs.",
         positions=places(e.trace, e.fresh.index[np.argsort(e.fresh.o, kind="stable")[: limits.POSITIONS]]),
     )

@@ -27,6 +27,7 @@ class Evidence:
     correlations: dict[int, float]
     shift: signs.Shift | None
     displaced: signs.Shift | None
+    """Displaced or broken from a token on."""
     clean: Tokens
     """Without foreign tokens and moved sequences."""
     gap: Gap
@@ -82,18 +83,21 @@ def measure(trace: Trace) -> Evidence:
 
 
 def _moved(tokens: Tokens) -> tuple[signs.Shift | None, signs.Shift | None]:
-    """Shifted as a whole or displaced from a token on: the one that puts more sequences right."""
-    shift, displaced = signs.shifted(tokens), signs.displaced(tokens)
-    shift = shift if shift is not None and enough(shift.sequences, tokens) else None
-    displaced = displaced if displaced is not None and enough(displaced.sequences, tokens) else None
-    if shift is None or displaced is None:
-        return shift, displaced
+    """Shifted as a whole, or from a token on displaced or broken: what puts most sequences right."""
+
+    def sure(found: signs.Shift | None, share: float) -> signs.Shift | None:
+        return found if found is not None and enough(found.sequences, tokens, share) else None
+
+    shift = sure(signs.shifted(tokens), limits.SHIFT_SHARE)
+    later = [sure(signs.displaced(tokens), limits.SHIFT_SHARE), sure(signs.broken(tokens), limits.BREAK_SHARE)]
+    part = max((p for p in later if p is not None), key=lambda p: len(p.sequences), default=None)
+    if shift is None or part is None:
+        return shift, part
     # Whole shifts are displacements from the first token on, so that these are always a few more.
-    part = len(displaced.sequences) > limits.PARTLY * len(shift.sequences)
-    return (None, displaced) if part else (shift, None)
+    return (None, part) if len(part.sequences) > limits.PARTLY * len(shift.sequences) else (shift, None)
 
 
-def enough(sequences: IntArray, tokens: Tokens) -> bool:
+def enough(sequences: IntArray, tokens: Tokens, share: float) -> bool:
     """Whether so many sequences with one pattern are more than chance."""
     total = len(np.unique(tokens.sequence))
-    return len(sequences) >= limits.SHIFT_COUNT and len(sequences) >= limits.SHIFT_SHARE * total
+    return len(sequences) >= limits.SHIFT_COUNT and len(sequences) >= share * total

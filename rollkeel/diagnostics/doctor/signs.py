@@ -19,11 +19,11 @@ class Shift(NamedTuple):
     """Sequences whose log q fit the log o of neighbours, from their first token or from a later one on."""
 
     lag: int
-    """log q at t is of the token at t + lag; for `behind`, the sign of that lag."""
+    """log q at t is of the token at t + lag; of `displaced` only the sign, 0 of `broken`."""
     apart: float
     """Mean |log ρ| of those sequences, nats."""
     fits: float
-    """What is left of it where log q are moved."""
+    """What is left of it where log q are moved; of `broken`, before the first shifted token."""
     sequences: IntArray
     first: IntArray
     """`[len(sequences)]` index into the trace: first shifted token."""
@@ -73,11 +73,45 @@ def displaced(tokens: Tokens) -> Shift | None:
         fitting[sign] = better & (ends - at >= limits.SHIFT_LENGTH - 1)
     sign = max(fitting, key=lambda k: int(fitting[k].sum()))
     chosen, (cost, at), (other, _) = fitting[sign], sides[sign], sides[-sign]
-    if chosen.sum() <= limits.SHIFT_CONTRAST * fitting[-sign].sum():
+    if chosen.sum() <= limits.SHIFT_CONTRAST * fitting[-sign].sum() + limits.DISPLACED_CHANCE:
         return None
     count = int((ends - starts)[chosen].sum())
     apart, fits, control = (float(x[chosen].sum()) / count for x in (straight, cost, other))
     return Shift(sign, apart, fits, near.sequence[starts[chosen]], near.index[at[chosen]], control)
+
+
+def broken(tokens: Tokens) -> Shift | None:
+    """Sequences that agree up to a token and from it on hardly at all, the trainer finding most tokens absurd.
+
+    That is what ids do which the policy would not write: the trainer scores them and all that follows in a context the
+    sampler never had. `lag` is 0.
+    """
+    near = _suspects(tokens)
+    if len(near) == 0:
+        return None
+    starts = np.flatnonzero(np.diff(near.sequence, prepend=-1))
+    ends = np.append(starts[1:], len(near))
+    log_ratio = near.o - near.q
+    absurd = np.flatnonzero(log_ratio < -limits.BREAK)
+    place = np.searchsorted(absurd, starts)
+    at = np.where(place < len(absurd), absurd[np.minimum(place, max(len(absurd) - 1, 0))], ends) if len(absurd) else ends
+    at = np.minimum(at, ends)
+    total = np.append(0.0, np.cumsum(np.abs(log_ratio), dtype=np.float64))
+    apart = np.append(0, np.cumsum(np.abs(log_ratio) > limits.OUTLIER))
+    before = (total[at] - total[starts]) / np.maximum(at - starts, 1)
+    after = (apart[ends] - apart[at]) / np.maximum(ends - at, 1)
+    chosen = (at > starts) & (ends - at >= 3) & (before < limits.BREAK_BEFORE) & (after > limits.BREAK_AFTER)
+    if not chosen.any():
+        return None
+    behind = total[ends] - total[at]
+    return Shift(
+        0,
+        float(behind[chosen].sum() / (ends - at)[chosen].sum()),
+        float((total[at] - total[starts])[chosen].sum() / (at - starts)[chosen].sum()),
+        near.sequence[starts[chosen]],
+        near.index[at[chosen]],
+        float("nan"),
+    )
 
 
 def _suspects(tokens: Tokens) -> Tokens:

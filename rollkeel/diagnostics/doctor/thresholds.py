@@ -33,6 +33,16 @@ SHIFT_FITS = 0.35
 """It is shifted if another lag brings that below this share. Unrelated lags leave 0.8 and more."""
 DISPLACED_FITS = 0.6
 """The same where tokens may have moved by one to three places, against no move and against moves the other way."""
+DISPLACED_CHANCE = 10
+"""Sequences that a gap of the size of 16 steps of staleness displaces by chance; more must show it."""
+BREAK = 2.0
+"""Nats by which the trainer must find a token less likely than the sampler for a sequence to break there."""
+BREAK_BEFORE = 0.15
+"""Mean |log ρ| before that token, at most: fp8 has 0.02."""
+BREAK_AFTER = 0.5
+"""Share of the tokens from there on that are `OUTLIER` apart. After an odd token of fp8 or of staleness it is below 0.3."""
+BREAK_SHARE = 0.02
+"""Share of sequences that must break."""
 SHIFT_LENGTH = 5
 """Tokens compared in the shifted part, at least."""
 SHIFT_SHARE = 0.01

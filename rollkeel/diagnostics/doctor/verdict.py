@@ -41,8 +41,8 @@ def _gap_causes(e: Evidence) -> list[Cause]:
     found = [c for judge in (logging.mask, logging.alignment) if (c := judge(e)) is not None]
     if (again := logging.retokenised(e)) is not None:
         found.append(again)
-    if len(e.clean) < limits.MIN_TOKENS or any(c.id == "retokenised" for c in found):
-        return found
+    if len(e.clean) < limits.MIN_TOKENS or len(e.clean) < 0.5 * len(e.tokens) or any(c.id == "retokenised" for c in found):
+        return found  # what is left over shows the same fault less clearly
     for judge in (logging.temperature, logging.truncation):
         if (cause := judge(e)) is not None:
             return [*found, cause]  # what is left of the gap is this cause's own
@@ -122,7 +122,7 @@ def not_examined(e: Evidence, causes: list[Cause]) -> dict[str, str]:
         lacks("the trace has no log-probs of the trainer", *gap)
     elif len(e.tokens) < limits.MIN_TOKENS:
         lacks(f"{len(e.tokens)} tokens with both log-probs; {limits.MIN_TOKENS} are needed", *gap)
-    elif len(e.clean) < limits.MIN_TOKENS:
+    elif len(e.clean) < max(limits.MIN_TOKENS, 0.5 * len(e.tokens)):
         lacks(f"hidden behind {causes[0].id if causes else 'other faults'}", *gap)
     elif ids & {"temperature", "truncation", "retokenised"}:
         hides = sorted(ids & {"temperature", "truncation", "retokenised"})[0]

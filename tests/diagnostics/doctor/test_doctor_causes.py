@@ -112,8 +112,10 @@ def test_truncation_that_is_not_in_the_log_probs(mass: float) -> None:
     recorded = sim.trace(mass=mass, renormalise=False, facts=replace(FP32, top_p=mass))
     assert first(recorded) == "truncation"
     assert first(recorded.with_(kept_mass=None)) == "truncation"
-    hidden = recorded.with_(kept_mass=np.ones(len(recorded), np.float32), facts=FP32)
-    assert first(hidden) == "truncation"
+    denied = recorded.with_(kept_mass=np.ones(len(recorded), np.float32))
+    assert first(denied) == "truncation"
+    # With many branches a cut and a cold sampler look alike; unless the run says which, either may be named.
+    assert first(denied.with_(facts=FP32)) in ("truncation", "temperature")
 
 
 def test_truncation_that_is_not_stated() -> None:
