@@ -142,7 +142,9 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder, finished or n
 
 @app.command()
 def doctor(
-    path: Annotated[Path, typer.Argument(help="A run folder, one of its rollouts files, or a dump of another trainer.")],
+    path: Annotated[
+        Path, typer.Argument(help="A run folder, one of its rollouts files, or a dump of another trainer.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     last: Annotated[int | None, typer.Option(min=1, help="Only the last so many steps.")] = None,
 ) -> None:

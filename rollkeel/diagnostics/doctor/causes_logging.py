@@ -41,7 +41,9 @@ def mask(e: Evidence) -> Cause | None:
     how = f"all with log q = {found.fill:g}" if np.isfinite(found.fill) else "all but impossible to engine and trainer"
     if len(found.without) > found.chosen.sum():
         how = "without any log q"
-    where = "at the start of responses, as prompt tokens" if found.at_start > 0.8 else "inside responses, as tool output"
+    where = (
+        "at the start of responses, as prompt tokens" if found.at_start > 0.8 else "inside responses, as tool output"
+    )
     return Cause(
         id="mask",
         score=min(0.7 + 3 * found.count / total, 1.0),
@@ -126,7 +128,12 @@ def temperature(e: Evidence) -> Cause | None:
             positions=places(e.trace, widest(e.fresh)),
         )
     first = e.fresh_steps[0] if e.fresh_steps else e.fresh_gap
-    if off and line.explained > limits.LINE_FITS_HONEST and first.noise > limits.HARMFUL_NOISE and not left(e.fresh_gap):
+    if (
+        off
+        and line.explained > limits.LINE_FITS_HONEST
+        and first.noise > limits.HARMFUL_NOISE
+        and not left(e.fresh_gap)
+    ):
         return Cause(
             id="temperature",
             score=min(0.5 + 0.4 * line.explained, 1.0),

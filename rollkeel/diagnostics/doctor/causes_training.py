@@ -60,7 +60,7 @@ def reward_failures(e: Evidence) -> Cause | None:
     share = any_.sum() / max(int(low.sum()), 1)
     return Cause(
         id="reward_failures",
-        score=min(0.7 + share, 1.0),
+        score=min(0.7 + float(share), 1.0),
         evidence=f"{int(any_.sum())} of {int(low.sum())} lowest rewards ({share:.1%}) are a failed grader's: {', '.join(parts)}.",
         advice="Leave a rollout whose grader failed out of the batch, count it, and repair the grader; never score it 0.",
         positions=last_tokens(trace, np.flatnonzero(any_)),
@@ -68,7 +68,9 @@ def reward_failures(e: Evidence) -> Cause | None:
 
 
 def _status(trace: Trace, status: str) -> np.ndarray:
-    return np.array([s == status for s in trace.status]) if trace.status is not None else np.zeros(trace.sequences, bool)
+    return (
+        np.array([s == status for s in trace.status]) if trace.status is not None else np.zeros(trace.sequences, bool)
+    )
 
 
 def _said(trace: Trace) -> np.ndarray:
@@ -127,7 +129,7 @@ def length_truncation(e: Evidence) -> Cause | None:
         return None
     if b.value - e.series.low < limits.CUT_REST * spread:
         return None
-    lost = share * apart.value / spread
+    lost = float(share) * apart.value / spread
     return Cause(
         id="length_truncation",
         score=min(0.4 + lost, 1.0),
@@ -209,7 +211,9 @@ def _moves(s: Series) -> list[str]:
         found.append(f"{clipped:.0%} of tokens left the clip band in one step (step {_at(s, s.clipped)})")
     norms = s.grad_norm[np.isfinite(s.grad_norm) & (s.grad_norm > 0)]
     if len(norms) and norms.max() > limits.GRAD_SPIKE * np.median(norms):
-        found.append(f"the gradient norm reached {norms.max():.3g}, {norms.max() / np.median(norms):.0f} times its median")
+        found.append(
+            f"the gradient norm reached {norms.max():.3g}, {norms.max() / np.median(norms):.0f} times its median"
+        )
     entropy = s.entropy
     step = np.abs(np.diff(entropy)) / np.maximum(np.maximum(entropy[1:], entropy[:-1]), 1e-9)
     big = np.where(np.abs(np.diff(entropy)) > limits.ENTROPY_LOW, step, 0)

@@ -95,13 +95,15 @@ def routing(e: Evidence, limit: Allowed) -> Cause | None:
         return None
     with_, without, both = gap(known.where(flipped)), gap(known.where(~flipped)), gap(known)
     share = with_.k3 * with_.tokens / max(both.k3 * both.tokens, 1e-30)
-    if share < limits.FLIPPED_SHARE or not limit.explains(without):
+    # Flips of their own come without the noise in logits that would explain them.
+    own = flipped.mean() > limits.FLIPS_PER_NOISE * without.noise
+    if share < limits.FLIPPED_SHARE or not (limit.explains(without) or own):
         return None
     return Cause(
         id="routing",
         score=min(0.4 + 0.6 * share, 1.0),
         evidence=f"{flipped.mean():.1%} of tokens use other experts in engine and trainer and carry {share:.0%} of k3; "
-        f"without them it is {without.k3:.2g}, as {limit.words} explain, with them {both.k3:.2g}.",
+        f"k3 is {both.k3:.2g} with them and {without.k3:.2g} without, the noise in logits there {without.noise:.3f}.",
         advice="Replay the engine's experts in the trainer (rollout.replay_routing=true), or compute routers in fp32.",
         positions=places(e.trace, widest(known.where(flipped))),
     )
@@ -122,7 +124,9 @@ class Onset(NamedTuple):
 
 def onset(e: Evidence, limit: Allowed) -> Onset | None:
     """First step with a gap beyond the limit after steps without one; None if the gap was there from the first."""
-    known = [(int(s), g) for s, g in zip(e.fresh.steps, e.fresh_steps, strict=True) if g.informed >= limits.MIN_INFORMED]
+    known = [
+        (int(s), g) for s, g in zip(e.fresh.steps, e.fresh_steps, strict=True) if g.informed >= limits.MIN_INFORMED
+    ]
     if len(known) < 3:
         return None
     noise = np.array([g.noise for _, g in known])
@@ -153,7 +157,11 @@ def _over_time(e: Evidence, limit: Allowed) -> Cause | None:
             positions=places(e.trace, widest(shown)),
         )
     if began.at_once > limits.JUMP or _partly(e, began.step):
-        grew = "at once" if began.at_once > limits.JUMP else "while the sampler's own distribution goes on changing"
+        grew = (
+            "at once"
+            if began.at_once > limits.JUMP
+            else "growing, as where a part of the weights stands still while the rest arrives"
+        )
         return Cause(
             id="wrong_weights",
             score=0.8,
@@ -174,12 +182,16 @@ def _over_time(e: Evidence, limit: Allowed) -> Cause | None:
 
 
 def _partly(e: Evidence, step: int) -> bool:
-    """Whether the sampler goes on changing after `step`; weights that stand still sample with the same surprisal for ever."""
+    """Whether only part of the weights stood still after `step`.
+
+    A stuck output head moves all logits one way, and whole weights that stand still sample with the same surprisal for ever.
+    """
     after = e.fresh.where(e.fresh.steps[e.fresh.bin] >= step)
     steps = len(np.unique(after.bin))
     if steps < 6:
         return False
-    return abs(drift(after)) > limits.DRIFT_Z
+    late = gap(after)
+    return abs(late.bias) > limits.STUCK_BIAS * late.noise or abs(drift(after)) > limits.DRIFT_Z
 
 
 def drift(tokens: Tokens) -> float:
@@ -201,7 +213,8 @@ def _from_the_start(e: Evidence, limit: Allowed) -> Cause:
     found = e.fresh_gap
     shown = places(e.trace, widest(e.fresh))
     beyond = f"{_numbers(found)} at equal versions, where {limit.words} explain {limit.noise:.3f} and {limit.k3:.2g}"
-    if found.noise > limits.WRONG_NOISE or abs(found.bias) > limits.WRONG_BIAS * found.noise:
+    biased = abs(found.bias) > limits.WRONG_BIAS * found.noise
+    if found.noise > limits.WRONG_NOISE or found.k3 > limits.WRONG_K3 or biased:
         return Cause(
             id="wrong_weights",
             score=0.8,

@@ -89,7 +89,7 @@ def _moved(tokens: Tokens) -> tuple[signs.Shift | None, signs.Shift | None]:
         return found if found is not None and enough(found.sequences, tokens, share) else None
 
     shift = sure(signs.shifted(tokens), limits.SHIFT_SHARE)
-    later = [sure(signs.displaced(tokens), limits.SHIFT_SHARE), sure(signs.broken(tokens), limits.BREAK_SHARE)]
+    later = [sure(signs.displaced(tokens), limits.DISPLACED_SHARE), sure(signs.broken(tokens), limits.BREAK_SHARE)]
     part = max((p for p in later if p is not None), key=lambda p: len(p.sequences), default=None)
     if shift is None or part is None:
         return shift, part

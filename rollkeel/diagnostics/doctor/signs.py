@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rollkeel.diagnostics.doctor import thresholds as limits
-from rollkeel.diagnostics.doctor.tokens import Mean, Tokens, clustered
+from rollkeel.diagnostics.doctor.tokens import Mean, Tokens, clustered, gap
 from rollkeel.diagnostics.traces.trace import Trace
 from rollkeel.types import FloatArray, IntArray
 
@@ -94,7 +94,9 @@ def broken(tokens: Tokens) -> Shift | None:
     log_ratio = near.o - near.q
     absurd = np.flatnonzero(log_ratio < -limits.BREAK)
     place = np.searchsorted(absurd, starts)
-    at = np.where(place < len(absurd), absurd[np.minimum(place, max(len(absurd) - 1, 0))], ends) if len(absurd) else ends
+    at = (
+        np.where(place < len(absurd), absurd[np.minimum(place, max(len(absurd) - 1, 0))], ends) if len(absurd) else ends
+    )
     at = np.minimum(at, ends)
     total = np.append(0.0, np.cumsum(np.abs(log_ratio), dtype=np.float64))
     apart = np.append(0, np.cumsum(np.abs(log_ratio) > limits.OUTLIER))
@@ -103,6 +105,9 @@ def broken(tokens: Tokens) -> Shift | None:
     chosen = (at > starts) & (ends - at >= 3) & (before < limits.BREAK_BEFORE) & (after > limits.BREAK_AFTER)
     if not chosen.any():
         return None
+    intact = np.repeat(chosen, ends - starts) & (np.arange(len(near)) < np.repeat(at, ends - starts))
+    if gap(near.where(intact)).noise > limits.BREAK_NOISE:
+        return None  # the policies differ before the token too, so that is no break
     behind = total[ends] - total[at]
     return Shift(
         0,
@@ -191,7 +196,9 @@ def foreign(trace: Trace, tokens: Tokens) -> Foreign:
     if trace.mask is None and trace.train_logprobs is not None:
         missing &= np.isfinite(trace.train_logprobs)
     chosen, fill = _filled(tokens)
-    chosen |= _impossible(tokens)
+    runs = _impossible(tokens)
+    if len(runs) and runs.mean() > limits.FOREIGN_RUNS:
+        chosen |= runs
     without = np.flatnonzero(missing)
     return Foreign(chosen, without, fill, _from_start(trace, np.concatenate([without, tokens.index[chosen]])))
 

@@ -33,6 +33,8 @@ SHIFT_FITS = 0.35
 """It is shifted if another lag brings that below this share. Unrelated lags leave 0.8 and more."""
 DISPLACED_FITS = 0.6
 """The same where tokens may have moved by one to three places, against no move and against moves the other way."""
+DISPLACED_SHARE = 0.05
+"""Share of sequences that must be displaced: old KV does it to 2 % by chance, encoding anew to most that can be split."""
 DISPLACED_CHANCE = 10
 """Sequences that a gap of the size of 16 steps of staleness displaces by chance; more must show it."""
 BREAK = 2.0
@@ -41,7 +43,9 @@ BREAK_BEFORE = 0.15
 """Mean |log ρ| before that token, at most: fp8 has 0.02."""
 BREAK_AFTER = 0.5
 """Share of the tokens from there on that are `OUTLIER` apart. After an odd token of fp8 or of staleness it is below 0.3."""
-BREAK_SHARE = 0.02
+BREAK_NOISE = 0.2
+"""Noise in logits before it, at most: re-tokenised runs have what their dtype has (bf16 0.03), stale ones 0.5 and more."""
+BREAK_SHARE = 0.03
 """Share of sequences that must break."""
 SHIFT_LENGTH = 5
 """Tokens compared in the shifted part, at least."""
@@ -67,6 +71,9 @@ FOREIGN_APART = 1.0
 """Nats between a filled-in log q and log o from which a token counts as never sampled."""
 FOREIGN_SURPRISAL = 5.0
 """Nats: tokens this unlikely to both sides that stand side by side were not drawn from anything near it."""
+
+FOREIGN_RUNS = 0.01
+"""Share of such tokens: a policy that a learning rate of 0.01 blew up has 0.004."""
 
 # -- surprisal = entropy -----------------------------------------------------------------------------------------------
 SURPRISAL = 0.04
@@ -109,10 +116,15 @@ HARMFUL_NOISE = 0.2
 HARMFUL_K3 = 0.01
 
 # -- weights and versions ----------------------------------------------------------------------------------------------
-WRONG_NOISE = 0.5
-"""Noise in logits that no quantisation in use makes: int4 has 0.25."""
+WRONG_NOISE = 0.8
+"""Noise in logits that no quantisation in use makes: int4 has 0.25, at a temperature of 0.8 up to 0.57."""
+WRONG_K3 = 0.06
+"""The same for k3: int4 has 0.018, swapped experts 0.29."""
 FLIPPED_SHARE = 0.6
 """Share of k3 on tokens with other experts from which routing is the cause, if the rest is within its dtype."""
+FLIPS_PER_NOISE = 1.5
+"""Share of flipped tokens over the noise in logits of the others: 2.4 to 5.6 where routers are at fault, 0.3 to 0.9 where
+flips follow from int4, fp8 or bf16."""
 BEHIND = 3.0
 """k3 behind a change of version over k3 of other tokens of the same staleness."""
 JUMP = 0.5
@@ -156,6 +168,8 @@ LINE_FITS_HONEST = 0.8
 """The same where E_q[ρ] is 1, so that sharper weights must be told from another temperature: 16 steps of staleness 0.54."""
 WRONG_BIAS = 0.5
 """|median| over noise of the gap in logits: quantisation has 0.14 (fp8) to 0.38 (int4)."""
+STUCK_BIAS = 2.0
+"""|median| over noise of the gap in logits where a head stands still (4 by the end); whole stale weights have 0.5 to 1.2."""
 DRIFT_Z = 4.0
 """From which the sampler is said to change over the steps."""
 UNEXPLAINED = 0.02

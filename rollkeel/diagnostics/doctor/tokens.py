@@ -12,7 +12,19 @@ from rollkeel.diagnostics.traces.trace import PER_TOKEN, Trace
 from rollkeel.types import FloatArray, IntArray
 
 PER_SEQUENCE = frozenset(
-    "step id group reward prompt_length train_version status prompt_text text answer detail".split()
+    [
+        "step",
+        "id",
+        "group",
+        "reward",
+        "prompt_length",
+        "train_version",
+        "status",
+        "prompt_text",
+        "text",
+        "answer",
+        "detail",
+    ]
 )
 
 
@@ -134,7 +146,9 @@ class Mean(NamedTuple):
 
     @property
     def z(self) -> float:
-        return self.value / self.error if self.error > 0 else 0.0 if self.value == 0 else float(np.sign(self.value)) * 99.0
+        return (
+            self.value / self.error if self.error > 0 else 0.0 if self.value == 0 else float(np.sign(self.value)) * 99.0
+        )
 
 
 def clustered(values: FloatArray, cluster: IntArray) -> Mean:

@@ -41,7 +41,11 @@ def _gap_causes(e: Evidence) -> list[Cause]:
     found = [c for judge in (logging.mask, logging.alignment) if (c := judge(e)) is not None]
     if (again := logging.retokenised(e)) is not None:
         found.append(again)
-    if len(e.clean) < limits.MIN_TOKENS or len(e.clean) < 0.5 * len(e.tokens) or any(c.id == "retokenised" for c in found):
+    if (
+        len(e.clean) < limits.MIN_TOKENS
+        or len(e.clean) < 0.5 * len(e.tokens)
+        or any(c.id == "retokenised" for c in found)
+    ):
         return found  # what is left over shows the same fault less clearly
     for judge in (logging.temperature, logging.truncation):
         if (cause := judge(e)) is not None:
@@ -128,7 +132,9 @@ def not_examined(e: Evidence, causes: list[Cause]) -> dict[str, str]:
         hides = sorted(ids & {"temperature", "truncation", "retokenised"})[0]
         lacks(f"hidden behind {hides}", *gap)
     if len(e.fresh) < limits.MIN_TOKENS <= len(e.clean):
-        lacks("too few tokens of the trainer's own version", "wrong_weights", "stale_version", "quantisation", "routing")
+        lacks(
+            "too few tokens of the trainer's own version", "wrong_weights", "stale_version", "quantisation", "routing"
+        )
     if e.tokens.lag is None:
         lacks("the trace does not state versions", "policy_lag", "stale_kv")
     if e.fresh.flipped is None or not (e.fresh.flipped >= 0).any():

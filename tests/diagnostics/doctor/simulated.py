@@ -80,7 +80,8 @@ class Simulated:
         known: dict[str, Any] = dict(
             source="simulated",
             path="nowhere",
-            facts=facts or Facts(engine_dtype="fp32", train_dtype="fp32", temperature=1.0, top_p=1.0, max_new_tokens=99),
+            facts=facts
+            or Facts(engine_dtype="fp32", train_dtype="fp32", temperature=1.0, top_p=1.0, max_new_tokens=99),
             starts=self.starts,
             step=self.step,
             id=np.arange(sequences),
@@ -108,4 +109,6 @@ def simulate(
     scale = rng.gamma(2.0, sharpness / 2, (starts[-1], 1))  # from flat contexts to certain ones
     train = rng.normal(size=(starts[-1], VOCABULARY)) * scale
     engine = train + rng.normal(size=train.shape) * noise
-    return Simulated(rng=rng, starts=starts, step=np.repeat(np.arange(1, steps + 1), per_step), train=train, engine=engine)
+    return Simulated(
+        rng=rng, starts=starts, step=np.repeat(np.arange(1, steps + 1), per_step), train=train, engine=engine
+    )

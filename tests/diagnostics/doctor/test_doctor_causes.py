@@ -228,7 +228,9 @@ def two_versions(sim: Simulated) -> tuple[np.ndarray, np.ndarray]:
 def test_old_kv_that_is_stated_recomputed() -> None:
     sim = simulate()
     versions, behind = two_versions(sim)
-    sim = replace(sim, engine=np.where(behind[:, None], sim.train + sim.rng.normal(size=sim.train.shape) * 0.4, sim.train))
+    sim = replace(
+        sim, engine=np.where(behind[:, None], sim.train + sim.rng.normal(size=sim.train.shape) * 0.4, sim.train)
+    )
     trace = sim.trace(versions=versions, kv_versions=versions)
     cause = the(trace)
     assert cause.id == "stale_kv"
@@ -286,7 +288,9 @@ def test_rewards_of_failed_graders() -> None:
     assert cause.id == "reward_failures"
     assert {p["id"] for p in cause.positions} <= set(np.flatnonzero(lost).tolist())
     told = np.where(np.arange(trace.sequences) % 20 == 0, "TimeoutError: sandbox", "").tolist()
-    assert first(trace.with_(detail=told, reward=np.where(np.array(told) == "", trace.reward, 0.0))) == "reward_failures"
+    assert (
+        first(trace.with_(detail=told, reward=np.where(np.array(told) == "", trace.reward, 0.0))) == "reward_failures"
+    )
     status = np.where(np.arange(trace.sequences) % 20 == 0, "grader_failure", "finished").tolist()
     assert first(trace.with_(status=status)) == "reward_failures"
     excluded = np.where(np.array(status) == "finished", trace.reward, np.nan)
