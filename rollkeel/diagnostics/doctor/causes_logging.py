@@ -35,7 +35,7 @@ def left(gap: Gap) -> bool:
 
 def mask(e: Evidence) -> Cause | None:
     found, total = e.foreign, len(e.tokens) + len(e.foreign.without)
-    if found.count < limits.FOREIGN_COUNT or found.count < limits.FOREIGN_SHARE * total:
+    if found.total < limits.FOREIGN_COUNT or found.total < limits.FOREIGN_SHARE * total:
         return None
     index = np.sort(np.concatenate([found.without, e.tokens.index[found.chosen]]))
     how = f"all with log q = {found.fill:g}" if np.isfinite(found.fill) else "all but impossible to engine and trainer"
@@ -46,8 +46,8 @@ def mask(e: Evidence) -> Cause | None:
     )
     return Cause(
         id="mask",
-        score=min(0.7 + 3 * found.count / total, 1.0),
-        evidence=f"{found.count} of {total} tokens in the loss mask ({found.count / total:.1%}) were never sampled: "
+        score=min(0.7 + 3 * found.total / total, 1.0),
+        evidence=f"{found.total} of {total} tokens in the loss mask ({found.total / total:.1%}) were never sampled: "
         f"{how}, {where} would stand.",
         advice="Set the loss mask to 0 on every token the engine did not sample, before advantages are spread over it.",
         positions=places(e.trace, index),

@@ -185,7 +185,7 @@ class Foreign(NamedTuple):
     """Share that stands in a run from the first token of its response."""
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         return int(self.chosen.sum()) + len(self.without)
 
 
@@ -211,7 +211,7 @@ def _filled(tokens: Tokens) -> tuple[np.ndarray, float]:
     values, counts = np.unique(tokens.q[apart], return_counts=True)
     value, count = values[counts.argmax()], counts.max()
     # 1 % of log-probs may well be exactly 0 in float32; then log o is near 0 as well and they are not apart.
-    if count < limits.FOREIGN_COUNT or count < limits.FOREIGN_SHARE * len(tokens) or value <= -limits.CLAMP:
+    if count < limits.FOREIGN_COUNT or count < limits.FOREIGN_SHARE * len(tokens):
         return np.zeros(len(tokens), bool), float("nan")
     return (tokens.q == value) & (tokens.o < -0.5 if value > -0.5 else True), float(value)
 

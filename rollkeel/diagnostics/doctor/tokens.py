@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -214,7 +215,7 @@ def by_bin(tokens: Tokens) -> list[Gap]:
     """One `Gap` for every bin of `tokens.steps`."""
     edges = np.searchsorted(tokens.bin, np.arange(len(tokens.steps) + 1))
     out = []
-    for first, last in zip(edges[:-1], edges[1:], strict=True):
+    for first, last in itertools.pairwise(edges):
         part = slice(int(first), int(last))
         names = ("index", "sequence", "bin", "q", "o")
         few = {n: getattr(tokens, n)[part] for n in names}

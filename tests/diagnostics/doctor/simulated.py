@@ -77,25 +77,25 @@ class Simulated:
         logged = softmax_log(self.engine / logged_at)[at, ids]
         o = softmax_log(self.train / trained_at)
         sequences = len(self.step)
-        known: dict[str, Any] = dict(
-            source="simulated",
-            path="nowhere",
-            facts=facts
+        known: dict[str, Any] = {
+            "source": "simulated",
+            "path": "nowhere",
+            "facts": facts
             or Facts(engine_dtype="fp32", train_dtype="fp32", temperature=1.0, top_p=1.0, max_new_tokens=99),
-            starts=self.starts,
-            step=self.step,
-            id=np.arange(sequences),
-            group=np.arange(sequences) // 4,
-            reward=self.rng.integers(0, 2, sequences).astype(float),
-            prompt_length=np.full(sequences, 5),
-            train_version=self.step - 1,
-            versions=(self.token_step - 1).astype(np.int64),
-            token_ids=ids,
-            rollout_logprobs=(logged - (np.log(kept_mass) if renormalise else 0)).astype(np.float32).clip(max=0),
-            train_logprobs=o[at, ids].astype(np.float32).clip(max=0),
-            entropy=-(np.exp(o) * o).sum(1).astype(np.float32),
-            kept_mass=kept_mass.astype(np.float32),
-        )
+            "starts": self.starts,
+            "step": self.step,
+            "id": np.arange(sequences),
+            "group": np.arange(sequences) // 4,
+            "reward": self.rng.integers(0, 2, sequences).astype(float),
+            "prompt_length": np.full(sequences, 5),
+            "train_version": self.step - 1,
+            "versions": (self.token_step - 1).astype(np.int64),
+            "token_ids": ids,
+            "rollout_logprobs": (logged - (np.log(kept_mass) if renormalise else 0)).astype(np.float32).clip(max=0),
+            "train_logprobs": o[at, ids].astype(np.float32).clip(max=0),
+            "entropy": -(np.exp(o) * o).sum(1).astype(np.float32),
+            "kept_mass": kept_mass.astype(np.float32),
+        }
         return Trace(**(known | changes))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,8 @@ def test_log_probs_without_the_temperature(temperature: float, noise: float) -> 
     cause = the(simulate(noise=noise).trace(sampled_at=temperature, trained_at=temperature, facts=facts))
     assert cause.id == "temperature"
     said = re.search(r"no temperature of ([0-9.]+)", cause.evidence)
-    assert said is not None and abs(float(said[1]) - temperature) < 0.03
+    assert said is not None
+    assert abs(float(said[1]) - temperature) < 0.03
 
 
 def test_a_trainer_without_the_temperature() -> None:
@@ -274,10 +276,12 @@ def answered(trace: Trace, **changes: Any) -> Trace:
     n = trace.sequences
     right = trace.reward > 0.5
     texts = [str(i // 4) if ok else f"{i // 4} or so" for i, ok in enumerate(right)]
-    known: dict[str, Any] = dict(
-        prompt_text=[f"what is {i // 4}?" for i in range(n)], answer=[str(i // 4) for i in range(n)], text=texts
-    )
-    return trace.with_(**(known | dict(status=["finished"] * n, detail=[""] * n) | changes))
+    known: dict[str, Any] = {
+        "prompt_text": [f"what is {i // 4}?" for i in range(n)],
+        "answer": [str(i // 4) for i in range(n)],
+        "text": texts,
+    }
+    return trace.with_(**(known | {"status": ["finished"] * n, "detail": [""] * n} | changes))
 
 
 def test_rewards_of_failed_graders() -> None:
@@ -337,5 +341,5 @@ def test_learning_rate() -> None:
 
 def test_every_cause_has_a_test_here() -> None:
     """`unexplained` is what is left; a test of it would be a cause of its own."""
-    text = open(__file__, encoding="utf-8").read()
+    text = Path(__file__).read_text(encoding="utf-8")
     assert [name for name in CAUSES if f'"{name}"' not in text and name != "unexplained"] == []
