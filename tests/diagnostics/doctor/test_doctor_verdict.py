@@ -107,7 +107,7 @@ def written(folder: Path, trace: Trace) -> Path:
             folder / "rollouts" / f"step_{step:06d}.parquet",
             [_rollout(trace, i, parts[i], step) for i in chosen],
             step=step,
-            train_version=dict.fromkeys(chosen, step - 1),
+            train_version={i: step - 1 for i in chosen},
             train_logprobs={i: trace.train_logprobs[part] for i, part in parts.items()},
             entropy={i: trace.entropy[part] for i, part in parts.items()},
         )
