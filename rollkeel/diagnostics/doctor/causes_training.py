@@ -145,17 +145,22 @@ def entropy_collapse(e: Evidence) -> Cause | None:
     if len(s.steps) < 4 or not np.isfinite(s.entropy).any() or not np.isfinite(s.reward).any():
         return None
     late, high = float(np.nanmean(s.late(s.entropy))), float(np.nanmax(s.entropy))
-    if late > limits.ENTROPY_LOW or late > limits.ENTROPY_FALL * high:
-        return None
-    reward, spread = float(np.nanmean(s.late(s.reward))), s.high - s.low
+    same, reward, spread = float(np.nanmean(s.late(s.same))), float(np.nanmean(s.late(s.reward))), s.high - s.low
     if spread <= 0 or (reward - s.low) / spread > limits.REWARD_BEST or trend(s).z > limits.TREND_Z:
         return None
-    same = float(np.nanmean(s.late(s.same)))
+    quarter = max(len(s.steps) // 4, 1)
+    lost = difference(s, slice(0, quarter), slice(-quarter, None))
+    fell = (
+        -lost.value > limits.ENTROPY_LOSS * (float(np.nanmean(s.early(s.reward))) - s.low) and lost.z < -limits.TREND_Z
+    )
+    nothing = late < limits.ENTROPY_LOW or same > limits.SAME_ALL
+    if not ((late < limits.ENTROPY_FALL * high and nothing) or (late < limits.ENTROPY_HALF * high and fell)):
+        return None
     return Cause(
         id="entropy_collapse",
         score=min(0.5 + 0.5 * (1 - late / max(high, 1e-9)) * (1 - (reward - s.low) / spread), 1.0),
         evidence=f"Entropy ({s.entropy_of}) fell from {high:.3f} to {late:.3f} nats per token while the reward is "
-        f"{reward:.2f} in [{s.low:g}, {s.high:g}] and no longer rises; {same:.0%} of groups have no differing rewards.",
+        f"{reward:.2f} in [{s.low:g}, {s.high:g}] and {'falls' if fell else 'no longer rises'}; {same:.0%} of groups have no differing rewards.",
         advice="Lower the learning rate or raise the upper clip bound, drop negative KL or entropy terms, use harder prompts.",
         positions=first_tokens(e.trace, np.flatnonzero(e.trace.step >= s.late(s.steps)[0])),
     )
@@ -216,7 +221,7 @@ def _moves(s: Series) -> list[str]:
         )
     entropy = s.entropy
     step = np.abs(np.diff(entropy)) / np.maximum(np.maximum(entropy[1:], entropy[:-1]), 1e-9)
-    big = np.where(np.abs(np.diff(entropy)) > limits.ENTROPY_LOW, step, 0)
+    big = np.where(np.abs(np.diff(entropy)) > limits.ENTROPY_JUMP, step, 0)
     if len(big) and np.nanmax(big, initial=0) > limits.ENTROPY_STEP:
         at = int(np.nanargmax(big))
         found.append(f"entropy went from {entropy[at]:.2f} to {entropy[at + 1]:.2f} nats in step {int(s.steps[at])}")

@@ -117,7 +117,7 @@ class Onset(NamedTuple):
     level: float
     """Median noise from there on."""
     at_once: float
-    """Noise of the first two steps over the level."""
+    """Noise of the first step over that of the later half."""
     returns: int
     """Times the gap closed again after it had opened."""
 
@@ -136,7 +136,8 @@ def onset(e: Evidence, limit: Allowed) -> Onset | None:
     first = int(over.argmax())
     level = float(np.median(noise[first:][over[first:]]))
     closes = int((over[first:-1] & ~over[first + 1 :]).sum())
-    at_once = float(noise[first : first + 2].max() / level) if first + 3 <= len(noise) else 1.0
+    later = noise[first:][over[first:]]
+    at_once = float(noise[first] / np.median(later[len(later) // 2 :])) if first + 3 <= len(noise) else 1.0
     return Onset(known[first][0], float(np.median(noise[:first])), level, at_once, closes)
 
 

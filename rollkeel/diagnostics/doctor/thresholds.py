@@ -139,6 +139,12 @@ ENTROPY_LOW = 0.05
 """Nats per token: below it almost nothing is explored."""
 ENTROPY_FALL = 0.35
 """… and below this share of its highest."""
+ENTROPY_HALF = 0.65
+"""… or below this share of it while the reward falls by `ENTROPY_LOSS` of its early level: where entropy was punished it
+went from 0.43 to 0.22 and the reward from 0.35 to 0.09."""
+ENTROPY_LOSS = 0.4
+SAME_ALL = 0.9
+"""Share of groups without differing rewards from which nothing is learnt any more."""
 REWARD_BEST = 0.75
 """Share of the reward's range from which a low entropy is success and not collapse."""
 ZERO_VARIANCE = 0.5
@@ -152,6 +158,8 @@ GRAD_SPIKE = 5.0
 """Largest gradient norm over its median."""
 ENTROPY_STEP = 0.5
 """Largest change of mean entropy from one step to the next, as share of the larger."""
+ENTROPY_JUMP = 0.2
+"""… and in nats, at least: a learning rate ten times too high has 0.8, punished entropy up to 0.11."""
 CUT_SHARE = 0.1
 """Share of responses that end at the length limit."""
 CUT_GAP = 0.2
