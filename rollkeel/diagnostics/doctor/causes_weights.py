@@ -191,8 +191,10 @@ def _partly(e: Evidence, step: int) -> bool:
     steps = len(np.unique(after.bin))
     if steps < 6:
         return False
-    late = gap(after)
-    return abs(late.bias) > limits.STUCK_BIAS * late.noise or abs(drift(after)) > limits.DRIFT_Z
+    each = [
+        abs(g.bias) / g.noise for s, g in zip(e.fresh.steps, e.fresh_steps, strict=True) if s >= step and g.noise > 0
+    ]
+    return float(np.median(each)) > limits.STUCK_BIAS or abs(drift(after)) > limits.DRIFT_Z
 
 
 def drift(tokens: Tokens) -> float:

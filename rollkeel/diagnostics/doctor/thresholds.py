@@ -177,7 +177,7 @@ LINE_FITS_HONEST = 0.8
 WRONG_BIAS = 0.5
 """|median| over noise of the gap in logits: quantisation has 0.14 (fp8) to 0.38 (int4)."""
 STUCK_BIAS = 2.0
-"""|median| over noise of the gap in logits where a head stands still (4 by the end); whole stale weights have 0.5 to 1.2."""
+"""|median| over noise of the gap in logits where a head stands still (4 by the end); whole stale weights have 0.5 to 1.5."""
 DRIFT_Z = 4.0
 """From which the sampler is said to change over the steps."""
 UNEXPLAINED = 0.02

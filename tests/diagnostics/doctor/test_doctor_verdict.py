@@ -99,7 +99,7 @@ def written(folder: Path, trace: Trace) -> Path:
     (folder / "rollouts").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("")
     for step in np.unique(trace.step).tolist():
-        chosen = np.flatnonzero(trace.step == step).tolist()
+        chosen: list[int] = np.flatnonzero(trace.step == step).tolist()
         parts = {i: slice(int(trace.starts[i]), int(trace.starts[i + 1])) for i in chosen}
         assert trace.train_logprobs is not None
         assert trace.entropy is not None
@@ -107,7 +107,7 @@ def written(folder: Path, trace: Trace) -> Path:
             folder / "rollouts" / f"step_{step:06d}.parquet",
             [_rollout(trace, i, parts[i], step) for i in chosen],
             step=step,
-            train_version={i: step - 1 for i in chosen},
+            train_version=dict.fromkeys(chosen, int(step) - 1),
             train_logprobs={i: trace.train_logprobs[part] for i, part in parts.items()},
             entropy={i: trace.entropy[part] for i, part in parts.items()},
         )
