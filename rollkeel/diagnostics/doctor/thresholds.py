@@ -1,7 +1,7 @@
 """Every number a verdict hangs on, with where it comes from.
 
-"Runs" are those of `benchmarks/doctor` on its development split: the tiny mixture of experts and the tiny dense model of
-the recipes. A gate asks for an effect size and for a z-score, so that neither noise nor a mere 10⁷ tokens is a fault.
+"Runs" are those of the recipes and of the development split of `benchmarks/doctor`: a tiny mixture of experts and a tiny
+dense model. A gate asks for an effect size and for a z-score, so that neither noise nor a mere 10⁷ tokens is a fault.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHIFT_LAGS = (-2, -1, 1, 2)
 SHIFT_APART = 0.15
 """Nats: a sequence is looked at if its |log ρ| averages more. Honest fp8: 0.02; 16 steps of staleness: about 0.2."""
 SHIFT_FITS = 0.35
-"""It is shifted if another lag brings that below this share. Unrelated lags leave 0.8 and more."""
+"""It is shifted if another lag brings that below this share. Chosen, not fitted."""
 DISPLACED_FITS = 0.6
 """The same where tokens may have moved by one to three places, against no move and against moves the other way."""
 DISPLACED_SHARE = 0.05
@@ -42,7 +42,7 @@ BREAK = 2.0
 BREAK_BEFORE = 0.15
 """Mean |log ρ| before that token, at most: fp8 has 0.02."""
 BREAK_AFTER = 0.5
-"""Share of the tokens from there on that are `OUTLIER` apart. After an odd token of fp8 or of staleness it is below 0.3."""
+"""Share of the tokens from there on that are `OUTLIER` apart. Chosen, not fitted."""
 BREAK_NOISE = 0.2
 """Noise in logits before it, at most: re-tokenised runs have what their dtype has (bf16 0.03), stale ones 0.5 and more."""
 BREAK_SHARE = 0.03
@@ -77,14 +77,12 @@ FOREIGN_RUNS = 0.01
 
 # -- surprisal = entropy -----------------------------------------------------------------------------------------------
 SURPRISAL = 0.04
-"""Share of the mean entropy by which mean(−log o) may leave it: honest runs stay within 0.02, top-p 0.9 leaves 0.2."""
+"""Share of the mean entropy by which mean(−log o) may leave it: honest runs stayed within 0.03; simulated top-p 0.98 leaves it."""
 SURPRISAL_Z = 5.0
 
 # -- temperature -------------------------------------------------------------------------------------------------------
 SLOPE = 0.05
 """|log| of the slope of logit q on logit o; fp8 has 0.012."""
-SLOPE_RESIDUAL = 0.6
-"""What the slope leaves of the gap in logits. Numerics: 0.95 and more; staleness: 0.8."""
 
 # -- what a dtype explains ---------------------------------------------------------------------------------------------
 NOISE = {
@@ -171,7 +169,7 @@ GRADER_SHARE = 0.01
 GRADER_COUNT = 3
 LINE_FITS = 0.3
 """Share of the variance of log ρ that the line of a temperature explains; simulated: 0.93 and more at T 0.7 with a gap of
-int4 beside it, 0.66 at T 0.9; numerics 0.03."""
+fp8 beside it, 0.66 at T 0.9; numerics 0.03."""
 LINE_FITS_HONEST = 0.8
 """The same where E_q[ρ] is 1, so that sharper weights must be told from another temperature: 16 steps of staleness 0.54."""
 WRONG_BIAS = 0.5
