@@ -15,6 +15,28 @@ app = typer.Typer()
 
 
 @app.command()
+def doctor(
+    path: Annotated[
+        Path, typer.Argument(help="A run folder, one of its rollouts files, or a dump of another trainer.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    last: Annotated[int | None, typer.Option(min=1, help="Only the last so many steps.")] = None,
+) -> None:
+    """Why a run went bad, from its recorded tokens: causes with evidence (exit code 1), or healthy (0)."""
+    from rollkeel.diagnostics.doctor import diagnose
+    from rollkeel.diagnostics.doctor.view import show
+    from rollkeel.diagnostics.traces.read import read_trace
+
+    found = diagnose(read_trace(path, last=last))
+    if as_json:
+        print(json.dumps(found.to_json(), ensure_ascii=False))
+    else:
+        show(found)
+    if not found.healthy:
+        raise typer.Exit(1)
+
+
+@app.command()
 def analyze(
     target: Annotated[str, typer.Argument(help="A run folder, or a model: folder, id or preset:NAME.")],
     words: Annotated[

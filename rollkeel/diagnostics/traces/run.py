@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,59 +51,96 @@ def read_run_trace(path: Path, *, last: int | None = None, spread: int | None = 
 
     `last`: only the rollouts of the last so many steps; `spread`: of at most so many steps, evenly, the first and the last
     among them. A file that cannot be read is left out and named in `notes`.
-    Raises `BadInput` if there is no run, or no rollout that can be read.
+    Raises `BadInput` if there is no run or no rollout, `Corrupt` if there are files and none can be read.
     """
     run = read_run(path) if path.is_dir() else None
-    files = rollout_files(path) if run else [(0, path)]
+    files = [file for _, file in rollout_files(path)] if run else [path]
     notes = list(run.problems) if run else []
-    tables: list[pa.Table] = []
-    columns = [*{c for c, _, _ in _TOKENS.values()}, *_TEXTS.values(), *_NUMBERS, *_ENGINE]
-    columns += ["prompt_token_ids", "train_version", "pieces"]
+    parts: list[_Part] = []
+    damaged: RollkeelError | None = None
     files = files[-last:] if last else files
     if spread and len(files) > spread:
         files = [files[i] for i in np.linspace(0, len(files) - 1, spread).round().astype(int)]
-    for _, file in files:
+    for file in files:
         try:
-            table = read_step(file, columns)
+            part = _part(file)
         except RollkeelError as error:
             notes.append(str(error))
+            damaged = error
             continue
-        if table.num_rows:
-            tables.append(table)
-    if not tables:
-        reason = f" ({notes[-1]})" if notes else "; run it with report.rollouts=true"
-        raise BadInput(f"{path}: no recorded rollouts{reason}")
-    return _trace(path, tables, run, notes)
+        if len(part.lengths):
+            parts.append(part)
+    if not parts and damaged is not None:
+        raise damaged
+    if not parts:
+        raise BadInput(f"{path}: no recorded rollouts; run it with report.rollouts=true")
+    return _trace(path, parts, run, notes)
 
 
-def _trace(path: Path, tables: list[pa.Table], run: RunFiles | None, notes: list[str]) -> Trace:
-    lengths = np.concatenate([_lengths(t["token_ids"]) for t in tables])
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """One file as arrays; its table is gone, which at 10⁷ tokens is a gigabyte."""
+
+    file: Path
+    lengths: np.ndarray
+    prompt_length: np.ndarray
+    tokens: dict[str, np.ndarray]
+    numbers: dict[str, np.ndarray]
+    texts: dict[str, list[Any]]
+    facts: tuple[Any, ...]
+
+
+def _part(file: Path) -> _Part:
+    columns = [*{c for c, _, _ in _TOKENS.values()}, *_TEXTS.values(), *_NUMBERS, *_ENGINE]
+    table = read_step(file, [*columns, "prompt_token_ids", "train_version"])
+    numbers = {name: _numbers(table[name], dtype) for name, dtype in _NUMBERS.items()}
+    if "train_version" in table.column_names:
+        numbers["train_version"] = _numbers(table["train_version"], np.int64)
+    return _Part(
+        file=file,
+        lengths=_lengths(table["token_ids"]),
+        prompt_length=_lengths(table["prompt_token_ids"]),
+        tokens={
+            name: _flat(table, column, dtype, missing)
+            for name, (column, dtype, missing) in _TOKENS.items()
+            if column in table.column_names
+        },
+        numbers=numbers,
+        texts={name: table[column].to_pylist() for name, column in _TEXTS.items()},
+        facts=tuple(table[name][-1].as_py() for name in _ENGINE) if table.num_rows else (),
+    )
+
+
+def _trace(path: Path, parts: list[_Part], run: RunFiles | None, notes: list[str]) -> Trace:
+    lengths = np.concatenate([p.lengths for p in parts])
+    pieces = _pieces(parts)
     tokens: dict[str, Any] = {}
-    for name, (column, dtype, missing) in _TOKENS.items():
-        if any(column in t.column_names for t in tables):
-            tokens[name] = np.concatenate([_flat(t, column, dtype, missing) for t in tables])
-    numbers: dict[str, Any] = {
-        name: np.concatenate([_numbers(t[name], dtype) for t in tables]) for name, dtype in _NUMBERS.items()
-    }
-    if any("train_version" in t.column_names for t in tables):
-        parts = [
-            _numbers(t["train_version"], np.int64) if "train_version" in t.column_names else np.full(t.num_rows, -1)
-            for t in tables
-        ]
-        numbers["train_version"] = np.concatenate(parts)
-    texts = {name: [x for t in tables for x in t[column].to_pylist()] for name, column in _TEXTS.items()}
+    for name, (_, dtype, missing) in _TOKENS.items():
+        if any(name in p.tokens for p in parts):
+            # Parts give up their arrays as they are joined: never two copies of more than one field.
+            each = [p.tokens.pop(name, None) for p in parts]
+            filled = [
+                np.full(int(p.lengths.sum()), missing, dtype) if values is None else values
+                for p, values in zip(parts, each, strict=True)
+            ]
+            tokens[name] = np.concatenate(filled)
+            del each, filled
+    numbers: dict[str, Any] = {name: np.concatenate([p.numbers[name] for p in parts]) for name in _NUMBERS}
+    if any("train_version" in p.numbers for p in parts):
+        unknown = (np.full(len(p.lengths), -1) for p in parts)
+        each = [p.numbers.get("train_version", u) for p, u in zip(parts, unknown, strict=True)]
+        numbers["train_version"] = np.concatenate(each)
     return Trace(
         source="rollkeel run" if run else "rollkeel rollouts",
         path=str(path),
-        facts=_facts(tables[-1], run.config if run else {}),
-        starts=starts,
-        prompt_length=np.concatenate([_lengths(t["prompt_token_ids"]) for t in tables]),
-        pieces=_pieces(tables),
+        facts=_facts(parts[-1].facts, run.config if run else {}),
+        starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        prompt_length=np.concatenate([p.prompt_length for p in parts]),
+        pieces=pieces,
         metrics=run.rows if run else (),
         notes=notes,
         **numbers,
-        **texts,
+        **{name: [x for p in parts for x in p.texts[name]] for name in _TEXTS},
         **tokens,
     )
 
@@ -130,23 +168,27 @@ def _numbers(column: pa.ChunkedArray, dtype: type[np.generic]) -> np.ndarray:
     return pc.fill_null(column, missing).to_numpy().astype(dtype)
 
 
-def _pieces(tables: Sequence[pa.Table]) -> dict[int, str]:
+def _pieces(parts: Sequence[_Part]) -> dict[int, str]:
+    """Read only from files with an id that no later file has shown: a vocabulary is soon complete."""
     out: dict[int, str] = {}
-    for table in reversed(tables):
-        if "pieces" not in table.column_names or len(out) >= MAX_PIECES:
-            continue
-        ids = pc.list_flatten(table["token_ids"]).to_numpy()
+    for part in reversed(parts):
+        if len(out) >= MAX_PIECES:
+            break
+        ids = part.tokens["token_ids"]
         known, first = np.unique(ids, return_index=True)
         new = [(int(i), int(at)) for i, at in zip(known, first, strict=True) if int(i) not in out]
-        if new and len(texts := pc.list_flatten(table["pieces"])) == len(ids):
+        if not new:
+            continue
+        table = read_step(part.file, ["pieces", "id", "token_ids"])
+        if "pieces" in table.column_names and len(texts := pc.list_flatten(table["pieces"])) == len(ids):
             found = texts.take(pa.array([at for _, at in new])).to_pylist()
             out |= {i: text for (i, _), text in zip(new, found, strict=True) if text is not None}
     return out
 
 
-def _facts(table: pa.Table, config: Mapping[str, Any]) -> Facts:
-    """From the rollouts themselves where they say it, from the config for the rest."""
-    engine, dtype, sampling = (table[name][-1].as_py() for name in _ENGINE)
+def _facts(stated: tuple[Any, ...], config: Mapping[str, Any]) -> Facts:
+    """From the last rollout (`stated`: `_ENGINE`) where it says it, from the config for the rest."""
+    engine, dtype, sampling = stated
     sampled = json.loads(sampling) if sampling else {}
 
     def section(name: str) -> Mapping[str, Any]:

@@ -1,0 +1,220 @@
+"""Causes that spoil the record of a token: its log-prob is of another token, another distribution, or of none."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollkeel.diagnostics.doctor import thresholds as limits
+from rollkeel.diagnostics.doctor.diagnosis import Cause
+from rollkeel.diagnostics.doctor.evidence import Evidence
+from rollkeel.diagnostics.doctor.signs import Shift
+from rollkeel.diagnostics.doctor.tokens import Gap, Tokens, gap
+from rollkeel.diagnostics.traces.trace import Trace
+from rollkeel.types import IntArray
+
+
+def places(trace: Trace, index: IntArray) -> list[dict[str, int]]:
+    """The first few tokens of `index`, as evidence names them."""
+    return [trace.where(int(i)) for i in index[: limits.POSITIONS]]
+
+
+def widest(tokens: Tokens) -> IntArray:
+    """Places of the tokens with the largest |log ρ|, largest first."""
+    apart = np.abs(tokens.q - tokens.o)
+    most = min(limits.POSITIONS, len(apart))
+    if most == 0:
+        return tokens.index
+    few = np.argpartition(-apart, most - 1)[:most]
+    return tokens.index[few[np.argsort(-apart[few], kind="stable")]]
+
+
+def left(gap: Gap) -> bool:
+    """E_q[ρ] left 1 by more than its gate."""
+    return abs(gap.excess.value) > limits.EXCESS and abs(gap.excess.z) > limits.EXCESS_Z
+
+
+def mask(e: Evidence) -> Cause | None:
+    found, total = e.foreign, len(e.tokens) + len(e.foreign.without)
+    if found.total < limits.FOREIGN_COUNT or found.total < limits.FOREIGN_SHARE * total:
+        return None
+    index = np.sort(np.concatenate([found.without, e.tokens.index[found.chosen]]))
+    how = f"all with log q = {found.fill:g}" if np.isfinite(found.fill) else "all but impossible to engine and trainer"
+    if len(found.without) > found.chosen.sum():
+        how = "without any log q"
+    where = (
+        "at the start of responses, as prompt tokens" if found.at_start > 0.8 else "inside responses, as tool output"
+    )
+    return Cause(
+        id="mask",
+        score=min(0.7 + 3 * found.total / total, 1.0),
+        evidence=f"{found.total} of {total} tokens in the loss mask ({found.total / total:.1%}) were never sampled: "
+        f"{how}, {where} would stand.",
+        advice="Set the loss mask to 0 on every token the engine did not sample, before advantages are spread over it.",
+        positions=places(e.trace, index),
+    )
+
+
+def alignment(e: Evidence) -> Cause | None:
+    shift = e.shift
+    if shift is None:
+        return None
+    share = len(shift.sequences) / max(len(np.unique(e.tokens.sequence)), 1)
+    late = "earlier" if shift.lag < 0 else "later"
+    places_ = f"{abs(shift.lag)} place{'s' if abs(shift.lag) > 1 else ''}"
+    return Cause(
+        id="alignment",
+        score=min(0.6 + 0.4 * share, 1.0),
+        evidence=f"In {len(shift.sequences)} sequences ({share:.0%}) log q is that of the token {places_} {late}: moved, "
+        f"they agree to {shift.fits:.3f} nats, as recorded to {shift.apart:.2f}; correlation "
+        f"{e.correlations.get(shift.lag, float('nan')):.2f} at lag {shift.lag:+d}, {e.correlations.get(0, float('nan')):.2f} at 0.",
+        advice=f"Move the recorded log-probs by {places_}: a slice of the prompt's last logit, or of the stop token, is off.",
+        positions=places(e.trace, shift.first),
+    )
+
+
+def _broke(moved: Shift) -> str:
+    if moved.lag == 0:
+        return (
+            f"log q and log o agree to {moved.fits:.3f} nats up to a token and lie {moved.apart:.1f} apart from it on, the "
+            "trainer finding most tokens absurd"
+        )
+    return (
+        f"log q fit the tokens up to a point and from there on tokens one to three places "
+        f"{'earlier' if moved.lag < 0 else 'later'} (|log ρ| {moved.apart:.2f} nats as recorded, {moved.fits:.2f} moved, "
+        f"{moved.control:.2f} moved the other way)"
+    )
+
+
+def retokenised(e: Evidence) -> Cause | None:
+    moved, odd = e.displaced, e.odd
+    if moved is not None:
+        share = len(moved.sequences) / max(len(np.unique(e.tokens.sequence)), 1)
+        return Cause(
+            id="retokenised",
+            score=min(0.6 + 0.4 * share, 1.0),
+            evidence=f"In {len(moved.sequences)} sequences ({share:.0%}) {_broke(moved)}: the ids are not those sampled.",
+            advice="Train on the engine's own token ids; never decode a response and encode it again.",
+            positions=places(e.trace, moved.first),
+        )
+    share = float(odd.chosen.mean()) if len(odd.chosen) else 0.0
+    whole = gap(e.calm)
+    fits = left(whole) and whole.excess.value < 0 and 0 < share < limits.OUTLIER_SHARE
+    if not fits or odd.rest > limits.OUTLIER_REST or abs(odd.excess.value) > 0.5 * abs(whole.excess.value):
+        return None
+    return Cause(
+        id="retokenised",
+        score=0.6,
+        evidence=f"E_q[ρ] = {1 + whole.excess.value:.3f} (z {whole.excess.z:.0f}) and {share:.2%} of tokens, standing alone, "
+        f"carry it: without them it is {1 + odd.excess.value:.3f}; the trainer was shown other ids than were sampled.",
+        advice="Train on the engine's own token ids; never decode a response and encode it again.",
+        positions=places(e.trace, widest(e.calm)),
+    )
+
+
+def temperature(e: Evidence) -> Cause | None:
+    """Three ways to be wrong: log-probs without it, another one in the trainer, another one in the sampler."""
+    line = e.tempered
+    stated = e.trace.facts.temperature
+    says = "" if stated is None else f"; stated is {stated:g}"
+    off = abs(np.log(max(line.temperature, 1e-3))) > limits.SLOPE and len(e.fresh) >= limits.MIN_TOKENS
+    if off and left(e.fresh_gap) and e.fresh_gap.excess.value > 0 and line.explained > limits.LINE_FITS:
+        return Cause(
+            id="temperature",
+            score=min(0.6 + 0.4 * line.explained, 1.0),
+            evidence=f"log q against log o is a line (it explains {line.explained:.0%} of the gap) as if one side had no "
+            f"temperature of {line.temperature:.2f}{says}; E_q[ρ] = {1 + e.fresh_gap.excess.value:.3f} "
+            f"(z {e.fresh_gap.excess.z:.0f}), where honest log-probs give 1.",
+            advice="Log the sampler's log-probs after temperature (processed, not raw logits), or divide by it in the trainer.",
+            positions=places(e.trace, widest(e.fresh)),
+        )
+    first = e.fresh_steps[0] if e.fresh_steps else e.fresh_gap
+    if (
+        off
+        and line.explained > limits.LINE_FITS_HONEST
+        and first.noise > limits.HARMFUL_NOISE
+        and not left(e.fresh_gap)
+    ):
+        return Cause(
+            id="temperature",
+            score=min(0.5 + 0.4 * line.explained, 1.0),
+            evidence=f"log q against log o is a line (it explains {line.explained:.0%} of the gap): the trainer scores at a "
+            f"temperature {line.temperature:.2f} times the one sampled at{says}; E_q[ρ] stays at "
+            f"{1 + e.fresh_gap.excess.value:.3f}, so log q is honest.",
+            advice="Give the trainer the temperature of the sampler.",
+            positions=places(e.trace, widest(e.fresh)),
+        )
+    return _drawn_elsewhere(e, "temperature")
+
+
+def truncation(e: Evidence) -> Cause | None:
+    """Un-renormalised log q: E_q[ρ] = 1 where the kept mass says less, or tokens less surprising than their entropy."""
+    excess, kept = e.fresh_gap.excess, e.kept_mass
+    if kept is not None and 1 - kept > limits.EXCESS and len(e.fresh) >= limits.MIN_TOKENS:
+        # With the mass put back, renormalised log-probs give 1 and others 1 / kept.
+        if excess.value > 0.5 * (1 / kept - 1) and excess.z > limits.EXCESS_Z:
+            return Cause(
+                id="truncation",
+                score=0.9,
+                evidence=f"The recorded kept mass is {kept:.3f} on average and ρ is {1 + excess.value:.3f} of what it should be: log "
+                "q was not divided by the mass of the tokens that top-p, top-k or min-p left.",
+                advice="Renormalise the sampler's log-probs over the kept tokens, or sample without truncation.",
+                positions=places(e.trace, widest(e.fresh)),
+            )
+        return None
+    hidden = _hidden_truncation(e)
+    return hidden or _drawn_elsewhere(e, "truncation")
+
+
+def _hidden_truncation(e: Evidence) -> Cause | None:
+    """log q renormalised over a cut that nobody stated: log ρ = log of the kept mass, never above 0."""
+    if e.trace.facts.truncated or not left(e.fresh_gap) or e.fresh_gap.excess.value > 0:
+        return None
+    log_ratio = e.fresh.o - e.fresh.q
+    above, below = (log_ratio > 0.01).mean(), (log_ratio < -0.01).mean()
+    if above > 0.05 * below or np.quantile(log_ratio, 0.001) < -1.5:
+        return None
+    return Cause(
+        id="truncation",
+        score=0.7,
+        evidence=f"E_q[ρ] = {1 + e.fresh_gap.excess.value:.3f} (z {e.fresh_gap.excess.z:.0f}) and log q exceeds log o on "
+        f"{below:.0%} of tokens, the reverse on {above:.1%}: tokens were drawn from a part of the vocabulary, "
+        f"{'which the run denies' if e.trace.facts.truncated is False else 'which the run does not state'}.",
+        advice="State the truncation (top-p, top-k, min-p), or turn it off while training.",
+        positions=places(e.trace, widest(e.fresh)),
+    )
+
+
+def _drawn_elsewhere(e: Evidence, wanted: str) -> Cause | None:
+    """q and o agree, but tokens were drawn from neither: their surprisal is not the entropy."""
+    s = e.surprisal
+    if s is None or len(e.fresh) < limits.MIN_TOKENS or left(e.fresh_gap):
+        return None
+    off = abs(s.difference.value) > limits.SURPRISAL * s.entropy and abs(s.difference.z) > limits.SURPRISAL_Z
+    if not off or (e.trace.facts.truncated and (e.kept_mass is not None and 1 - e.kept_mass > limits.EXCESS)):
+        return None
+    cold = s.difference.value < 0
+    cut = cold and (s.cut > 0 or bool(e.trace.facts.truncated))
+    if ("truncation" if cut else "temperature") != wanted:
+        return None
+    numbers = (
+        f"mean(−log o) is {s.difference.value:+.3f} nats off the entropy of {s.entropy:.3f} (z {s.difference.z:.0f}), "
+        f"while E_q[ρ] = {1 + e.fresh_gap.excess.value:.3f}"
+    )
+    if cut:
+        return Cause(
+            id="truncation",
+            score=min(0.6 + abs(s.difference.value) / max(s.entropy, 1e-9), 0.95),
+            evidence=f"{numbers}: improbable tokens are missing altogether, so sampling was cut (top-p, top-k or min-p) and "
+            "log q is of the whole vocabulary.",
+            advice="Renormalise the sampler's log-probs over the kept tokens and record the kept mass, or sample without cuts.",
+            positions=places(e.trace, e.fresh.index[np.argsort(e.fresh.o, kind="stable")[: limits.POSITIONS]]),
+        )
+    stated = e.trace.facts.temperature or 1.0
+    return Cause(
+        id="temperature",
+        score=min(0.6 + abs(s.difference.value) / max(s.entropy, 1e-9), 0.95),
+        evidence=f"{numbers}: tokens look drawn at temperature {stated / max(s.inverse_temperature, 0.05):.2f}, where "
+        f"{stated:g} is stated and both sides compute at that{'; a cut such as top-p can look alike' if cold else ''}.",
+        advice="Make the sampler draw at the temperature it states and logs.",
+        positions=places(e.trace, e.fresh.index[np.argsort(e.fresh.o, kind="stable")[: limits.POSITIONS]]),
+    )

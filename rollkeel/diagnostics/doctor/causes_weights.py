@@ -1,0 +1,272 @@
+"""Causes behind a gap between honest log-probs: other weights, older ones, fewer bits, other experts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from rollkeel.diagnostics.doctor import thresholds as limits
+from rollkeel.diagnostics.doctor.causes_logging import places, widest
+from rollkeel.diagnostics.doctor.diagnosis import Cause
+from rollkeel.diagnostics.doctor.evidence import Evidence
+from rollkeel.diagnostics.doctor.tokens import Gap, Tokens, gap
+from rollkeel.diagnostics.traces.trace import Facts
+from rollkeel.types import FloatArray
+
+
+class Allowed(NamedTuple):
+    """What the stated dtypes explain."""
+
+    noise: float
+    k3: float
+    words: str
+
+    def explains(self, found: Gap) -> bool:
+        noisy = np.isfinite(found.noise) and found.noise > self.noise
+        return not noisy and not found.k3 > self.k3
+
+
+def allowed(facts: Facts) -> Allowed:
+    """Engine and trainer add up; a dtype that is not stated counts as bf16."""
+    sides = [facts.engine_dtype, facts.train_dtype]
+    known = [s if s in limits.NOISE else limits.UNSTATED for s in sides]
+    words = " and ".join(
+        f"{side} {stated}" if stated in limits.NOISE else f"{side} of unstated dtype"
+        for side, stated in zip(("engine", "trainer"), sides, strict=True)
+    )
+    return Allowed(sum(limits.NOISE[k] for k in known), sum(limits.K3[k] for k in known), words)
+
+
+def weights(e: Evidence) -> Cause | None:
+    """The one cause of a gap at equal versions that the dtypes do not explain, or a stated dtype that harms."""
+    if len(e.fresh) < limits.MIN_TOKENS:
+        return None
+    limit = allowed(e.trace.facts)
+    if limit.explains(e.fresh_gap) and not _some_steps(e, limit):
+        return _harmful(e)
+    for judge in (stale_kv, routing, _over_time):
+        if (cause := judge(e, limit)) is not None:
+            return cause
+    return _from_the_start(e, limit)
+
+
+def _some_steps(e: Evidence, limit: Allowed) -> bool:
+    """A gap of a few steps drowns in the mean of many: at least three steps stand far out."""
+    return sum(g.noise > 2 * limit.noise for g in e.fresh_steps if g.informed >= limits.MIN_INFORMED) >= 3
+
+
+def _numbers(found: Gap) -> str:
+    return f"noise in logits {found.noise:.3f}, std of log ρ {found.rms:.3f}, k3 {found.k3:.2g}"
+
+
+def stale_kv(e: Evidence, limit: Allowed) -> Cause | None:
+    """Tokens of the newest version behind a change of version, against the same in sequences without one."""
+    trace, fresh = e.trace, e.fresh
+    if trace.versions is None or trace.facts.kv == "keep":
+        return None
+    if trace.kv_versions is not None and (trace.kv_versions[fresh.index] < trace.versions[fresh.index]).any():
+        return None
+    first = trace.versions[np.minimum(trace.starts[:-1], max(len(trace) - 1, 0))]
+    behind = first[fresh.sequence] < trace.versions[fresh.index]
+    if behind.sum() < limits.MIN_INFORMED or (~behind).sum() < limits.MIN_INFORMED:
+        return None
+    after, others = gap(fresh.where(behind)), gap(fresh.where(~behind))
+    if after.k3 < limits.BEHIND * max(others.k3, 1e-9) or limit.explains(after) or not limit.explains(others):
+        return None
+    return Cause(
+        id="stale_kv",
+        score=0.9,
+        evidence=f"Tokens sampled by the newest weights behind a change of version have k3 {after.k3:.2g} "
+        f"({after.tokens} tokens), the others of the same version {others.k3:.2g}; recomputed KV would make no difference.",
+        advice="Flush the KV and prefix cache when weights change, or state the old KV so that the trainer can correct for it.",
+        positions=places(trace, widest(fresh.where(behind))),
+    )
+
+
+def routing(e: Evidence, limit: Allowed) -> Cause | None:
+    if e.fresh.flipped is None:
+        return None
+    known = e.fresh.where(e.fresh.flipped >= 0)
+    if len(known) < limits.MIN_TOKENS or known.flipped is None:
+        return None
+    flipped = known.flipped > 0
+    if not flipped.any() or flipped.all():
+        return None
+    with_, without, both = gap(known.where(flipped)), gap(known.where(~flipped)), gap(known)
+    share = with_.k3 * with_.tokens / max(both.k3 * both.tokens, 1e-30)
+    # Flips of their own come without the noise in logits that would explain them.
+    own = flipped.mean() > limits.FLIPS_PER_NOISE * without.noise
+    if share < limits.FLIPPED_SHARE or not (limit.explains(without) or own):
+        return None
+    return Cause(
+        id="routing",
+        score=min(0.4 + 0.6 * share, 1.0),
+        evidence=f"{flipped.mean():.1%} of tokens use other experts in engine and trainer and carry {share:.0%} of k3; "
+        f"k3 is {both.k3:.2g} with them and {without.k3:.2g} without, the noise in logits there {without.noise:.3f}.",
+        advice="Replay the engine's experts in the trainer (rollout.replay_routing=true), or compute routers in fp32.",
+        positions=places(e.trace, widest(known.where(flipped))),
+    )
+
+
+class Onset(NamedTuple):
+    """When a gap began."""
+
+    step: int
+    before: float
+    level: float
+    """Median noise from there on."""
+    at_once: float
+    """Noise of the first step over that of the later half."""
+    returns: int
+    """Times the gap closed again after it had opened."""
+
+
+def onset(e: Evidence, limit: Allowed) -> Onset | None:
+    """First step with a gap beyond the limit after steps without one; None if the gap was there from the first."""
+    known = [
+        (int(s), g) for s, g in zip(e.fresh.steps, e.fresh_steps, strict=True) if g.informed >= limits.MIN_INFORMED
+    ]
+    if len(known) < 3:
+        return None
+    noise = np.array([g.noise for _, g in known])
+    over = noise > max(limit.noise, 0.0)
+    if over[0] or not over.any():
+        return None
+    first = int(over.argmax())
+    level = float(np.median(noise[first:][over[first:]]))
+    closes = int((over[first:-1] & ~over[first + 1 :]).sum())
+    later = noise[first:][over[first:]]
+    at_once = float(noise[first] / np.median(later[len(later) // 2 :])) if first + 3 <= len(noise) else 1.0
+    return Onset(known[first][0], float(np.median(noise[:first])), level, at_once, closes)
+
+
+def _over_time(e: Evidence, limit: Allowed) -> Cause | None:
+    """A gap that came after a clean start: older weights grow apart step by step, a failed load at once."""
+    began = onset(e, limit)
+    if began is None:
+        return None
+    shown = e.fresh.where(e.fresh.steps[e.fresh.bin] >= began.step)
+    told = f"At a stated staleness of 0 the noise in logits is {began.before:.3f} before step {began.step}"
+    if began.returns >= 2:
+        return Cause(
+            id="stale_version",
+            score=0.9,
+            evidence=f"{told}, {began.level:.2f} after it, and back within {limit.noise:.3f} {began.returns} times: "
+            "some updates of the weights arrive and some do not.",
+            advice="Compare log-probs of fixed probes after every publication, and refuse to stamp a version that fails.",
+            positions=places(e.trace, widest(shown)),
+        )
+    if began.at_once > limits.JUMP or _partly(e, began.step):
+        grew = (
+            "at once"
+            if began.at_once > limits.JUMP
+            else "growing, as where a part of the weights stands still while the rest arrives"
+        )
+        return Cause(
+            id="wrong_weights",
+            score=0.8,
+            evidence=f"{told} and {began.level:.2f} from it on, {grew}: part of the weights the engine serves are not the "
+            "trainer's.",
+            advice="Compare checksums of every tensor after a publication; look for fused, tied or renamed ones that a reload "
+            "skips.",
+            positions=places(e.trace, widest(shown)),
+        )
+    return Cause(
+        id="stale_version",
+        score=0.8,
+        evidence=f"{told} and grows to {e.fresh_steps[-1].noise:.2f} by the end, first {began.at_once:.0%} of its level: the "
+        "engine serves older weights than it states.",
+        advice="Compare log-probs of fixed probes after every publication, and refuse to stamp a version that fails.",
+        positions=places(e.trace, widest(shown)),
+    )
+
+
+def _partly(e: Evidence, step: int) -> bool:
+    """Whether only part of the weights stood still after `step`.
+
+    A stuck output head moves all logits one way, and whole weights that stand still sample with the same surprisal for ever.
+    """
+    after = e.fresh.where(e.fresh.steps[e.fresh.bin] >= step)
+    steps = len(np.unique(after.bin))
+    if steps < 6:
+        return False
+    each = [
+        abs(g.bias) / g.noise for s, g in zip(e.fresh.steps, e.fresh_steps, strict=True) if s >= step and g.noise > 0
+    ]
+    return float(np.median(each)) > limits.STUCK_BIAS or abs(drift(after)) > limits.DRIFT_Z
+
+
+def drift(tokens: Tokens) -> float:
+    """z-score of the slope of log q over steps; sequences are the unit."""
+    _, inverse = np.unique(tokens.sequence, return_inverse=True)
+    counts = np.bincount(inverse)
+    value: FloatArray = np.bincount(inverse, tokens.q) / counts
+    step = np.bincount(inverse, tokens.bin) / counts
+    x, y = step - step.mean(), value - value.mean()
+    squares = float((x * x).sum())
+    if squares == 0:
+        return 0.0
+    slope = float((x * y).sum()) / squares
+    error = float(np.sqrt((np.square(x) * np.square(y - slope * x)).sum())) / squares
+    return slope / error if error > 0 else 0.0
+
+
+def _from_the_start(e: Evidence, limit: Allowed) -> Cause:
+    found = e.fresh_gap
+    shown = places(e.trace, widest(e.fresh))
+    beyond = f"{_numbers(found)} at equal versions, where {limit.words} explain {limit.noise:.3f} and {limit.k3:.2g}"
+    biased = abs(found.bias) > limits.WRONG_BIAS * found.noise
+    if found.noise > limits.WRONG_NOISE or found.k3 > limits.WRONG_K3 or biased:
+        return Cause(
+            id="wrong_weights",
+            score=0.8,
+            evidence=f"{beyond}, from the first step on; E_q[ρ] = {1 + found.excess.value:.3f}, so log q is honest, of "
+            "other weights.",
+            advice="Compare checksums of every tensor in engine and trainer; look for fused, tied or renamed ones that a load "
+            "skips.",
+            positions=shown,
+        )
+    return Cause(
+        id="quantisation",
+        score=0.7,
+        evidence=f"{beyond}, from the first step on and of both signs alike; E_q[ρ] = {1 + found.excess.value:.3f}, so log q "
+        "is honest, of fewer bits.",
+        advice="Check the dtype of the engine's weights, activations and KV cache; state it, or raise it.",
+        positions=shown,
+    )
+
+
+def _harmful(e: Evidence) -> Cause | None:
+    found, facts = e.fresh_gap, e.trace.facts
+    if not (found.noise > limits.HARMFUL_NOISE or found.k3 > limits.HARMFUL_K3):
+        return None
+    return Cause(
+        id="quantisation",
+        score=0.5,
+        evidence=f"{_numbers(found)} at equal versions: {facts.engine_dtype or 'the unstated dtype'} explains it, and it is "
+        f"large enough to harm (noise {limits.HARMFUL_NOISE}, k3 {limits.HARMFUL_K3}).",
+        advice="Sample in more bits (fp8 or bf16), or train on the quantised weights; masks rarely cure this.",
+        positions=places(e.trace, widest(e.fresh)),
+    )
+
+
+def policy_lag(e: Evidence) -> Cause | None:
+    lag = e.clean.lag
+    if lag is None or not (lag > 0).any():
+        return None
+    old = e.clean.where(lag > 0)
+    if len(old) < limits.MIN_TOKENS or old.lag is None:
+        return None
+    found = gap(old)
+    near = e.fresh_gap if e.fresh_gap.tokens >= limits.MIN_TOKENS else gap(old.where(old.lag <= np.median(old.lag)))
+    if not (found.far > limits.LAG_FAR or found.k3 > limits.LAG_K3) or found.k3 < 2 * near.k3:
+        return None
+    return Cause(
+        id="policy_lag",
+        score=min(0.4 + 4 * found.far, 1.0),
+        evidence=f"Tokens {old.lag.mean():.1f} versions old on average (at most {int(old.lag.max())}) have ρ outside [0.5, 2] "
+        f"in {found.far:.1%} and k3 {found.k3:.2g}; the youngest {near.far:.1%} and {near.k3:.2g}.",
+        advice="Lower the staleness or the learning rate, or use an objective anchored on the sampler (dppo_binary_tv, icepop).",
+        positions=places(e.trace, widest(old)),
+    )

@@ -1,0 +1,95 @@
+"""What the doctor says: causes with their evidence, or healthy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["bug", "numerics", "dynamics"]
+
+CAUSES: Mapping[str, Kind] = {
+    "alignment": "bug",
+    "mask": "bug",
+    "retokenised": "bug",
+    "temperature": "bug",
+    "truncation": "bug",
+    "wrong_weights": "bug",
+    "stale_version": "bug",
+    "stale_kv": "bug",
+    "reward_failures": "bug",
+    "unexplained": "bug",
+    "quantisation": "numerics",
+    "routing": "numerics",
+    "policy_lag": "dynamics",
+    "learning_rate": "dynamics",
+    "entropy_collapse": "dynamics",
+    "length_truncation": "dynamics",
+}
+"""Every cause the doctor can name, and what kind of trouble it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """One cause that is over its threshold."""
+
+    id: str
+    score: float
+    """In (0, 1]: how far over its threshold and how much of the evidence it accounts for; comparable within a kind."""
+    evidence: str
+    """One sentence with the numbers that name it."""
+    advice: str
+    """One sentence: what to do."""
+    positions: Sequence[Mapping[str, int]] = ()
+    """Tokens that show it, clearest first: `step`, `id`, `token`."""
+
+    @property
+    def kind(self) -> Kind:
+        return CAUSES[self.id]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "kind": self.kind,
+            "score": round(float(self.score), 4),
+            "evidence": self.evidence,
+            "advice": self.advice,
+            "positions": [dict(p) for p in self.positions],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """Causes, likeliest first; none means healthy."""
+
+    source: str
+    path: str
+    tokens: int
+    sequences: int
+    steps: int
+    causes: Sequence[Cause]
+    observed: Sequence[str] = ()
+    """What was measured and is as it should be, or is worth knowing without being a fault."""
+    not_examined: Mapping[str, str] = field(default_factory=dict)
+    """Cause → what it would have needed."""
+    notes: Sequence[str] = ()
+    """What could not be read."""
+
+    @property
+    def healthy(self) -> bool:
+        """No cause is over its threshold. What stands in `not_examined` was not tested."""
+        return not self.causes
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "healthy": self.healthy,
+            "causes": [cause.to_json() for cause in self.causes],
+            "observed": list(self.observed),
+            "not_examined": dict(self.not_examined),
+            "notes": list(self.notes),
+            "source": self.source,
+            "path": self.path,
+            "tokens": self.tokens,
+            "sequences": self.sequences,
+            "steps": self.steps,
+        }

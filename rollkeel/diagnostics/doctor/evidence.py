@@ -1,0 +1,103 @@
+"""Everything measured once, from a `Trace` to numbers; causes only compare these with thresholds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollkeel.diagnostics.doctor import signs
+from rollkeel.diagnostics.doctor import thresholds as limits
+from rollkeel.diagnostics.doctor.series import Series, series
+from rollkeel.diagnostics.doctor.tokens import Gap, Tokens, by_bin, gap, ordered, select
+from rollkeel.diagnostics.traces.trace import Trace
+from rollkeel.types import IntArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Measured in this order, each on what the ones before left over: a token with a known fault is evidence of that
+    fault alone."""
+
+    trace: Trace
+    """Sequences by step and id."""
+    tokens: Tokens
+    """All with both log-probs."""
+    foreign: signs.Foreign
+    correlations: dict[int, float]
+    shift: signs.Shift | None
+    displaced: signs.Shift | None
+    """Displaced or broken from a token on."""
+    clean: Tokens
+    """Without foreign tokens and moved sequences."""
+    gap: Gap
+    """Of `clean`."""
+    fresh: Tokens
+    """Those of `clean` whose stated version is the trainer's."""
+    fresh_gap: Gap
+    fresh_steps: list[Gap]
+    """By `tokens.steps`."""
+    calm: Tokens
+    """`fresh` if that is enough of them, else `clean`: the next three are of these."""
+    odd: signs.Odd
+    tempered: signs.Tempered
+    surprisal: signs.Surprisal | None
+    kept_mass: float | None
+    """Mean over `clean` as recorded; None if the trace has none."""
+    series: Series
+    spoilt: dict[str, str] = field(default_factory=dict)
+
+
+def measure(trace: Trace) -> Evidence:
+    """Needs a few hundred bytes per token beside the trace; `tokens` may be empty."""
+    trace = ordered(trace)
+    tokens = select(trace)
+    strange = signs.foreign(trace, tokens)
+    own = tokens.where(~strange.chosen) if strange.chosen.any() else tokens
+    shift, displaced = _moved(own)
+    moved = shift or displaced
+    rest = own if moved is None else own.where(~np.isin(own.sequence, moved.sequences))
+    fresh = rest.fresh
+    calm = fresh if len(fresh) >= limits.MIN_TOKENS else rest
+    odd = signs.odd_tokens(calm)
+    kept = trace.kept_mass
+    return Evidence(
+        trace=trace,
+        tokens=tokens,
+        foreign=strange,
+        correlations=signs.correlations(own) if shift is not None else {},
+        shift=shift,
+        displaced=displaced,
+        clean=rest,
+        gap=gap(rest),
+        fresh=fresh,
+        fresh_gap=gap(fresh),
+        fresh_steps=by_bin(fresh),
+        calm=calm,
+        odd=odd,
+        tempered=signs.tempered(calm),
+        surprisal=signs.surprisal(calm) if len(calm) else None,
+        kept_mass=None if kept is None or not len(rest) else float(np.nanmean(kept[rest.index], dtype=np.float64)),
+        series=series(trace),
+    )
+
+
+def _moved(tokens: Tokens) -> tuple[signs.Shift | None, signs.Shift | None]:
+    """Shifted as a whole, or from a token on displaced or broken: what puts most sequences right."""
+
+    def sure(found: signs.Shift | None, share: float) -> signs.Shift | None:
+        return found if found is not None and enough(found.sequences, tokens, share) else None
+
+    shift = sure(signs.shifted(tokens), limits.SHIFT_SHARE)
+    later = [sure(signs.displaced(tokens), limits.DISPLACED_SHARE), sure(signs.broken(tokens), limits.BREAK_SHARE)]
+    part = max((p for p in later if p is not None), key=lambda p: len(p.sequences), default=None)
+    if shift is None or part is None:
+        return shift, part
+    # Whole shifts are displacements from the first token on, so that these are always a few more.
+    return (None, part) if len(part.sequences) > limits.PARTLY * len(shift.sequences) else (shift, None)
+
+
+def enough(sequences: IntArray, tokens: Tokens, share: float) -> bool:
+    """Whether so many sequences with one pattern are more than chance."""
+    total = len(np.unique(tokens.sequence))
+    return len(sequences) >= limits.SHIFT_COUNT and len(sequences) >= share * total

@@ -1,0 +1,142 @@
+"""Rewards, lengths, entropy and update statistics over the steps of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rollkeel.diagnostics.doctor.tokens import bins
+from rollkeel.diagnostics.traces.trace import Trace
+from rollkeel.types import FloatArray, IntArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One entry per bin of steps, NaN where nothing is known."""
+
+    steps: IntArray
+    reward: FloatArray
+    """Mean reward of the bin's sequences."""
+    reward_error: FloatArray
+    """Its standard error, groups taken for dependent."""
+    entropy: FloatArray
+    """Mean entropy of trained tokens, nats; without recorded entropy the mean of −log o, else of −log q."""
+    entropy_of: str
+    """Which of the three."""
+    same: FloatArray
+    """Share of groups whose rewards are all equal."""
+    cut: FloatArray
+    """Share of responses at the length limit."""
+    grad_norm: FloatArray
+    """As the metrics say, by bin; NaN without metrics."""
+    clipped: FloatArray
+    """Share of tokens outside PPO's band, both sides, as the metrics say."""
+    low: float
+    """Least reward of the trace."""
+    high: float
+    """Largest reward of the trace."""
+
+    def early(self, values: FloatArray) -> FloatArray:
+        """The first quarter, at least one entry."""
+        return values[: max(len(values) // 4, 1)]
+
+    def late(self, values: FloatArray) -> FloatArray:
+        """The last quarter, at least one entry."""
+        return values[-max(len(values) // 4, 1) :]
+
+
+def series(trace: Trace) -> Series:
+    which, steps = bins(trace)
+    size = len(steps)
+    reward, error = _rewards(trace, which, size)
+    entropy, of = _entropies(trace, which, size)
+    graded = trace.reward[np.isfinite(trace.reward)]
+    at_limit = cut_responses(trace)
+    nothing = np.full(size, np.nan)
+    return Series(
+        steps=steps,
+        reward=reward,
+        reward_error=error,
+        entropy=entropy,
+        entropy_of=of,
+        same=_same(trace, which, size),
+        cut=nothing if at_limit is None else _mean(at_limit.astype(float), which, size),
+        grad_norm=_metric(trace.metrics, steps, ("optimizer/grad_norm",), np.nanmax),
+        clipped=_metric(trace.metrics, steps, ("clip/high", "clip/low"), np.nanmax),
+        low=float(graded.min()) if len(graded) else float("nan"),
+        high=float(graded.max()) if len(graded) else float("nan"),
+    )
+
+
+def cut_responses(trace: Trace) -> np.ndarray | None:
+    """`[S]` bool: responses that ended at the length limit; None where neither status nor limit is known."""
+    if trace.status is not None and any(trace.status):
+        return np.array([s == "length" for s in trace.status])
+    limit = trace.facts.max_new_tokens
+    return None if limit is None else trace.lengths >= limit
+
+
+def _mean(values: FloatArray, which: IntArray, size: int) -> FloatArray:
+    known = np.isfinite(values)
+    counts = np.bincount(which[known], minlength=size)
+    sums = np.bincount(which[known], values[known], size)
+    return np.divide(sums, counts, out=np.full(size, np.nan), where=counts > 0)
+
+
+def _rewards(trace: Trace, which: IntArray, size: int) -> tuple[FloatArray, FloatArray]:
+    mean = _mean(trace.reward, which, size)
+    known = np.isfinite(trace.reward)
+    _, group = np.unique(trace.group, return_inverse=True)
+    place = group[known].astype(np.int64) * size + which[known]
+    cells, cell = np.unique(place, return_inverse=True)
+    sums = np.bincount(cell, trace.reward[known] - mean[which[known]])
+    squares = np.bincount(cells % size, sums**2, size)
+    counts = np.bincount(which[known], minlength=size)
+    error = np.divide(np.sqrt(squares), counts, out=np.full(size, np.nan), where=counts > 0)
+    return mean, error
+
+
+def _same(trace: Trace, which: IntArray, size: int) -> FloatArray:
+    """Groups of one sequence have nothing to differ from and do not count."""
+    known = np.isfinite(trace.reward)
+    if not known.any():
+        return np.full(size, np.nan)
+    _, first, group = np.unique(trace.group[known], return_index=True, return_inverse=True)
+    low, high = np.full(len(first), np.inf), np.full(len(first), -np.inf)
+    np.minimum.at(low, group, trace.reward[known])
+    np.maximum.at(high, group, trace.reward[known])
+    several = np.bincount(group) > 1
+    return _mean((low == high)[several].astype(float), which[known][first][several], size)
+
+
+def _entropies(trace: Trace, which: IntArray, size: int) -> tuple[FloatArray, str]:
+    choices = (
+        ("entropy", trace.entropy, 1.0),
+        ("−log o", trace.train_logprobs, -1.0),
+        ("−log q", trace.rollout_logprobs, -1.0),
+    )
+    for name, values, sign in choices:
+        if values is None:
+            continue
+        known = np.isfinite(values) if trace.mask is None else np.isfinite(values) & trace.mask
+        if known.any():
+            token_bin = np.repeat(which, trace.lengths)[known]
+            counts = np.bincount(token_bin, minlength=size)
+            sums = np.bincount(token_bin, values[known], size)
+            return sign * np.divide(sums, counts, out=np.full(size, np.nan), where=counts > 0), name
+    return np.full(size, np.nan), "nothing"
+
+
+def _metric(rows: Sequence[Mapping[str, Any]], steps: IntArray, names: tuple[str, ...], join: Any) -> FloatArray:
+    """Sum of some metrics in each row, joined over the rows of each bin."""
+    found: list[list[float]] = [[] for _ in steps]
+    for row in rows:
+        step, values = row.get("step"), [row.get(name) for name in names]
+        numbers = [float(v) for v in values if isinstance(v, int | float) and np.isfinite(v)]
+        if not isinstance(step, int) or not numbers or len(steps) == 0 or step < steps[0]:
+            continue
+        found[int(np.searchsorted(steps, step, side="right")) - 1].append(sum(numbers))
+    return np.array([join(values) if values else np.nan for values in found])

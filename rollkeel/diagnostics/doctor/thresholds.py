@@ -1,0 +1,182 @@
+"""Every number a verdict hangs on, with where it comes from.
+
+"Runs" are those of the recipes and of the development split of `benchmarks/doctor`: a tiny mixture of experts and a tiny
+dense model. A gate asks for an effect size and for a z-score, so that neither noise nor a mere 10⁷ tokens is a fault.
+"""
+
+from __future__ import annotations
+
+CLAMP = 20.0
+"""Log-probs are cut here, as log-ratios are in the objectives."""
+MAX_BINS = 512
+"""Steps told apart; longer traces are put into so many runs of steps."""
+MIN_TOKENS = 200
+"""Fewer tokens with both log-probs tell nothing about the gap."""
+MIN_INFORMED = 40
+"""Tokens of middling probability from which the noise in logits is read: its error is then about 15 %."""
+MIN_SEQUENCES = 16
+"""Fewer rewards tell nothing about a trend."""
+POSITIONS = 10
+"""Tokens shown per cause."""
+
+# -- E_q[ρ] = 1 --------------------------------------------------------------------------------------------------------
+EXCESS = 0.005
+"""Honest runs stayed within 0.003 of 1 (fp32, bf16, fp8, stale, flipped); bugs left it by 0.016 and more."""
+EXCESS_Z = 4.5
+"""Chance of one false alarm in 10⁵ honest traces, if means were normal; the tails of ρ make it a little more."""
+
+# -- alignment and re-tokenisation -------------------------------------------------------------------------------------
+SHIFT_LAGS = (-2, -1, 1, 2)
+SHIFT_APART = 0.15
+"""Nats: a sequence is looked at if its |log ρ| averages more. Honest fp8: 0.02; 16 steps of staleness: about 0.2."""
+SHIFT_FITS = 0.35
+"""It is shifted if another lag brings that below this share. Chosen, not fitted."""
+DISPLACED_FITS = 0.6
+"""The same where tokens may have moved by one to three places, against no move and against moves the other way."""
+DISPLACED_SHARE = 0.05
+"""Share of sequences that must be displaced: old KV does it to 2 % by chance, encoding anew to most that can be split."""
+DISPLACED_CHANCE = 10
+"""Sequences that a gap of the size of 16 steps of staleness displaces by chance; more must show it."""
+BREAK = 2.0
+"""Nats by which the trainer must find a token less likely than the sampler for a sequence to break there."""
+BREAK_BEFORE = 0.15
+"""Mean |log ρ| before that token, at most: fp8 has 0.02."""
+BREAK_AFTER = 0.5
+"""Share of the tokens from there on that are `OUTLIER` apart. Chosen, not fitted."""
+BREAK_NOISE = 0.2
+"""Noise in logits before it, at most: re-tokenised runs have what their dtype has (bf16 0.03), stale ones 0.5 and more."""
+BREAK_SHARE = 0.03
+"""Share of sequences that must break."""
+SHIFT_LENGTH = 5
+"""Tokens compared in the shifted part, at least."""
+SHIFT_SHARE = 0.01
+"""Share of sequences that must be shifted, and at least `SHIFT_COUNT` of them."""
+SHIFT_COUNT = 3
+SHIFT_CONTRAST = 4
+"""Times as many sequences must fit that lag as any other: a policy 16 steps old has 2 % that fit some lag by chance."""
+PARTLY = 1.5
+"""Times as many sequences displaced from a later token on as shifted whole: the ids changed, not the offset."""
+OUTLIER = 1.0
+"""Nats of |log ρ| from which a token is one that the trainer was not shown as it was sampled; fp8 has 0.1 % of them."""
+OUTLIER_REST = 0.2
+"""… while the median of |log ρ| over all tokens stays below this share of the outliers' median."""
+OUTLIER_SHARE = 0.25
+"""More tokens than this are not odd tokens but another policy."""
+
+# -- mask --------------------------------------------------------------------------------------------------------------
+FOREIGN_SHARE = 0.002
+"""Share of tokens in the mask that were never sampled."""
+FOREIGN_COUNT = 5
+FOREIGN_APART = 1.0
+"""Nats between a filled-in log q and log o from which a token counts as never sampled."""
+FOREIGN_SURPRISAL = 5.0
+"""Nats: tokens this unlikely to both sides that stand side by side were not drawn from anything near it."""
+
+FOREIGN_RUNS = 0.01
+"""Share of such tokens: a policy that a learning rate of 0.01 blew up has 0.004."""
+
+# -- surprisal = entropy -----------------------------------------------------------------------------------------------
+SURPRISAL = 0.04
+"""Share of the mean entropy by which mean(−log o) may leave it: honest runs stayed within 0.03; simulated top-p 0.98 leaves it."""
+SURPRISAL_Z = 5.0
+
+# -- temperature -------------------------------------------------------------------------------------------------------
+SLOPE = 0.05
+"""|log| of the slope of logit q on logit o; fp8 has 0.012."""
+
+# -- what a dtype explains ---------------------------------------------------------------------------------------------
+NOISE = {
+    "fp32": 0.005,
+    "bf16": 0.055,
+    "fp16": 0.03,
+    "int8": 0.04,
+    "fp8_weights": 0.11,
+    "fp8": 0.20,
+    "int4": 0.45,
+}
+"""Largest honest noise in logits. Measured over whole runs: fp32 0.0000, int8 0.014, bf16 0.034, fp8_weights 0.060,
+fp8 0.094, int4 0.247; the limit is 1.6 to 2 times that."""
+K3 = {
+    "fp32": 1e-4,
+    "bf16": 3e-3,
+    "fp16": 1e-3,
+    "int8": 2e-3,
+    "fp8_weights": 6e-3,
+    "fp8": 1.5e-2,
+    "int4": 6e-2,
+}
+"""Largest honest mean(ρ − 1 − log ρ). Measured: bf16 3.7e-4 to 6.1e-4, fp8_weights 1.1e-3, fp8 3.3e-3, int4 1.8e-2."""
+UNSTATED = "bf16"
+"""Taken for a dtype the trace does not state: the field's default."""
+HARMFUL_NOISE = 0.2
+"""Above it a gap harms whatever dtype explains it: int4 is at 0.21 to 0.33 and kills negative-only training
+(its reward stays at 0), fp8 at 0.09 changes nothing in 200 steps."""
+HARMFUL_K3 = 0.01
+
+# -- weights and versions ----------------------------------------------------------------------------------------------
+WRONG_NOISE = 0.8
+"""Noise in logits that no quantisation in use makes: int4 has 0.25, at a temperature of 0.8 up to 0.57."""
+WRONG_K3 = 0.06
+"""The same for k3: int4 has 0.018, swapped experts 0.29."""
+FLIPPED_SHARE = 0.6
+"""Share of k3 on tokens with other experts from which routing is the cause, if the rest is within its dtype."""
+FLIPS_PER_NOISE = 1.5
+"""Share of flipped tokens over the noise in logits of the others: 2.4 to 5.6 where routers are at fault, 0.3 to 0.9 where
+flips follow from int4, fp8 or bf16."""
+BEHIND = 3.0
+"""k3 behind a change of version over k3 of other tokens of the same staleness."""
+JUMP = 0.5
+"""A gap whose first step has this share of its later level came at once; staleness grows over some steps."""
+LAG_FAR = 0.05
+"""Share of tokens with ρ outside [0.5, 2] from which staleness harms: 4 steps have 0.024 and learn, 16 have 0.095 and
+GRPO forgets what it knew."""
+LAG_K3 = 0.12
+
+# -- training ----------------------------------------------------------------------------------------------------------
+ENTROPY_LOW = 0.05
+"""Nats per token: below it almost nothing is explored."""
+ENTROPY_FALL = 0.35
+"""… and below this share of its highest."""
+ENTROPY_HALF = 0.65
+"""… or below this share of it while the reward falls by `ENTROPY_LOSS` of its early level: where entropy was punished it
+went from 0.43 to 0.22 and the reward from 0.35 to 0.09."""
+ENTROPY_LOSS = 0.4
+SAME_ALL = 0.9
+"""Share of groups without differing rewards from which nothing is learnt any more."""
+REWARD_BEST = 0.75
+"""Share of the reward's range from which a low entropy is success and not collapse."""
+ZERO_VARIANCE = 0.5
+"""Share of groups without differing rewards."""
+TREND_Z = 3.0
+REWARD_FALL = 0.5
+"""Share of its best level that the reward must lose to be said to fall."""
+CLIPPED = 0.08
+"""Share of tokens whose ratio left PPO's band within a step: 0.01 is usual, a learning rate ten times too high has 0.17."""
+GRAD_SPIKE = 5.0
+"""Largest gradient norm over its median."""
+ENTROPY_STEP = 0.5
+"""Largest change of mean entropy from one step to the next, as share of the larger."""
+ENTROPY_JUMP = 0.2
+"""… and in nats, at least: a learning rate ten times too high has 0.8, punished entropy up to 0.11."""
+CUT_SHARE = 0.1
+"""Share of responses that end at the length limit."""
+CUT_GAP = 0.2
+"""Share of the reward's range by which they score below the others."""
+CUT_REST = 0.25
+"""… while the others reach this much of it."""
+GRADER_SHARE = 0.01
+"""Share of rewards that a failed grader stands behind, and at least `GRADER_COUNT` of them."""
+GRADER_COUNT = 3
+LINE_FITS = 0.3
+"""Share of the variance of log ρ that the line of a temperature explains; simulated: 0.93 and more at T 0.7 with a gap of
+fp8 beside it, 0.66 at T 0.9; numerics 0.03."""
+LINE_FITS_HONEST = 0.8
+"""The same where E_q[ρ] is 1, so that sharper weights must be told from another temperature: 16 steps of staleness 0.54."""
+WRONG_BIAS = 0.5
+"""|median| over noise of the gap in logits: quantisation has 0.14 (fp8) to 0.38 (int4)."""
+STUCK_BIAS = 2.0
+"""|median| over noise of the gap in logits where a head stands still (4 by the end); whole stale weights have 0.5 to 1.5."""
+DRIFT_Z = 4.0
+"""From which the sampler is said to change over the steps."""
+UNEXPLAINED = 0.02
+"""E_q[ρ] this far off without a pattern is reported as it is; the z-score asked for is twice the usual one."""
