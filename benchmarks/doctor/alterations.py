@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rollkeel.types import FloatArray, IntArray, Rollout, TokenSpan
+from rollkeel.types import FloatArray, IntArray, Rollout, Status, TokenSpan
 
 Alter = Callable[[Rollout, np.random.Generator], Rollout]
 
@@ -84,6 +84,11 @@ def reward_lost(rollout: Rollout, rng: np.random.Generator, share: float, detail
     if rollout.reward is None or rng.random() >= share:
         return rollout
     return replace(rollout, reward=0.0, detail=detail)
+
+
+def unfinished_is_wrong(rollout: Rollout) -> Rollout:
+    """A grader that gives nothing to an answer without its end."""
+    return replace(rollout, reward=0.0) if rollout.status == Status.LENGTH and rollout.reward is not None else rollout
 
 
 def retokenised(rollout: Rollout, merge: Callable[[list[int]], list[int]]) -> Rollout:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -178,6 +178,12 @@ def _room(tokens: int, *words: str) -> Magnitude:
     return Magnitude(name=f"{tokens} tokens", words=[*words, f"sampling.max_new_tokens={tokens}"])
 
 
+def _room_for_the_end(tokens: int, *words: str) -> Magnitude:
+    """Where a cut takes the stop token alone, it is the grader that makes it matter."""
+    room = _room(tokens, *words)
+    return replace(room, patches=_altering(lambda rollout, rng: alter.unfinished_is_wrong(rollout)))
+
+
 def _rate(lr: float) -> Magnitude:
     return Magnitude(name=f"lr {lr:g}", words=[f"train.lr={lr}", "train.warmup_steps=0"])
 
@@ -327,7 +333,7 @@ def _faults() -> list[Fault]:
             id="length_truncation",
             bug=False,
             about="too little room for the answers",
-            dev={"any": [_room(3, *ADDITION, "run.steps=40")]},
+            dev={"any": [_room_for_the_end(3, *ADDITION, "run.steps=40")]},
             test={"any": [_room(7, *LONGER), _room(8, *LONGER)]},
             bases=("plain", "bf16", "tempered"),
         ),

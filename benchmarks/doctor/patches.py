@@ -170,16 +170,16 @@ def routing_changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[
     """The engine's routers choose by `change(logits)`; the experts it reports are those it used."""
     honest = FastForward._experts
 
-    def experts(self: Any, h: torch.Tensor, layer: Any, chosen: Any) -> torch.Tensor:
+    def experts(self: Any, h: torch.Tensor, layer: Any, *rest: Any) -> torch.Tensor:
         router = layer.router
         linear = torch.nn.functional.linear
 
-        def of(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-            out = linear(x, weight, *rest)
+        def of(x: torch.Tensor, weight: torch.Tensor, *bias: Any) -> torch.Tensor:
+            out = linear(x, weight, *bias)
             return change(out) if weight is router else out
 
         with mock.patch("rollkeel.models.forward.F.linear", of):
-            return honest(self, h, layer, chosen)
+            return honest(self, h, layer, *rest)
 
     with mock.patch.object(FastForward, "_experts", experts):
         yield
