@@ -92,7 +92,7 @@ def write_step(
     if piece is not None:
         columns["pieces"] = _pieces(spans, piece)
     buffer = pa.BufferOutputStream()
-    options: dict[str, Any] = {"compression": "zstd", "use_dictionary": [*_STRINGS, "pieces.list.element"]}
+    options: dict[str, Any] = {"compression": "lz4", "use_dictionary": [*_STRINGS, "pieces.list.element"]}
     pq.write_table(pa.table(columns), buffer, **options)
     write_atomic(path, buffer.getvalue().to_pybytes(), sync=False)
 
@@ -132,17 +132,24 @@ def per_token(table: pa.Table, name: str) -> dict[int, np.ndarray]:
 
 
 class _Told:
-    """JSON of prompts' and sampling's settings, which the rollouts of a step share as objects."""
+    """JSON of prompts' and sampling's settings, which the rollouts of a step share, as objects or as equal ones."""
 
     def __init__(self) -> None:
-        self._texts: dict[Any, str] = {}
+        self._by_id: dict[int, str] = {}
+        self._sampling: dict[SamplingParams, str] = {}
 
     def __call__(self, thing: Any) -> str:
-        # A mapping lives as long as the rollouts that hold it, so its id is unique in the call.
-        key = thing if isinstance(thing, SamplingParams) else id(thing)
-        if key not in self._texts:
-            self._texts[key] = json.dumps(asdict(thing) if isinstance(thing, SamplingParams) else dict(thing))
-        return self._texts[key]
+        key = id(thing)  # alive as long as the rollouts that hold it, so unique in the call
+        if key not in self._by_id:
+            self._by_id[key] = self._text(thing)
+        return self._by_id[key]
+
+    def _text(self, thing: Any) -> str:
+        if not isinstance(thing, SamplingParams):
+            return json.dumps(dict(thing))
+        if thing not in self._sampling:
+            self._sampling[thing] = json.dumps(asdict(thing))
+        return self._sampling[thing]
 
 
 def _strings(rollout: Rollout, told: _Told) -> dict[str, str]:
@@ -191,9 +198,9 @@ def _aligned(rollouts: Sequence[Rollout], values: PerToken, name: str) -> list[n
 def _pieces(spans: Sequence[TokenSpan], piece: Callable[[int], str]) -> pa.Array:
     flat = np.concatenate([span.token_ids for span in spans]) if spans else np.zeros(0, np.int64)
     ids, where = np.unique(flat, return_inverse=True)
-    texts = pa.array([piece(int(i)).encode("utf-8", "replace").decode() for i in ids], pa.string())
+    texts = np.array([piece(int(i)).encode("utf-8", "replace").decode() for i in ids], object)
     offsets = np.concatenate([[0], np.cumsum([len(span) for span in spans])]).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), texts.take(pa.array(where)))
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(texts[where], pa.string()))
 
 
 def _lists(values: Sequence[np.ndarray | None], dtype: type[np.generic]) -> pa.Array:
