@@ -125,7 +125,10 @@ def length_truncation(e: Evidence) -> Cause | None:
         return None
     a, b = (clustered(trace.reward[x], trace.group[x]) for x in (cut, rest))
     apart = Mean(b.value - a.value, float(np.hypot(a.error, b.error)))
-    if apart.value < limits.CUT_GAP * spread or apart.z < limits.TREND_Z:
+    worse = apart.value >= limits.CUT_GAP * spread or a.value - e.series.low <= limits.CUT_SCORE * (
+        b.value - e.series.low
+    )
+    if not worse or apart.z < limits.TREND_Z:
         return None
     if b.value - e.series.low < limits.CUT_REST * spread:
         return None

@@ -45,7 +45,7 @@ def weights(e: Evidence) -> Cause | None:
     limit = allowed(e.trace.facts)
     if limit.explains(e.fresh_gap) and not _some_steps(e, limit):
         return _harmful(e)
-    for judge in (stale_kv, routing, _over_time):
+    for judge in (stale_kv, never_sampled, routing, _over_time):
         if (cause := judge(e, limit)) is not None:
             return cause
     return _from_the_start(e, limit)
@@ -81,6 +81,24 @@ def stale_kv(e: Evidence, limit: Allowed) -> Cause | None:
         f"({after.tokens} tokens), the others of the same version {others.k3:.2g}; recomputed KV would make no difference.",
         advice="Flush the KV and prefix cache when weights change, or state the old KV so that the trainer can correct for it.",
         positions=places(trace, widest(fresh.where(behind))),
+    )
+
+
+def never_sampled(e: Evidence, limit: Allowed) -> Cause | None:
+    """A gap of few tokens that no sampler would have drawn, while all others agree: their experts differ as well."""
+    odd, found = e.odd, e.fresh_gap
+    if not odd.chosen.any() or found.noise > limit.noise or odd.rest > limits.OUTLIER_REST:
+        return None
+    share, absurd = float(odd.chosen.mean()), gap(e.calm.where(odd.chosen))
+    if not limits.ABSURD_SHARE < share < limits.OUTLIER_SHARE or absurd.k3 < limits.ABSURD_K3:
+        return None
+    return Cause(
+        id="retokenised",
+        score=0.6,
+        evidence=f"{share:.2%} of tokens have k3 {absurd.k3:.0f}, which no engine samples, while the others agree (noise in "
+        f"logits {found.noise:.3f}): the trainer was shown other ids than were sampled.",
+        advice="Train on the engine's own token ids; never decode a response and encode it again.",
+        positions=places(e.trace, widest(e.calm)),
     )
 
 

@@ -52,6 +52,8 @@ SHIFT_LENGTH = 5
 SHIFT_SHARE = 0.01
 """Share of sequences that must be shifted, and at least `SHIFT_COUNT` of them."""
 SHIFT_COUNT = 3
+SHIFT_ALL = 0.2
+"""Share of sequences below which a shift beside re-tokenised ids is theirs. Chosen: a wrong slice shifts all or one kind."""
 SHIFT_CONTRAST = 4
 """Times as many sequences must fit that lag as any other: a policy 16 steps old has 2 % that fit some lag by chance."""
 PARTLY = 1.5
@@ -60,6 +62,11 @@ OUTLIER = 1.0
 """Nats of |log ρ| from which a token is one that the trainer was not shown as it was sampled; fp8 has 0.1 % of them."""
 OUTLIER_REST = 0.2
 """… while the median of |log ρ| over all tokens stays below this share of the outliers' median."""
+ABSURD_K3 = 10.0
+"""k3 over odd tokens alone from which no engine ever sampled them: rounding, routing and other weights have 0.5 to 4,
+re-tokenised runs 34 and more."""
+ABSURD_SHARE = 0.003
+"""Share of odd tokens that this needs."""
 OUTLIER_SHARE = 0.25
 """More tokens than this are not odd tokens but another policy."""
 
@@ -127,9 +134,9 @@ BEHIND = 3.0
 """k3 behind a change of version over k3 of other tokens of the same staleness."""
 JUMP = 0.5
 """A gap whose first step has this share of its later level came at once; staleness grows over some steps."""
-LAG_FAR = 0.05
-"""Share of tokens with ρ outside [0.5, 2] from which staleness harms: 4 steps have 0.024 and learn, 16 have 0.095 and
-GRPO forgets what it knew."""
+LAG_FAR = 0.03
+"""Share of tokens with ρ outside [0.5, 2] from which staleness harms: asynchronous, budgeted and slightly stale runs have up to
+0.014, 10 steps 0.04 to 0.09, 16 have 0.095 and GRPO forgets what it knew."""
 LAG_K3 = 0.12
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -161,9 +168,11 @@ ENTROPY_JUMP = 0.2
 CUT_SHARE = 0.1
 """Share of responses that end at the length limit."""
 CUT_GAP = 0.2
-"""Share of the reward's range by which they score below the others."""
-CUT_REST = 0.25
-"""… while the others reach this much of it."""
+"""Share of the reward's range by which they score below the others, …"""
+CUT_SCORE = 0.5
+"""… or the share of the others' score that they do not reach."""
+CUT_REST = 0.05
+"""The others reach this much of the range, at least."""
 GRADER_SHARE = 0.01
 """Share of rewards that a failed grader stands behind, and at least `GRADER_COUNT` of them."""
 GRADER_COUNT = 3
@@ -172,8 +181,8 @@ LINE_FITS = 0.3
 fp8 beside it, 0.66 at T 0.9; numerics 0.03."""
 LINE_FITS_HONEST = 0.8
 """The same where E_q[ρ] is 1, so that sharper weights must be told from another temperature: 16 steps of staleness 0.54."""
-WRONG_BIAS = 0.5
-"""|median| over noise of the gap in logits: quantisation has 0.14 (fp8) to 0.38 (int4)."""
+WRONG_BIAS = 0.7
+"""|median| over noise of the gap in logits: quantisation has 0.14 (fp8) to 0.52 (int4, tempered), one tensor that stood still 1.0."""
 STUCK_BIAS = 2.0
 """|median| over noise of the gap in logits where a head stands still (4 by the end); whole stale weights have 0.5 to 1.5."""
 DRIFT_Z = 4.0

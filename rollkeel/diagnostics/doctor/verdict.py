@@ -55,6 +55,14 @@ def _gap_causes(e: Evidence) -> list[Cause]:
             found.append(cause)
     if not found and (cause := _unexplained(e)) is not None:
         found.append(cause)
+    return _without_shadows(e, found)
+
+
+def _without_shadows(e: Evidence, found: list[Cause]) -> list[Cause]:
+    """A token too many or too few shifts what is behind it: in few sequences alignment is re-tokenisation's shadow."""
+    few = e.shift is not None and len(e.shift.sequences) < limits.SHIFT_ALL * len(set(e.tokens.sequence.tolist()))
+    if few and any(c.id == "retokenised" for c in found):
+        return [c for c in found if c.id != "alignment"]
     return found
 
 
