@@ -191,6 +191,20 @@ def test_single_ids_that_were_not_sampled() -> None:
     assert all(other[trace.starts[p["id"]] + p["token"]] for p in cause.positions)
 
 
+def test_tokens_that_no_engine_samples_are_not_its_routers_fault() -> None:
+    """Ratios of e⁵ and e⁻⁸ on one token in a hundred, whose experts differ too because the ids do."""
+    sim = simulate()
+    trace = sim.trace()
+    odd = sim.rng.random(len(trace)) < 0.01
+    apart = np.where(sim.rng.random(len(trace)) < 0.3, 5.0, -8.0)
+    q = np.where(odd & (apart > 0), trace.rollout_logprobs - 6, trace.rollout_logprobs)
+    o = np.where(odd, np.minimum(q + apart, 0), trace.train_logprobs).astype(np.float32)
+    changed = trace.with_(rollout_logprobs=q.astype(np.float32), train_logprobs=o, flipped_layers=odd.astype(np.int16))
+    cause = the(changed)
+    assert cause.id == "retokenised"
+    assert all(odd[trace.starts[p["id"]] + p["token"]] for p in cause.positions)
+
+
 # -- weights and versions ----------------------------------------------------------------------------------------------
 
 
@@ -315,6 +329,15 @@ def test_length_truncation() -> None:
     assert first(trace.with_(status=status)) == "healthy"
     assert first(trace.with_(status=status, reward=np.where(cut, 0.0, trace.reward))) == "length_truncation"
     assert first(trace.with_(status=status, reward=np.zeros(trace.sequences))) == "healthy"
+
+
+def test_length_truncation_of_a_policy_that_is_seldom_right() -> None:
+    trace = simulate().trace()
+    rng = np.random.default_rng(1)
+    cut, right = rng.random(trace.sequences) < 0.4, (rng.random(trace.sequences) < 0.15).astype(float)
+    status = np.where(cut, "length", "finished").tolist()
+    assert first(trace.with_(status=status, reward=right)) == "healthy"
+    assert first(trace.with_(status=status, reward=np.where(cut, 0.0, right))) == "length_truncation"
 
 
 def falling(trace: Trace, high: float, low: float) -> np.ndarray:
