@@ -224,7 +224,7 @@ def _pieces(parts: Sequence[_Part]) -> dict[int, str]:
     return out
 
 
-def _sampled(text: str | None) -> dict[str, float | int]:
+def _sampled(text: str | None) -> dict[str, Any]:
     """Numbers of the sampling parameters; empty for text that is no JSON object, which states nothing."""
     try:
         found = json.loads(text or "{}")
