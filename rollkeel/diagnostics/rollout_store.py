@@ -119,8 +119,13 @@ def read_step(path: str | Path, columns: Sequence[str] | None = None) -> pa.Tabl
 
 
 def to_rollouts(table: pa.Table) -> list[Rollout]:
-    """The rollouts that were written, equal in every field and bit."""
-    return [_rollout(row) for row in table.to_batches() for row in _rows(row)]
+    """The rollouts that were written, equal in every field and bit. Raises `Corrupt` for what no rollout can be."""
+    try:
+        return [_rollout(row) for batch in table.to_batches() for row in _rows(batch)]
+    except KeyError as error:
+        raise Corrupt(f"rollouts: column {error} is missing; expected a file written by rollkeel") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise Corrupt(f"rollouts: values that no engine wrote ({error}); restore the file") from None
 
 
 def per_token(table: pa.Table, name: str) -> dict[int, np.ndarray]:
