@@ -36,6 +36,11 @@ _STRINGS = [
 ]
 
 
+_NUMBERS = {"step", "id", "group", "member", "prompt_index", "reward", "train_version"}
+_LISTS = {"prompt_token_ids", "token_ids", "logprobs", "kept_mass", "versions", "kv_versions", "train_logprobs"}
+_LISTS |= {"entropy", "keep", "advantages", "flipped_layers", "experts", "topk_ids", "topk_logprobs"}
+
+
 def write_step(
     path: str | Path,
     rollouts: Sequence[Rollout],
@@ -100,7 +105,7 @@ def write_step(
 def read_step(path: str | Path, columns: Sequence[str] | None = None) -> pa.Table:
     """One row per rollout; `columns` reads only those of them that the file has.
 
-    Raises `BadInput` for a missing file and `Corrupt` for a damaged one, by name.
+    Raises `BadInput` for a missing file and `Corrupt` for a damaged one, or for columns of another kind, by name.
     """
     path = Path(path)
     if not path.is_file():
@@ -115,7 +120,25 @@ def read_step(path: str | Path, columns: Sequence[str] | None = None) -> pa.Tabl
     missing = [name for name in ("id", "token_ids", "logprobs", *_STRINGS) if name not in names]
     if missing:
         raise Corrupt(f"rollouts {path}: column {missing[0]} is missing; expected a file written by rollkeel")
+    _check_types(path, table.schema)
     return table
+
+
+def _check_types(path: Path, schema: pa.Schema) -> None:
+    """Raise `Corrupt` for a column of another kind than `docs/trace.md` gives it; one of nothing but null has none."""
+    is_list, is_number = pa.types.is_list, (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+    for column in schema:
+        kind, expected, fits = column.type, "", True
+        if column.name in _LISTS:
+            expected = "lists of numbers"
+            fits = (is_list(kind) or pa.types.is_large_list(kind)) and any(f(kind.value_type) for f in is_number)
+        elif column.name in _NUMBERS:
+            expected, fits = "numbers", any(f(kind) for f in is_number)
+        elif column.name in _STRINGS:
+            inner = kind.value_type if pa.types.is_dictionary(kind) else kind
+            expected, fits = "text", pa.types.is_string(inner) or pa.types.is_large_string(inner)
+        if not fits and not pa.types.is_null(kind):
+            raise Corrupt(f"rollouts {path}: column {column.name}: expected {expected}, got {kind}; restore the file")
 
 
 def to_rollouts(table: pa.Table) -> list[Rollout]:

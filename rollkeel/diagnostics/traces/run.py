@@ -117,35 +117,10 @@ def _part(file: Path) -> _Part:
 
 
 def _check(table: pa.Table, file: Path) -> None:
-    """Raise `Corrupt` unless every column there is has the kind of type that `docs/trace.md` gives it."""
+    """Raise `Corrupt` for a column that a trace cannot do without."""
     for name in (*_NUMBERS, *_TEXTS.values(), *_ENGINE, "prompt_token_ids", "token_ids"):
         if name not in table.column_names:
             raise Corrupt(f"rollouts {file}: column {name} is missing; expected a file written by rollkeel")
-    lists = {"prompt_token_ids", *(column for column, _, _ in _TOKENS.values())}
-    for column in table.schema:
-        kind = column.type
-        if column.name in lists:
-            expected, fits = "lists of numbers", _is_list(kind) and _is_number(kind.value_type)
-        elif column.name in _NUMBERS or column.name == "train_version":
-            expected, fits = "numbers", _is_number(kind)
-        else:
-            expected, fits = "text", _is_text(kind.value_type if pa.types.is_dictionary(kind) else kind)
-        if not fits:
-            raise Corrupt(
-                f"rollouts {file}: column {column.name}: expected {expected}, got {kind}; restore the file or delete it"
-            )
-
-
-def _is_list(kind: Any) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
-
-
-def _is_number(kind: Any) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-
-
-def _is_text(kind: Any) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def _trace(path: Path, parts: list[_Part], run: RunFiles | None, notes: list[str]) -> Trace:
