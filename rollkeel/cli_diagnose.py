@@ -21,15 +21,18 @@ def doctor(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     last: Annotated[int | None, typer.Option(min=1, help="Only the last so many steps.")] = None,
+    trace_format: Annotated[
+        str, typer.Option("--format", help="Who wrote it, where that is not clear: rollkeel, nemo-rl, slime, …")
+    ] = "auto",
 ) -> None:
     """Why a run went bad, from its recorded tokens: causes with evidence (exit code 1), or healthy (0)."""
     from rollkeel.diagnostics.doctor import diagnose
     from rollkeel.diagnostics.doctor.view import show
     from rollkeel.diagnostics.traces.read import read_trace
 
-    found = diagnose(read_trace(path, last=last))
+    found = diagnose(read_trace(path, last=last, format=trace_format))
     if as_json:
-        print(json.dumps(found.to_json(), ensure_ascii=False))
+        print(json.dumps(found.to_json(), ensure_ascii=False, allow_nan=False))
     else:
         show(found)
     if not found.healthy:
@@ -99,17 +102,23 @@ def replay(
     ] = None,
     steps: Annotated[str | None, typer.Option(help="With --objective: 12 or 10:20, inclusive.")] = None,
     html: Annotated[Path | None, typer.Option(help="With --objective: also write a page with charts.")] = None,
+    trace_format: Annotated[
+        str,
+        typer.Option(
+            "--format", help="With --objective: who wrote it, where that is not clear: rollkeel, nemo-rl, slime, …"
+        ),
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Do a recorded step again, as it was or with one factor changed; or try other objectives on recorded tokens."""
     if (step is None) == (not objective):
         raise BadInput("replay: expected --step N, or --objective NAME,…, and not both")
-    if (objective and (overrides or only)) or (step is not None and (steps or html)):
-        raise BadInput("replay: overrides and --only belong to --step, --steps and --html to --objective")
+    if (objective and (overrides or only)) or (step is not None and (steps or html or trace_format != "auto")):
+        raise BadInput("replay: overrides and --only belong to --step, --steps, --html and --format to --objective")
     from rollkeel.replay import command
 
     if objective:
-        command.try_objectives(run, objective, steps, html, as_json)
+        command.try_objectives(run, objective, steps, html, as_json, trace_format)
     elif not command.repeat_step(run, step or 0, only, overrides or [], as_json):
         raise typer.Exit(1)
 

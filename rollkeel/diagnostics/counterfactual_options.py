@@ -43,7 +43,7 @@ def candidates(texts: Sequence[str]) -> list[Candidate]:
 def candidate(text: str) -> Candidate:
     """One objective with its options."""
     name, *parts = split(text, ":")
-    if parts and "=" not in parts[0]:
+    if parts and "=" not in parts[0] and name.strip() not in objectives.RECIPES:
         name = f"{name}:{parts.pop(0)}"
     options: dict[str, Any] = {}
     for part in parts:

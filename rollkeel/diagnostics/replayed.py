@@ -118,7 +118,8 @@ def effects(recorded: pa.Table, replayed: pa.Table) -> dict[str, Any]:
     """What a changed factor did to a step's rollouts, as JSON values.
 
     `rollouts_equal`: of `rollouts` that both have, those with the same tokens; `first_change_mean`: tokens before the others
-    part. Over the tokens of equal rollouts: `keep_differs` and some of those tokens, `examples`. Per side, over its own
+    part. Over the tokens of equal rollouts: `keep_differs` and some of those tokens, `examples`, with probabilities
+    `q` and `o` as recorded and as replayed. Per side, over its own
     trained tokens: `tokens`, `dropped`, `logprob_gap` (mean |log o − log q|, nats), `kl_k3`.
     """
     rows = {i: n for n, i in enumerate(replayed["id"].to_pylist())}
@@ -167,13 +168,17 @@ def _gap(table: pa.Table) -> dict[str, float]:
 def _example(recorded: pa.Table, replayed: pa.Table, rows: tuple[int, int], token: int) -> dict[str, Any]:
     a, b = rows
     pieces = _column(recorded, "pieces")[a]
-    o = _column(replayed, "train_logprobs")[b]
+
+    def chance(table: pa.Table, row: int, name: str) -> float | None:
+        values = _column(table, name)[row]
+        return None if values is None else float(np.exp(values[token]))
+
     return {
         "id": recorded["id"][a].as_py(),
         "token": token,
         "piece": None if pieces is None else pieces[token],
-        "q": float(np.exp(recorded["logprobs"][a].values[token].as_py())),
-        "o": None if o is None else float(np.exp(o[token])),
+        "q": [chance(recorded, a, "logprobs"), chance(replayed, b, "logprobs")],
+        "o": [chance(recorded, a, "train_logprobs"), chance(replayed, b, "train_logprobs")],
         "advantage": float(recorded["advantages"][a].values[token].as_py()),
         "recorded": "kept" if recorded["keep"][a].values[token].as_py() else "dropped",
         "replayed": "kept" if replayed["keep"][b].values[token].as_py() else "dropped",

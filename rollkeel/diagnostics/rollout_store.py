@@ -36,6 +36,11 @@ _STRINGS = [
 ]
 
 
+_NUMBERS = {"step", "id", "group", "member", "prompt_index", "reward", "train_version"}
+_LISTS = {"prompt_token_ids", "token_ids", "logprobs", "kept_mass", "versions", "kv_versions", "train_logprobs"}
+_LISTS |= {"entropy", "keep", "advantages", "flipped_layers", "experts", "topk_ids", "topk_logprobs"}
+
+
 def write_step(
     path: str | Path,
     rollouts: Sequence[Rollout],
@@ -100,7 +105,7 @@ def write_step(
 def read_step(path: str | Path, columns: Sequence[str] | None = None) -> pa.Table:
     """One row per rollout; `columns` reads only those of them that the file has.
 
-    Raises `BadInput` for a missing file and `Corrupt` for a damaged one, by name.
+    Raises `BadInput` for a missing file and `Corrupt` for a damaged one, or for columns of another kind, by name.
     """
     path = Path(path)
     if not path.is_file():
@@ -115,12 +120,35 @@ def read_step(path: str | Path, columns: Sequence[str] | None = None) -> pa.Tabl
     missing = [name for name in ("id", "token_ids", "logprobs", *_STRINGS) if name not in names]
     if missing:
         raise Corrupt(f"rollouts {path}: column {missing[0]} is missing; expected a file written by rollkeel")
+    _check_types(path, table.schema)
     return table
 
 
+def _check_types(path: Path, schema: pa.Schema) -> None:
+    """Raise `Corrupt` for a column of another kind than `docs/trace.md` gives it; one of nothing but null has none."""
+    is_list, is_number = pa.types.is_list, (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+    for column in schema:
+        kind, expected, fits = column.type, "", True
+        if column.name in _LISTS:
+            expected = "lists of numbers"
+            fits = (is_list(kind) or pa.types.is_large_list(kind)) and any(f(kind.value_type) for f in is_number)
+        elif column.name in _NUMBERS:
+            expected, fits = "numbers", any(f(kind) for f in is_number)
+        elif column.name in _STRINGS:
+            inner = kind.value_type if pa.types.is_dictionary(kind) else kind
+            expected, fits = "text", pa.types.is_string(inner) or pa.types.is_large_string(inner)
+        if not fits and not pa.types.is_null(kind):
+            raise Corrupt(f"rollouts {path}: column {column.name}: expected {expected}, got {kind}; restore the file")
+
+
 def to_rollouts(table: pa.Table) -> list[Rollout]:
-    """The rollouts that were written, equal in every field and bit."""
-    return [_rollout(row) for row in table.to_batches() for row in _rows(row)]
+    """The rollouts that were written, equal in every field and bit. Raises `Corrupt` for what no rollout can be."""
+    try:
+        return [_rollout(row) for batch in table.to_batches() for row in _rows(batch)]
+    except KeyError as error:
+        raise Corrupt(f"rollouts: column {error} is missing; expected a file written by rollkeel") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise Corrupt(f"rollouts: values that no engine wrote ({error}); restore the file") from None
 
 
 def per_token(table: pa.Table, name: str) -> dict[int, np.ndarray]:

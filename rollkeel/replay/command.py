@@ -37,7 +37,14 @@ def repeat_step(run: Path, step: int, only: str | None, overrides: Sequence[str]
     return verdict.parting is None or bool(verdict.overrides)
 
 
-def try_objectives(run: Path, objectives: Sequence[str], steps: str | None, html: Path | None, as_json: bool) -> None:
+def try_objectives(
+    run: Path,
+    objectives: Sequence[str],
+    steps: str | None,
+    html: Path | None,
+    as_json: bool,
+    trace_format: str = "auto",
+) -> None:
     """Judge recorded tokens by other objectives and print, and with `html` draw, what they make of them."""
     if not run.exists():
         raise BadInput(f"{run}: no such file or folder; expected a run folder or a trace")
@@ -48,7 +55,7 @@ def try_objectives(run: Path, objectives: Sequence[str], steps: str | None, html
 
     wanted = None if steps is None else steps_of(steps)
     tried = candidates(objectives)
-    found = counterfactual(read_trace(run), tried, wanted)
+    found = counterfactual(read_trace(run, format=trace_format), tried, wanted)
     if html is not None:
         write_page(found, html)
     if as_json:

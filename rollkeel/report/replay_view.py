@@ -92,9 +92,15 @@ def _effects(verdict: Mapping[str, Any]) -> Iterator[RenderableType]:
         for e in found["examples"][:6]:
             piece = "" if e["piece"] is None else f" {e['piece']!r}"
             yield Text(
-                f"  rollout {e['id']} token {e['token']}{piece}: q {e['q']:.3f}, o {e['o']:.3f}, A {e['advantage']:+.2f}:"
-                f" {e['recorded']} → {e['replayed']}"
+                f"  rollout {e['id']} token {e['token']}{piece}: q {_both(e['q'])}, o {_both(e['o'])},"
+                f" A {e['advantage']:+.2f}: {e['recorded']} → {e['replayed']}"
             )
+
+
+def _both(sides: Sequence[float | None]) -> str:
+    """A probability as recorded and, where three places tell it, as replayed."""
+    recorded, replayed = ("-" if side is None else f"{side:.3f}" for side in sides)
+    return recorded if recorded == replayed else f"{recorded} → {replayed}"
 
 
 def _value(value: Any) -> Text:

@@ -71,7 +71,7 @@ def collect(run: Path, count: int, max_tokens: int, problems: list[str]) -> list
         return []
     for _, path in reversed(rollout_files(run)):
         try:
-            rows = read_step(path, _COLUMNS).to_pylist()
+            rows = [row for row in read_step(path, _COLUMNS).to_pylist() if _whole(row)]
         except RollkeelError as error:
             problems.append(str(error))
             continue
@@ -81,6 +81,12 @@ def collect(run: Path, count: int, max_tokens: int, problems: list[str]) -> list
             each = max(max_tokens // len(chosen), 1)
             return [_sample(why, row, each, piece) for why, row in chosen]
     return []
+
+
+def _whole(row: Mapping[str, Any]) -> bool:
+    """Whether there are tokens, with a value each in every column that has any."""
+    ids, each = row["token_ids"], ("logprobs", "versions", "train_logprobs", "keep", "pieces")
+    return bool(ids and row["logprobs"]) and all(len(row[c]) == len(ids) for c in each if row.get(c))
 
 
 def choose(rows: Sequence[Mapping[str, Any]], count: int) -> list[tuple[str, Mapping[str, Any]]]:

@@ -22,6 +22,7 @@ from rollkeel.diagnostics.replayed import (
     metric_changes,
 )
 from rollkeel.diagnostics.rollout_store import read_step, write_step
+from rollkeel.report.replay_view import _effects
 from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
 
 
@@ -137,3 +138,16 @@ def test_effects_by_hand(tmp_path: Path) -> None:
     gap = -0.2
     assert found["recorded"]["logprob_gap"] == pytest.approx(0.2, rel=1e-6)
     assert found["recorded"]["kl_k3"] == pytest.approx(np.exp(gap) - 1 - gap, rel=1e-5)
+
+
+def test_an_example_shows_what_changed_and_not_only_the_record(tmp_path: Path) -> None:
+    """A token that q and o of the record agree on would never be dropped: the replayed ones say why it was."""
+    one = table(tmp_path / "a", ROLLOUTS)
+    moved = [with_span(ROLLOUTS[0], logprobs=np.array([-0.5, -3.0, -0.5], np.float32)), ROLLOUTS[1]]
+    dropped = {0: np.array([True, False, True]), 1: np.ones(2, bool)}
+    found = effects(one, table(tmp_path / "b", moved, keep=dropped))
+    (example,) = found["examples"]
+    assert example["q"] == pytest.approx([np.exp(-0.5), np.exp(-3.0)])
+    assert example["o"] == pytest.approx([np.exp(-0.7)] * 2, rel=1e-6)
+    text = [str(line) for line in _effects({"effects": found, "distance": {}})]
+    assert "  rollout 0 token 1 '6': q 0.607 → 0.050, o 0.497, A +2.00: kept → dropped" in text

@@ -140,3 +140,23 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1]}), path)
     with pytest.raises(Corrupt, match="column id is missing"):
         read_step(path)
+
+
+def test_values_that_no_engine_wrote_are_one_line(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    path = tmp_path / "s.parquet"
+    write_step(path, [make_rollout(i, 3) for i in range(2)], step=1)
+    table = read_step(path)
+    at = table.column_names.index("logprobs")
+    for damaged, words in (
+        (table.set_column(at, "logprobs", pa.array([[float("nan")] * 3] * 2, pa.list_(pa.float32()))), "finite"),
+        (table.drop_columns(["member"]), "column 'member' is missing"),
+        (
+            table.set_column(table.column_names.index("sampling"), "sampling", pa.array(["{"] * 2)),
+            "values that no engine wrote",
+        ),
+    ):
+        with pytest.raises(Corrupt, match=words) as caught:
+            to_rollouts(damaged)
+        assert "\n" not in str(caught.value)

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rollkeel.config import Config
@@ -247,6 +249,25 @@ def test_an_empty_a_running_and_a_killed_run(tmp_path: Path) -> None:
     shown = page(render(tmp_path / "bare"))
     assert "1 steps" in shown.text
     assert "config.yaml cannot be read" in shown.text
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        lambda n: pa.array([["a"]] * n),
+        lambda n: pa.array([1.0] * n),
+        lambda n: pa.array([[-0.5]] * n, pa.list_(pa.float32())),
+        lambda n: pa.array([[]] * n, pa.list_(pa.float32())),
+    ],
+)
+def test_torn_token_columns_cost_no_report(values: Any, tmp_path: Path) -> None:
+    """Another type, or fewer log-probs than tokens."""
+    make_run(tmp_path / "run", 3).close()
+    (file,) = (tmp_path / "run" / "rollouts").iterdir()
+    table = pq.read_table(file)
+    at = table.column_names.index("logprobs")
+    pq.write_table(table.set_column(at, "logprobs", values(table.num_rows)), file)
+    assert render(tmp_path / "run").is_file()
 
 
 def test_no_run_folder_is_one_line(tmp_path: Path) -> None:

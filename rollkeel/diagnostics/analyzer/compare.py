@@ -335,7 +335,8 @@ def _verdict(
         found = [first.sides[i] for i in sides]
         ratio = max((s.ratio if s.ratio > RATIO else s.worst for s in found if s is not None), default=math.inf)
         times = f"{ratio:.3g} times what the dtype explains" if math.isfinite(ratio) else "which no dtype explains"
-        return f"{who} parts first at {place(first.key)}, {times}; {cost}."
+        why = "; a look-up computes nothing, so those are other weights" if first.key[1] == "embedding" else ""
+        return f"{who} part{'s' if len(sides) == 1 else ''} first at {place(first.key)}, {times}{why}; {cost}."
     if broken:
         return (
             f"Operation by operation both sides are healthy, but the compiled or fused path of {who} gives other log-probs"

@@ -33,6 +33,29 @@ def left(gap: Gap) -> bool:
     return abs(gap.excess.value) > limits.EXCESS and abs(gap.excess.z) > limits.EXCESS_Z
 
 
+def positive(e: Evidence) -> Cause | None:
+    """Values above 0 are no log-probs, whatever else is wrong. Rounding may leave a hair above 0."""
+    trace = e.trace
+    sides = [("engine", trace.rollout_logprobs), ("trainer", trace.train_logprobs)]
+    parts, found = [], np.zeros(len(trace), bool)
+    for side, values in sides:
+        above = np.zeros(len(trace), bool) if values is None else values > limits.ABOVE_ZERO
+        if above.any():
+            parts.append(f"{int(above.sum())} of the {side}'s")
+            found |= above
+    if not parts:
+        return None
+    return Cause(
+        id="unexplained",
+        score=0.9,
+        evidence=f"Of {len(trace)} tokens, {' and '.join(parts)} values are above 0 by more than {limits.ABOVE_ZERO:g}: these "
+        "are not log-probabilities.",
+        advice="Look at what is logged there: log-probs are natural logarithms and at most 0; probabilities, −log p and logits "
+        "are not.",
+        positions=places(trace, np.flatnonzero(found)),
+    )
+
+
 def mask(e: Evidence) -> Cause | None:
     found, total = e.foreign, len(e.tokens) + len(e.foreign.without)
     if found.total < limits.FOREIGN_COUNT or found.total < limits.FOREIGN_SHARE * total:
@@ -209,12 +232,14 @@ def _drawn_elsewhere(e: Evidence, wanted: str) -> Cause | None:
             advice="Renormalise the sampler's log-probs over the kept tokens and record the kept mass, or sample without cuts.",
             positions=places(e.trace, e.fresh.index[np.argsort(e.fresh.o, kind="stable")[: limits.POSITIONS]]),
         )
-    stated = e.trace.facts.temperature or 1.0
+    temperature = e.trace.facts.temperature
+    stated = temperature or 1.0
+    says = "none is stated" if temperature is None else f"{stated:g} is stated"
     return Cause(
         id="temperature",
         score=min(0.6 + abs(s.difference.value) / max(s.entropy, 1e-9), 0.95),
         evidence=f"{numbers}: tokens look drawn at temperature {stated / max(s.inverse_temperature, 0.05):.2f}, where "
-        f"{stated:g} is stated and both sides compute at that{'; a cut such as top-p can look alike' if cold else ''}.",
+        f"{says} and both sides compute at {stated:g}{'; a cut such as top-p can look alike' if cold else ''}.",
         advice="Make the sampler draw at the temperature it states and logs.",
         positions=places(e.trace, e.fresh.index[np.argsort(e.fresh.o, kind="stable")[: limits.POSITIONS]]),
     )

@@ -9,7 +9,7 @@ import numpy as np
 from rollkeel.diagnostics.doctor import thresholds as limits
 from rollkeel.diagnostics.doctor.diagnosis import Cause
 from rollkeel.diagnostics.doctor.evidence import Evidence
-from rollkeel.diagnostics.doctor.series import Series, cut_responses
+from rollkeel.diagnostics.doctor.series import Series, cut_responses, known_mean
 from rollkeel.diagnostics.doctor.tokens import Mean, clustered
 from rollkeel.diagnostics.traces.trace import Trace
 from rollkeel.types import FloatArray, IntArray
@@ -58,10 +58,13 @@ def reward_failures(e: Evidence) -> Cause | None:
         if found.any()
     ]
     share = any_.sum() / max(int(low.sum()), 1)
+    # The same answer scored otherwise may also be a judge that gives another mark each time.
+    sure = bool((any_ & ~unlike).any())
+    whose = "a failed grader's" if sure else "a failed grader's, or a grader's that marks one answer now so, now so"
     return Cause(
         id="reward_failures",
         score=min(0.7 + float(share), 1.0),
-        evidence=f"{int(any_.sum())} of {int(low.sum())} lowest rewards ({share:.1%}) are a failed grader's: {', '.join(parts)}.",
+        evidence=f"{int(any_.sum())} of {int(low.sum())} lowest rewards ({share:.1%}) are {whose}: {', '.join(parts)}.",
         advice="Leave a rollout whose grader failed out of the batch, count it, and repair the grader; never score it 0.",
         positions=last_tokens(trace, np.flatnonzero(any_)),
     )
@@ -147,15 +150,13 @@ def entropy_collapse(e: Evidence) -> Cause | None:
     s = e.series
     if len(s.steps) < 4 or not np.isfinite(s.entropy).any() or not np.isfinite(s.reward).any():
         return None
-    late, high = float(np.nanmean(s.late(s.entropy))), float(np.nanmax(s.entropy))
-    same, reward, spread = float(np.nanmean(s.late(s.same))), float(np.nanmean(s.late(s.reward))), s.high - s.low
+    late, high = known_mean(s.late(s.entropy)), float(np.nanmax(s.entropy))
+    same, reward, spread = known_mean(s.late(s.same)), known_mean(s.late(s.reward)), s.high - s.low
     if spread <= 0 or (reward - s.low) / spread > limits.REWARD_BEST or trend(s).z > limits.TREND_Z:
         return None
     quarter = max(len(s.steps) // 4, 1)
     lost = difference(s, slice(0, quarter), slice(-quarter, None))
-    fell = (
-        -lost.value > limits.ENTROPY_LOSS * (float(np.nanmean(s.early(s.reward))) - s.low) and lost.z < -limits.TREND_Z
-    )
+    fell = -lost.value > limits.ENTROPY_LOSS * (known_mean(s.early(s.reward)) - s.low) and lost.z < -limits.TREND_Z
     nothing = late < limits.ENTROPY_LOW or same > limits.SAME_ALL
     if not ((late < limits.ENTROPY_FALL * high and nothing) or (late < limits.ENTROPY_HALF * high and fell)):
         return None
@@ -163,7 +164,8 @@ def entropy_collapse(e: Evidence) -> Cause | None:
         id="entropy_collapse",
         score=min(0.5 + 0.5 * (1 - late / max(high, 1e-9)) * (1 - (reward - s.low) / spread), 1.0),
         evidence=f"Entropy ({s.entropy_of}) fell from {high:.3f} to {late:.3f} nats per token while the reward is "
-        f"{reward:.2f} in [{s.low:g}, {s.high:g}] and {'falls' if fell else 'no longer rises'}; {same:.0%} of groups have no differing rewards.",
+        f"{reward:.2f} in [{s.low:g}, {s.high:g}] and {'falls' if fell else 'no longer rises'}"
+        f"{'' if np.isnan(same) else f'; {same:.0%} of groups have no differing rewards'}.",
         advice="Lower the learning rate or raise the upper clip bound, drop negative KL or entropy terms, use harder prompts.",
         positions=first_tokens(e.trace, np.flatnonzero(e.trace.step >= s.late(s.steps)[0])),
     )

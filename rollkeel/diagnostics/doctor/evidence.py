@@ -11,7 +11,7 @@ from rollkeel.diagnostics.doctor import thresholds as limits
 from rollkeel.diagnostics.doctor.series import Series, series
 from rollkeel.diagnostics.doctor.tokens import Gap, Tokens, by_bin, gap, ordered, select
 from rollkeel.diagnostics.traces.trace import Trace
-from rollkeel.types import IntArray
+from rollkeel.types import FloatArray, IntArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Evidence:
 
 def measure(trace: Trace) -> Evidence:
     """Needs a few hundred bytes per token beside the trace; `tokens` may be empty."""
-    trace = ordered(trace)
+    trace = _without_zeros(ordered(trace))
     tokens = select(trace)
     strange = signs.foreign(trace, tokens)
     own = tokens.where(~strange.chosen) if strange.chosen.any() else tokens
@@ -77,9 +77,27 @@ def measure(trace: Trace) -> Evidence:
         odd=odd,
         tempered=signs.tempered(calm),
         surprisal=signs.surprisal(calm) if len(calm) else None,
-        kept_mass=None if kept is None or not len(rest) else float(np.nanmean(kept[rest.index], dtype=np.float64)),
+        kept_mass=None if kept is None else _mean_kept(kept[rest.index]),
         series=series(trace),
     )
+
+
+def _without_zeros(trace: Trace) -> Trace:
+    """Without its log q if all of them are 0: that is how programs fill what the engine was not asked for.
+
+    Greedy sampling has 0 as well, with a kept mass below 1.
+    """
+    q = trace.rollout_logprobs
+    known = np.isfinite(q)
+    if q[known].any() or (trace.kept_mass is not None and (trace.kept_mass < 1).any()):
+        return trace
+    return trace.with_(rollout_logprobs=np.full_like(q, np.nan))
+
+
+def _mean_kept(kept: FloatArray) -> float | None:
+    """As `select` puts it back: 0 is no mass that anything can be drawn from."""
+    known = kept[np.isfinite(kept)]
+    return float(known.clip(1e-6, 1).mean(dtype=np.float64)) if len(known) else None
 
 
 def _moved(tokens: Tokens) -> tuple[signs.Shift | None, signs.Shift | None]:

@@ -79,6 +79,12 @@ def cut_responses(trace: Trace) -> np.ndarray | None:
     return None if limit is None else trace.lengths >= limit
 
 
+def known_mean(values: FloatArray) -> float:
+    """Mean of what is not NaN; NaN where nothing is known."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")
+
+
 def _mean(values: FloatArray, which: IntArray, size: int) -> FloatArray:
     known = np.isfinite(values)
     counts = np.bincount(which[known], minlength=size)

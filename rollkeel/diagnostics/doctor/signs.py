@@ -178,7 +178,9 @@ class Foreign(NamedTuple):
     chosen: np.ndarray
     """`[N]` bool: those among the tokens with both log-probs."""
     without: IntArray
-    """Index into the trace of tokens in the mask without log q."""
+    """Index into the trace of tokens in the mask without log q, in sequences that have some."""
+    silent: int
+    """Sequences without any log q: the engine reported none, which says nothing about the mask."""
     fill: float
     """The log q that many of them share; NaN if they share none."""
     at_start: float
@@ -192,7 +194,9 @@ class Foreign(NamedTuple):
 def foreign(trace: Trace, tokens: Tokens) -> Foreign:
     """Three ways to notice: no log q at all, one value for many, runs that are all but impossible under the trainer."""
     inside = np.ones(len(trace), bool) if trace.mask is None else trace.mask
-    missing = inside & ~np.isfinite(trace.rollout_logprobs)
+    known = np.isfinite(trace.rollout_logprobs)
+    heard = np.bincount(trace.sequence[known], minlength=trace.sequences) > 0
+    missing = inside & ~known & heard[trace.sequence]
     if trace.mask is None and trace.train_logprobs is not None:
         missing &= np.isfinite(trace.train_logprobs)
     chosen, fill = _filled(tokens)
@@ -200,7 +204,8 @@ def foreign(trace: Trace, tokens: Tokens) -> Foreign:
     if len(runs) and runs.mean() > limits.FOREIGN_RUNS:
         chosen |= runs
     without = np.flatnonzero(missing)
-    return Foreign(chosen, without, fill, _from_start(trace, np.concatenate([without, tokens.index[chosen]])))
+    silent = int((~heard & (trace.lengths > 0)).sum())
+    return Foreign(chosen, without, silent, fill, _from_start(trace, np.concatenate([without, tokens.index[chosen]])))
 
 
 def _filled(tokens: Tokens) -> tuple[np.ndarray, float]:

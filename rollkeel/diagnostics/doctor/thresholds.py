@@ -6,6 +6,8 @@ dense model. A gate asks for an effect size and for a z-score, so that neither n
 
 from __future__ import annotations
 
+ABOVE_ZERO = 0.01
+"""A log-prob may be above 0 by the rounding of bfloat16 near 1 (0.004), not by more."""
 CLAMP = 20.0
 """Log-probs are cut here, as log-ratios are in the objectives."""
 MAX_BINS = 512

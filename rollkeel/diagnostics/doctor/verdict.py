@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from rollkeel.diagnostics.doctor import causes_logging as logging
 from rollkeel.diagnostics.doctor import causes_training as training
 from rollkeel.diagnostics.doctor import causes_weights as weights
 from rollkeel.diagnostics.doctor import thresholds as limits
 from rollkeel.diagnostics.doctor.diagnosis import CAUSES, Cause, Diagnosis
 from rollkeel.diagnostics.doctor.evidence import Evidence, measure
+from rollkeel.diagnostics.doctor.series import known_mean
 from rollkeel.diagnostics.traces.trace import Trace
 
 _ORDER = {"bug": 0, "numerics": 1, "dynamics": 2}
 GAP = ("alignment", "mask", "retokenised", "temperature", "truncation", "wrong_weights", "stale_version", "stale_kv")
 GAP = (*GAP, "quantisation", "routing", "policy_lag", "unexplained")
+TRAINING = ("reward_failures", "learning_rate", "entropy_collapse", "length_truncation")
 
 
 def diagnose(trace: Trace) -> Diagnosis:
@@ -38,6 +42,8 @@ def diagnose(trace: Trace) -> Diagnosis:
 
 def _gap_causes(e: Evidence) -> list[Cause]:
     """Causes of what lies between q and o. Tokens of a cause found earlier are out of the later ones' evidence."""
+    if (impossible := logging.positive(e)) is not None:
+        return [impossible]  # what stands there is no log-prob, so nothing else can be read from it
     found = [c for judge in (logging.mask, logging.alignment) if (c := judge(e)) is not None]
     if (again := logging.retokenised(e)) is not None:
         found.append(again)
@@ -95,14 +101,15 @@ def observed(e: Evidence, causes: list[Cause]) -> list[str]:
     ids = {c.id for c in causes}
     limit = weights.allowed(e.trace.facts)
     g = e.fresh_gap
+    at = "at equal versions" if e.tokens.lag is not None else "(versions are not stated)"
     if g.tokens >= limits.MIN_TOKENS and not ids & set(GAP):
         if g.noise > 0.2 * limits.NOISE["bf16"] or g.k3 > limits.K3["fp32"]:
             lines.append(
-                f"gap at equal versions as {limit.words} explain (std of log ρ {g.rms:.3f}, noise in logits {g.noise:.3f}, "
+                f"gap {at} as {limit.words} explain (std of log ρ {g.rms:.3f}, noise in logits {g.noise:.3f}, "
                 f"k3 {g.k3:.2g})"
             )
         else:
-            lines.append(f"engine and trainer agree at equal versions (largest share of the gap: k3 {g.k3:.1g})")
+            lines.append(f"engine and trainer agree {at}: k3 {g.k3:.1g}")
         lines.append(f"E_q[ρ] = {1 + g.excess.value:.4f} ± {g.excess.error:.4f} over {g.tokens} tokens")
     if e.kept_mass is not None and 1 - e.kept_mass > 1e-4:
         lines.append(f"truncated sampling keeps {e.kept_mass:.3f} of the mass on average")
@@ -111,11 +118,15 @@ def observed(e: Evidence, causes: list[Cause]) -> list[str]:
         from_old = e.gap
         lines.append(
             f"tokens are up to {int(lag.max())} versions old ({lag[lag >= 0].mean():.1f} on average): {from_old.far:.1%} "
-            f"have ρ outside [0.5, 2], which is not harmful"
+            f"have ρ outside [0.5, 2], below the {limits.LAG_FAR:.0%} from which harm was seen"
         )
     s = e.series
     if len(s.steps) > 1 and s.high > s.low:
-        lines.append(f"reward {float(s.early(s.reward).mean()):.2f} → {float(s.late(s.reward).mean()):.2f}")
+        lines.append(f"reward {known_mean(s.early(s.reward)):.2f} → {known_mean(s.late(s.reward)):.2f}")
+    elif s.high == s.low and not ids & set(TRAINING):
+        lines.append(f"every reward is {s.high:g}: no group has anything to learn from")
+    if 0 < e.foreign.silent < e.trace.sequences:
+        lines.append(f"{e.foreign.silent} of {e.trace.sequences} sequences have no log-probs of the engine at all")
     return lines
 
 
@@ -130,7 +141,11 @@ def not_examined(e: Evidence, causes: list[Cause]) -> dict[str, str]:
                 out.setdefault(name, reason)
 
     gap = tuple(name for name in GAP if name != "mask")
-    if e.trace.train_logprobs is None:
+    if not np.isfinite(e.trace.rollout_logprobs).any():
+        lacks("the trace has no log-probs of the engine, or only zeros", *GAP)
+    elif logging.positive(e) is not None:
+        lacks("hidden behind values that are no log-probs", *GAP)
+    elif e.trace.train_logprobs is None:
         lacks("the trace has no log-probs of the trainer", *gap)
     elif len(e.tokens) < limits.MIN_TOKENS:
         lacks(f"{len(e.tokens)} tokens with both log-probs; {limits.MIN_TOKENS} are needed", *gap)
@@ -152,9 +167,9 @@ def not_examined(e: Evidence, causes: list[Cause]) -> dict[str, str]:
     graded = int((e.trace.reward == e.trace.reward).sum())
     if graded < limits.MIN_SEQUENCES:
         few = f"{graded} rewards; {limits.MIN_SEQUENCES} are needed"
-        lacks(few, "reward_failures", "entropy_collapse", "length_truncation", "learning_rate")
-    if len(e.series.steps) < 4:
-        lacks(f"{len(e.series.steps)} steps; 4 are needed", "entropy_collapse", "learning_rate")
+        lacks(few, *TRAINING)
+    if (steps := len(e.series.steps)) < 4:
+        lacks(f"{steps} step{'' if steps == 1 else 's'}; 4 are needed", "entropy_collapse", "learning_rate")
     if e.trace.status is None and e.trace.facts.max_new_tokens is None:
         lacks("neither status nor length limit is known", "length_truncation")
     return {name: out[name] for name in CAUSES if name in out}

@@ -16,7 +16,7 @@ from rollkeel.diagnostics.rollout_store import read_step
 from rollkeel.diagnostics.run_files import RunFiles, read_run
 from rollkeel.diagnostics.runfolder import CONFIG, METRICS, rollout_files
 from rollkeel.diagnostics.traces.trace import Facts, Trace
-from rollkeel.errors import BadInput, RollkeelError
+from rollkeel.errors import BadInput, Corrupt, RollkeelError
 
 pc: Any = compute  # its functions are made at import time
 
@@ -53,6 +53,8 @@ def read_run_trace(path: Path, *, last: int | None = None, spread: int | None = 
     among them. A file that cannot be read is left out and named in `notes`.
     Raises `BadInput` if there is no run or no rollout, `Corrupt` if there are files and none can be read.
     """
+    if path.is_file() and path.suffix != ".parquet":
+        raise BadInput(f"{path}: expected a run folder or one of its rollouts/*.parquet")
     run = read_run(path) if path.is_dir() else None
     files = [file for _, file in rollout_files(path)] if run else [path]
     notes = list(run.problems) if run else []
@@ -93,6 +95,9 @@ class _Part:
 def _part(file: Path) -> _Part:
     columns = [*{c for c, _, _ in _TOKENS.values()}, *_TEXTS.values(), *_NUMBERS, *_ENGINE]
     table = read_step(file, [*columns, "prompt_token_ids", "train_version"])
+    # A column of nothing but null may have lost its type to the program that wrote it.
+    table = table.select([c.name for c in table.schema if not pa.types.is_null(c.type)])
+    _check(table, file)
     numbers = {name: _numbers(table[name], dtype) for name, dtype in _NUMBERS.items()}
     if "train_version" in table.column_names:
         numbers["train_version"] = _numbers(table["train_version"], np.int64)
@@ -106,9 +111,16 @@ def _part(file: Path) -> _Part:
             if column in table.column_names
         },
         numbers=numbers,
-        texts={name: table[column].to_pylist() for name, column in _TEXTS.items()},
+        texts={name: [text or "" for text in table[column].to_pylist()] for name, column in _TEXTS.items()},
         facts=tuple(table[name][-1].as_py() for name in _ENGINE) if table.num_rows else (),
     )
+
+
+def _check(table: pa.Table, file: Path) -> None:
+    """Raise `Corrupt` for a column that a trace cannot do without."""
+    for name in (*_NUMBERS, *_TEXTS.values(), *_ENGINE, "prompt_token_ids", "token_ids"):
+        if name not in table.column_names:
+            raise Corrupt(f"rollouts {file}: column {name} is missing; expected a file written by rollkeel")
 
 
 def _trace(path: Path, parts: list[_Part], run: RunFiles | None, notes: list[str]) -> Trace:
@@ -155,7 +167,8 @@ def _flat(table: pa.Table, column: str, dtype: type[np.generic], missing: Any) -
     if column not in table.column_names:
         return np.full(int(wanted.sum()), missing, dtype)
     have = _lengths(table[column])
-    values = pc.list_flatten(table[column]).to_numpy().astype(dtype)
+    flat = pc.list_flatten(table[column])
+    values = (pc.fill_null(flat, missing) if flat.null_count else flat).to_numpy().astype(dtype)
     if np.array_equal(have, wanted):
         return values
     out = np.full(int(wanted.sum()), missing, dtype)
@@ -186,10 +199,20 @@ def _pieces(parts: Sequence[_Part]) -> dict[int, str]:
     return out
 
 
+def _sampled(text: str | None) -> dict[str, Any]:
+    """Numbers of the sampling parameters; empty for text that is no JSON object, which states nothing."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    items = found.items() if isinstance(found, dict) else ()
+    return {k: v for k, v in items if isinstance(v, int | float) and not isinstance(v, bool)}
+
+
 def _facts(stated: tuple[Any, ...], config: Mapping[str, Any]) -> Facts:
     """From the last rollout (`stated`: `_ENGINE`) where it says it, from the config for the rest."""
     engine, dtype, sampling = stated
-    sampled = json.loads(sampling) if sampling else {}
+    sampled = _sampled(sampling)
 
     def section(name: str) -> Mapping[str, Any]:
         found = config.get(name)

@@ -80,7 +80,8 @@ def test_the_analyzer_reads_them_with_the_weights_of_that_step(
     assert cli(capsys, "analyze", right, "--against", file)[0] == 0
     code, out, _ = cli(capsys, "analyze", wrong, "--against", file)
     assert code == 1
-    assert "trainer fp32 of step 4 parts first at" in " ".join(out.split())
+    assert "trainer fp32 of step 4 parts first at embedding" in " ".join(out.split())
+    assert "those are other weights" in " ".join(out.split())
 
 
 def test_a_resume_drops_later_tensors(traced: Path, tmp_path: Path) -> None:

@@ -6,10 +6,14 @@ The command is run in this process on folders made here. Not covered: traces of 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +24,7 @@ from rollkeel.diagnostics.doctor import CAUSES, Diagnosis, diagnose
 from rollkeel.diagnostics.doctor.tokens import clustered, taken
 from rollkeel.diagnostics.doctor.view import show
 from rollkeel.diagnostics.rollout_store import write_step
+from rollkeel.diagnostics.traces.read import read_trace
 from rollkeel.diagnostics.traces.trace import Facts, Trace
 from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
 
@@ -89,6 +94,65 @@ def test_bare_traces_of_other_trainers() -> None:
     assert diagnose(TRACES["healthy"].with_(**bare)).healthy
     assert names(diagnose(TRACES["temperature"].with_(**bare)))[0] in ("temperature", "unexplained", "wrong_weights")
     assert names(diagnose(TRACES["wrong_weights"].with_(**bare))) == ["wrong_weights"]
+
+
+@pytest.mark.parametrize("value", [np.nan, 0.0])
+def test_an_engine_that_reported_no_log_probs_is_not_a_wrong_mask(value: float) -> None:
+    """Zeros are what programs write where nothing was asked for; without kept mass they are no greedy sampling either."""
+    trace = TRACES["healthy"]
+    q = np.full_like(trace.rollout_logprobs, value)
+    found = diagnose(trace.with_(rollout_logprobs=q, kept_mass=None))
+    assert names(found) == []
+    assert "no log-probs of the engine" in found.not_examined["mask"]
+
+
+def test_sequences_without_any_log_prob_are_told_and_not_blamed_on_the_mask() -> None:
+    trace = TRACES["healthy"]
+    q = trace.rollout_logprobs.copy()
+    q[: trace.starts[20]] = np.nan
+    found = diagnose(trace.with_(rollout_logprobs=q))
+    assert names(found) == []
+    assert f"20 of {trace.sequences} sequences have no log-probs of the engine at all" in found.observed
+
+
+@pytest.mark.parametrize("side", ["rollout_logprobs", "train_logprobs"])
+def test_values_above_zero_are_no_log_probs(side: str) -> None:
+    """Probabilities or −log p in place of log p: no statistic of ρ means anything. Rounding near 0 is no fault."""
+    trace = TRACES["healthy"]
+    values = getattr(trace, side)
+    found = diagnose(trace.with_(**{side: -values}))
+    assert names(found)[0] == "unexplained"
+    assert "are not log-probabilities" in found.causes[0].evidence
+    assert "hidden behind" in found.not_examined["temperature"]
+    assert values[trace.starts[found.causes[0].positions[0]["id"]]] < 0
+    assert diagnose(trace.with_(**{side: values + np.float32(1e-6)})).healthy
+
+
+def test_rewards_that_are_all_equal_are_told() -> None:
+    found = diagnose(TRACES["healthy"].with_(reward=np.zeros(TRACES["healthy"].sequences)))
+    assert found.healthy
+    assert "every reward is 0: no group has anything to learn from" in found.observed
+
+
+def test_a_temperature_that_nobody_stated_is_not_said_to_be_stated() -> None:
+    trace = simulate().trace(sampled_at=0.7).with_(facts=Facts())
+    found = diagnose(trace)
+    assert names(found)[0] == "temperature"
+    assert not re.search(r"\d is stated", found.causes[0].evidence)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("field", ["entropy", "kept_mass", "reward", "train_logprobs"])
+@pytest.mark.parametrize("value", [np.nan, 0.0])
+def test_a_column_of_one_value_is_no_warning(field: str, value: float) -> None:
+    trace = TRACES["healthy"]
+    diagnose(trace.with_(**{field: np.full(len(trace) if field != "reward" else trace.sequences, value)})).to_json()
+
+
+@pytest.mark.filterwarnings("error")
+def test_groups_of_one_are_no_warning() -> None:
+    trace = TRACES["healthy"]
+    diagnose(trace.with_(group=np.arange(trace.sequences)))
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -173,6 +237,80 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for path, expected in ((run, 4), (files[0], 4), (tmp_path / "none", 2), (tmp_path, 2)):
         code, _, err = cli(capsys, "doctor", path)
         assert (code, err.count("\n")) == (expected, 1), err
+
+
+def edited(folder: Path, column: str, values: Callable[[int], pa.Array] | None) -> Path:
+    """One column of every file replaced, or left out."""
+    for file in (folder / "rollouts").iterdir():
+        table = pq.read_table(file)
+        at = table.column_names.index(column)
+        table = table.remove_column(at) if values is None else table.set_column(at, column, values(table.num_rows))
+        pq.write_table(table, file)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "expected"),
+    [
+        ("step", None, "column step is missing"),
+        ("reward", None, "column reward is missing"),
+        ("token_ids", lambda n: pa.array([1] * n), "column token_ids: expected lists of numbers, got int64"),
+        ("logprobs", lambda n: pa.array([["a"]] * n), "column logprobs: expected lists of numbers"),
+        ("id", lambda n: pa.array(["a"] * n), "column id: expected numbers, got string"),
+        ("status", lambda n: pa.array([1] * n), "column status: expected text, got int64"),
+    ],
+)
+def test_columns_of_another_kind_are_one_line(
+    column: str,
+    values: Callable[[int], pa.Array] | None,
+    expected: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = edited(written(tmp_path / "run", TRACES["healthy"]), column, values)
+    code, _, err = cli(capsys, "doctor", run)
+    assert (code, err.count("\n")) == (4, 1), err
+    assert expected in err
+
+
+@pytest.mark.parametrize("text", ['{"temper', "[1]", '{"temperature": "x", "top_p": true}', None])
+def test_sampling_that_states_nothing(text: str | None, tmp_path: Path) -> None:
+    run = edited(
+        written(tmp_path / "run", TRACES["healthy"]), "sampling", lambda n: pa.array([text] * n, type=pa.string())
+    )
+    facts = read_trace(run).facts
+    assert (facts.temperature, facts.top_p, facts.max_new_tokens) == (None, None, None)
+
+
+@pytest.mark.filterwarnings("error")
+def test_nulls_stand_for_what_is_not_known(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", TRACES["healthy"])
+    edited(run, "text", lambda n: pa.nulls(n, pa.string()))
+    lengths = TRACES["healthy"].lengths
+    for file in (run / "rollouts").iterdir():
+        table = pq.read_table(file)
+        holes = pa.array([[None] * len(x) for x in table["versions"].to_pylist()], pa.list_(pa.int64()))
+        pq.write_table(table.set_column(table.column_names.index("versions"), "versions", holes), file)
+    trace = read_trace(run)
+    assert trace.versions is not None
+    assert (len(trace), set(trace.versions.tolist()), set(trace.text or ())) == (int(lengths.sum()), {-1}, {""})
+    assert diagnose(trace).healthy
+
+
+def test_the_format_can_be_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = written(tmp_path / "run", TRACES["healthy"])
+    assert cli(capsys, "doctor", run, "--format", "rollkeel")[0] == 0
+    for words in (("doctor", run), ("replay", run, "--objective", "kpop")):
+        code, _, err = cli(capsys, *words, "--format", "slim")
+        assert (code, err) == (2, "rollkeel: unknown trace format 'slim'; did you mean slime?\n")
+
+
+def test_nothing_examined_is_not_called_healthy(capsys: pytest.CaptureFixture[str]) -> None:
+    found = diagnose(TRACES["healthy"])
+    show(replace(found, not_examined=dict.fromkeys(CAUSES, "nothing to read")))
+    out = capsys.readouterr().out
+    assert "nothing could be examined" in out
+    assert "healthy" not in out
 
 
 def test_the_view_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
