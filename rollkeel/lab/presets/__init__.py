@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from rollkeel.errors import BadInput, nearest
 from rollkeel.lab.preset import Preset
-from rollkeel.lab.presets import collapse, mismatch
+from rollkeel.lab.presets import collapse, controls, growth, mismatch, stale
 
-PRESETS: dict[str, Preset] = {preset.name: preset for preset in (*mismatch.PRESETS, *collapse.PRESETS)}
+PRESETS: dict[str, Preset] = {
+    preset.name: preset for file in (mismatch, collapse, stale, growth, controls) for preset in file.PRESETS
+}
 
 
 def find(name: str) -> Preset:
