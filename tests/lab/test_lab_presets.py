@@ -1,6 +1,6 @@
 """An experiment that is wrong in its words or keys is noticed after an hour, or never: every arm and every reading is tried.
 
-Configs are resolved and validated, judges are fed made-up readings, and (slow) every different arm trains three steps whose
+Configs are resolved and validated, judges are fed made-up readings, and (slow) every different arm trains a few steps whose
 rows must hold every metric that is read. Not covered: what the experiments find at full size; `docs/lab.md` says that.
 """
 
@@ -12,9 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_run import TINY
 
 from rollkeel.config import Config
 from rollkeel.diagnostics.runfolder import read_rows
+from rollkeel.lab import restart
 from rollkeel.lab.claims import above, alike, any_of, best, growth, inside, over_last
 from rollkeel.lab.preset import NOT_REPRODUCED, REPRODUCED, UNDECIDED, Preset, Rows
 from rollkeel.lab.presets import PRESETS
@@ -130,12 +132,17 @@ def test_readings_over_windows() -> None:
     assert np.isnan(any_of(("y", "z"))(rows))
 
 
+SHORT_STEPS = 3
 SHORT = {
-    "run": {"steps": 3},
-    "sft": {"steps": 20},
-    "rollout": {"prompts": 4, "samples": 4},
+    "run": {"steps": SHORT_STEPS},
+    "data": {"options": {"digits": 2}},
+    "sft": {"steps": 60, "lr": 1e-2},
+    "sampling": {"max_new_tokens": 4},
+    "rollout": {"prompts": 8, "samples": 4},
+    "train": {"lr": 3e-3, "warmup_steps": 0},
     "report": {"samples": 0},
 }
+"""Rewards that vary and steps long enough that clips and masks have something to cut."""
 
 
 @pytest.mark.slow
@@ -150,13 +157,13 @@ def test_every_arm_trains_and_every_reading_finds_its_metric(tmp_path: Path, mon
         for run in plan(preset, [0], tmp_path):
             if run.folder not in found:
                 assert run.config is not None
-                found[run.folder] = _three_steps(train, run.config, run.folder)
+                found[run.folder] = _few_steps(train, run.config, run.folder)
             seen |= {name for name, read in preset.readings.items() if np.isfinite(read(found[run.folder]))}
             assert all(any(key in row for row in found[run.folder]) for key in preset.charts), (preset.name, run.arm)
         assert seen == set(preset.readings), (preset.name, set(preset.readings) - seen)
 
 
-def _three_steps(train: Callable[[Config], Path], config: Config, folder: Path) -> Rows:
+def _few_steps(train: Callable[[Config], Path], config: Config, folder: Path) -> Rows:
     """Rows of a short run, told over and over until every window is full."""
     parts = {**SHORT, "run": {**SHORT["run"], "dir": str(folder)}}
     short = config.model_copy(
@@ -164,6 +171,35 @@ def _three_steps(train: Callable[[Config], Path], config: Config, folder: Path) 
     )
     train(short)
     rows = [row for row in read_rows(folder / "metrics.jsonl")[0] if row["step"] > 0]
-    assert len(rows) == 3
+    assert len(rows) == SHORT_STEPS
     assert all(np.isfinite(row["loss/total"]) for row in rows)
     return [{**row, "step": i + 1} for i, row in enumerate(itertools.chain.from_iterable([rows] * 40))]
+
+
+@pytest.mark.slow
+def test_a_restart_begins_from_the_checkpoint_with_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLKEEL_CACHE", str(tmp_path / "cache"))
+    begun: list[Config] = []
+    real = restart.train
+    monkeypatch.setattr(restart, "train", lambda config: (begun.append(config), real(config)))
+    words = [*TINY, "checkpoint.every=6", "checkpoint.keep=9", "run.steps=12", "report.samples=0"]
+    row = restart.restarts(words, 5, collapse="grpo", cure="dppo_binary_tv", early=6, late=12)
+    assert set(row) >= {"first run", "early restart", "late restart", "cured restart", "cured restart: best"}
+    assert all(np.isfinite(value) for value in row.values())
+    assert [config.objective.name for config in begun] == ["grpo", "grpo", "grpo", "dppo_binary_tv"]
+    assert len({config.run.seed for config in begun}) == 4
+    assert [config.sft.enabled for config in begun] == [True, False, False, False]
+    assert [Path(config.model.path).parent.name for config in begun[1:]] == [
+        "step_000006",
+        "step_000012",
+        "step_000012",
+    ]
+    lost = restart.restarts([*words, "checkpoint.every=0"], 5, collapse="grpo", cure="grpo", early=6, late=12)
+    assert set(lost) == {
+        "first run",
+        "first run: best",
+        "late restart",
+        "late restart: best",
+        "cured restart",
+        "cured restart: best",
+    }

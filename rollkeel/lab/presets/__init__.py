@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from rollkeel.errors import BadInput, nearest
 from rollkeel.lab.preset import Preset
-from rollkeel.lab.presets import collapse, controls, growth, mismatch, stale
+from rollkeel.lab.presets import collapse, controls, growth, irreversible, mismatch, stale
 
 PRESETS: dict[str, Preset] = {
-    preset.name: preset for file in (mismatch, collapse, stale, growth, controls) for preset in file.PRESETS
+    preset.name: preset
+    for file in (mismatch, collapse, stale, growth, controls, irreversible)
+    for preset in file.PRESETS
 }
 
 
