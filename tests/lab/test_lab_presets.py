@@ -203,3 +203,16 @@ def test_a_restart_begins_from_the_checkpoint_with_other_data(tmp_path: Path, mo
         "cured restart",
         "cured restart: best",
     }
+
+
+def test_the_docs_list_every_experiment_and_their_example_works(tmp_path: Path) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "lab.md").read_text()
+    for preset in PRESETS.values():
+        row = f"| `{preset.name}` | {preset.question} | {preset.paper} | {preset.expected} | {len(preset.arms)} × {preset.seeds} |"
+        assert row in text, f"docs/lab.md lacks: {row}"
+    space: dict[str, object] = {}
+    exec(text.split("```python\n")[1].split("```")[0], space)
+    example = space["WEIGHT_CAP"]
+    assert isinstance(example, Preset)
+    shared = {run.folder for run in plan(PRESETS["async-fp8"], [0], tmp_path)}
+    assert [run.folder in shared for run in plan(example, [0], tmp_path)] == [True, False]
