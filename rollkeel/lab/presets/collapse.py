@@ -132,6 +132,7 @@ CORRECTION = Preset(
     ),
 )
 
+_NORM = "gradient norm, last 20 steps"
 ICEPOP_RANGE = Preset(
     name="icepop-range",
     question="How does IcePop's range of kept ratios decide between stable and unstable?",
@@ -145,7 +146,7 @@ ICEPOP_RANGE = Preset(
     words=bases.ASYNC_FP8,
     readings=COMMON
     | {
-        "gradient norm, last 20 steps": over_last("optimizer/grad_norm"),
+        _NORM: over_last("optimizer/grad_norm"),
         "tokens dropped, last 20 steps": over_last("mask/icepop/dropped"),
     },
     judge=judged(
@@ -153,6 +154,13 @@ ICEPOP_RANGE = Preset(
         above("[0.5, 5]", "[0.5, 2]", claim="the narrow range ends below the default", source="Ring-1T Fig. 13"),
         above(
             "[0.5, 2]", "[0.5, 5]", reading=GAP, claim="the narrow range has the larger gap", source="Ring-1T Fig. 13"
+        ),
+        above(
+            "[0.5, 2]",
+            "[0.5, 5]",
+            reading=_NORM,
+            claim="the narrow range has the larger gradient norm",
+            source="Ring-1T Fig. 13",
         ),
         alike("[0.4, 5]", "[0.5, 5]", claim="the wide range does as well as the default", source="Ring-1T Fig. 13"),
         above(
