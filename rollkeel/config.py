@@ -233,6 +233,8 @@ class ObjectiveConfig(BaseModel):
 class AdvantageConfig(Node):
     name: Literal["grpo", "dr_grpo", "rloo", "batch_std", "reinforce_plus_plus", "maxrl"] | None = None
     """None takes the objective's own."""
+    only: Literal["all", "negative", "positive"] = "all"
+    """Experiment: advantages of the other sign become 0. Their tokens still count in denominators."""
     shuffle: bool = False
     """Control experiment: permute advantages over the batch's rollouts, so that nothing can be learnt."""
 
@@ -255,6 +257,9 @@ class TrainConfig(Node):
     logprob_chunk: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at one time."""
     freeze_router: bool = False
+    rounding: Literal["none", "fp8_weights", "int8", "int4"] = "none"
+    """Compute with weights rounded as an engine of this dtype rounds them; gradients go straight through to the exact weights,
+    which are what is published and saved. With the same `engine.dtype` both sides compute one function: ρ = 1."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """γ: weight of KL(p‖ref); above 0 keeps a frozen copy of the start model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"

@@ -56,7 +56,7 @@ def learn(run: Run, step: int, drawn: Drawn, metrics: dict[str, float], clock: C
     if chosen:
         version, trace = run.trainer.version, config.trace
         if trace.tensors_every and step % trace.tensors_every == 0:
-            with clock.stage("trace"):
+            with clock.stage("trace"), run.trainer.computing():
                 about: dict[str, Any] = {"step": step, "version": version, "layers": trace.layers}
                 record_tensors(run.folder.tensors(step), run.trainer.model, chosen[: trace.sequences], **about)
         whole = build_batch(chosen, np.zeros(len(chosen)), objective.aggregate).to(run.trainer.device)
@@ -119,6 +119,7 @@ def credit_of(
     credit = advantages.compute(name, reward + added, [r.group for r in rollouts])
     if config.advantages.shuffle:
         credit = advantages.shuffle(credit, config.run.seed, step)
+    credit = advantages.one_sided(credit, config.advantages.only)
     return {r.id: float(c) for r, c in zip(rollouts, credit, strict=True)}
 
 

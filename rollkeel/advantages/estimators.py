@@ -81,6 +81,14 @@ def shuffle(advantages: Any, seed: int, step: int) -> np.ndarray:
     return values[np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, step]))).permutation(len(values))]
 
 
+def one_sided(advantages: Any, only: str) -> np.ndarray:
+    """`[R]` advantages with those of the other sign than `only` (`negative`, `positive`; `all` keeps both) set to 0."""
+    values = np.asarray(advantages, dtype=np.float64)
+    if only == "negative":
+        return np.minimum(values, 0.0)
+    return np.maximum(values, 0.0) if only == "positive" else values
+
+
 def _group(rewards: Any, group_ids: Any) -> _Groups:
     values, ids = np.asarray(rewards, dtype=np.float64), np.asarray(group_ids)
     if values.ndim != 1 or values.shape != ids.shape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,25 +38,33 @@ def run_preset(
     that cannot be written, `Interrupted` on Ctrl-C.
     """
     count = preset.seeds if seeds is None else seeds
-    if count < 1:
-        raise BadInput(f"lab --seeds: expected at least 1, got {count}")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadInput(f"lab --out {out}: cannot be written ({error.strerror}); choose another folder") from None
-    runs = plan(preset, range(count), store or default_store())
-    stopped: dict[tuple[str, int], str] = {}
+    for option, value in (("--seeds", count), ("--jobs", jobs)):
+        if value is not None and value < 1:
+            raise BadInput(f"lab {option}: expected at least 1, got {value}")
+    store = store or default_store()
+    _writable(out, "lab --out {}: cannot be written ({}); choose another folder")
+    _writable(store, "lab: runs are kept in {}, which cannot be written ({}); set ROLLKEEL_CACHE to another folder")
+    runs = plan(preset, range(count), store)
     began, done = time.monotonic(), 0
 
     def tell(run: Planned, what: str) -> None:
         nonlocal done
         done += 1
-        if what.startswith("stopped: "):
-            stopped[run.arm, run.seed] = what.removeprefix("stopped: ")
         say(f"{done}/{len(runs)} {run.arm}, seed {run.seed}: {what} ({time.monotonic() - began:.0f} s)")
 
     execute(runs, jobs or os.cpu_count() or 1, tell)
+    stopped = {(run.arm, run.seed): why for run in runs if (why := run.stopped) is not None}
     found = outcome(preset, runs, stopped, time.monotonic() - began)
     write_atomic(out / "lab.json", json.dumps(as_json(found), indent=1) + "\n")
     write_atomic(out / "lab.html", page(found))
     return found
+
+
+def _writable(folder: Path, message: str) -> None:
+    """Make `folder` and a file in it. Raises `BadInput` with `message`, which has a place for the folder and the reason."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise BadInput(message.format(folder, error.strerror or error)) from None

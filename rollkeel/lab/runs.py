@@ -6,15 +6,20 @@ run share it; an experiment that was interrupted goes on with what is missing, a
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import json
 import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from pathlib import Path
 
 from rollkeel.config import Config
@@ -34,8 +39,11 @@ _BASE = (
 )
 _NOT_COMPUTING = ("report", "lab", "diagnostics", "cli", "__main__")
 DONE = "done"
-"""Empty file in a run's folder that is complete."""
+"""File in a run's folder that is complete: `done`, or `stopped: <why>`."""
+STOPPED = "stopped: "
 POLL_S, GRACE_S = 1.0, 60.0
+WAIT_S = 3600.0
+"""Longest wait for a run that another process is making."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +61,12 @@ class Planned:
     @property
     def done(self) -> bool:
         return (self.folder / DONE).is_file()
+
+    @property
+    def stopped(self) -> str | None:
+        """Why a rule ended the finished run; None if it came to its end."""
+        said = (self.folder / DONE).read_text()
+        return said.removeprefix(STOPPED) if said.startswith(STOPPED) else None
 
     @property
     def rows(self) -> Rows:
@@ -104,22 +118,47 @@ def execute(runs: Sequence[Planned], jobs: int, tell: Callable[[Planned, str], N
         if run.folder not in missing:
             tell(run, "found")
     running: list[_Worker] = []
+    with _term_is_interrupt():
+        try:
+            while todo or running:
+                while todo and len(running) < jobs:
+                    running.append(_Worker(todo.pop(0)))
+                connection.wait([worker.process.sentinel for worker in running], timeout=POLL_S)
+                for worker in [w for w in running if not w.process.is_alive()]:
+                    running.remove(worker)
+                    tell(worker.run, worker.said())
+        except KeyboardInterrupt:
+            count = len(todo) + len(running)
+            raise Interrupted(f"stopped; {count} runs are missing, start the command again to go on") from None
+        finally:
+            for worker in running:
+                worker.process.terminate()  # a run takes it as Ctrl-C: it saves and ends
+            for worker in running:
+                worker.end()
+
+
+@contextmanager
+def _term_is_interrupt() -> Iterator[None]:
+    """SIGTERM ends the runs as Ctrl-C does; without this they would go on alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only there may handlers be set
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        while todo or running:
-            while todo and len(running) < jobs:
-                running.append(_Worker(todo.pop(0)))
-            connection.wait([worker.process.sentinel for worker in running], timeout=POLL_S)
-            for worker in [w for w in running if not w.process.is_alive()]:
-                running.remove(worker)
-                tell(worker.run, worker.said())
-    except KeyboardInterrupt:
-        count = len(todo) + len(running)
-        raise Interrupted(f"stopped; {count} runs are missing, start the command again to go on") from None
+        yield
     finally:
-        for worker in running:
-            worker.process.terminate()  # a run takes it as Ctrl-C: it saves and ends
-        for worker in running:
-            worker.end()
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _held_interrupt() -> Iterator[None]:
+    """Ctrl-C waits while a process is started: a worker must not die of it, with a traceback, before it is on its own."""
+    resource_tracker.ensure_running()  # starting it later would lift the block
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Worker:
@@ -130,7 +169,8 @@ class _Worker:
         self.run = run
         self._receive, send = context.Pipe(duplex=False)
         self.process = context.Process(target=_work, args=(run, send), daemon=False)
-        self.process.start()
+        with _held_interrupt():
+            self.process.start()
         send.close()
 
     def said(self) -> str:
@@ -162,18 +202,39 @@ def _work(run: Planned, send: connection.Connection) -> None:
         send.send(("done", _make(run)))
     except RollkeelError as error:
         send.send(("broke", str(error)))
+    except Exception as error:  # the parent says it: nothing here has a terminal
+        send.send(("broke", f"{type(error).__name__}: {' '.join(str(error).split())}"))
 
 
 def _make(run: Planned) -> str:
-    """Train the run, or go on with it, or measure."""
-    said = "done"
-    if run.measure is not None:
-        run.folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(run.folder / METRICS, json.dumps({"step": 0, **run.measure()}) + "\n")
-    elif run.config is not None:
-        said = _train(run.config, run.folder)
-    (run.folder / DONE).touch()
-    return said
+    """Train the run, or go on with it, or measure; the text of its `DONE`."""
+    with _only_here(run.folder):
+        if run.done:
+            return (run.folder / DONE).read_text()
+        said = "done"
+        if run.measure is not None:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(run.folder / METRICS, json.dumps({"step": 0, **run.measure()}) + "\n")
+        elif run.config is not None:
+            said = _train(run.config, run.folder)
+        write_atomic(run.folder / DONE, said)
+        return said
+
+
+@contextmanager
+def _only_here(folder: Path) -> Iterator[None]:
+    """No two processes make one run: the second waits for the first. Raises `RunStopped` after an hour."""
+    with folder.with_suffix(".lock").open("w") as file:
+        end = time.monotonic() + WAIT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise RunStopped(f"another process has been making it for {WAIT_S:g} s; end that first") from None
+                time.sleep(POLL_S)
+        yield
 
 
 def _train(config: Config, folder: Path) -> str:
@@ -188,5 +249,5 @@ def _train(config: Config, folder: Path) -> str:
                 shutil.rmtree(folder)
             train(config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})}))
     except RunStopped as error:
-        return f"stopped: {error}"
+        return f"{STOPPED}{error}"
     return "done"

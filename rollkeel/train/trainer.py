@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from rollkeel.models.routers import is_router
 from rollkeel.train.logprobs import PolicyForward
 from rollkeel.train.optimizer import Schedule, Stepper
 from rollkeel.train.parallel import Helper, LogprobGradient, shares
+from rollkeel.train.rounding import Rounding
 from rollkeel.train.scores import Scores, ScoreSheet
 from rollkeel.types import TokenBatch
 
@@ -97,6 +99,7 @@ class LocalTrainer:
                 )
             self.model.share_memory()
         self._forward = PolicyForward(self.model, chunk=config.logprob_chunk)
+        self._rounding = Rounding(self.model, config.rounding)
         self._replay = self._forward.packed.replayable() if replay_routing else None
         self._helpers = [
             Helper(i, self.model, config.logprob_chunk, torch.get_num_threads()) for i in range(1, config.processes)
@@ -104,8 +107,13 @@ class LocalTrainer:
         self._views: dict[str, torch.Tensor] | None = None
         self._reference: PolicyForward | None = None
         if config.kl_coefficient > 0:
-            frozen = copy.deepcopy(self.model).requires_grad_(False)
+            with self.computing():
+                frozen = copy.deepcopy(self.model).requires_grad_(False)
             self._reference = PolicyForward(frozen, chunk=config.logprob_chunk)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Inside, `model` holds the weights that passes compute with: rounded ones under `train.rounding`."""
+        return self._rounding.applied()
 
     @property
     def version(self) -> int:
@@ -186,14 +194,15 @@ class LocalTrainer:
         self._stepper.zero_grad()
         try:
             own, *others = self._shares(batch, 1 + len(self._helpers), True)
-            for helper, share in zip(self._helpers, others, strict=True):
-                helper.start(share, self.temperature, _by_logprobs(loss_of, through_entropy), experts=experts)
-            try:
-                for micro in own:
-                    scores = self._forward.score(micro, temperature=self.temperature, experts=experts)
-                    loss_of(micro, scores).backward()
-            finally:
-                self._finish_helpers()
+            with self.computing():
+                for helper, share in zip(self._helpers, others, strict=True):
+                    helper.start(share, self.temperature, _by_logprobs(loss_of, through_entropy), experts=experts)
+                try:
+                    for micro in own:
+                        scores = self._forward.score(micro, temperature=self.temperature, experts=experts)
+                        loss_of(micro, scores).backward()
+                finally:
+                    self._finish_helpers()
             for helper in self._helpers:
                 helper.add_gradients()
             return self._stepper.step()
@@ -238,15 +247,17 @@ class LocalTrainer:
             self._check(batch, micro.indices, scores.logprobs)
             sheet.put(micro.indices, scores)
 
-        helpers = self._helpers if forward is self._forward else []
-        own, *others = self._shares(batch, 1 + len(helpers), forward is self._forward)
-        for helper, share in zip(helpers, others, strict=True):
-            helper.start(share, self.temperature, sink=keep, experts=experts)
-        try:
-            for micro in own:
-                keep(micro, forward.score(micro, temperature=self.temperature, experts=experts))
-        finally:
-            self._finish_helpers()
+        policy = forward is self._forward
+        helpers = self._helpers if policy else []
+        own, *others = self._shares(batch, 1 + len(helpers), policy)
+        with self.computing() if policy else nullcontext():
+            for helper, share in zip(helpers, others, strict=True):
+                helper.start(share, self.temperature, sink=keep, experts=experts)
+            try:
+                for micro in own:
+                    keep(micro, forward.score(micro, temperature=self.temperature, experts=experts))
+            finally:
+                self._finish_helpers()
         return sheet.scores
 
     def _shares(self, batch: TrainingBatch, count: int, policy: bool) -> list[list[MicroBatch]]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from rollkeel.errors import BadInput, nearest
 from rollkeel.lab.preset import Preset
-from rollkeel.lab.presets import collapse, mismatch
+from rollkeel.lab.presets import collapse, controls, growth, irreversible, mismatch, stale
 
-PRESETS: dict[str, Preset] = {preset.name: preset for preset in (*mismatch.PRESETS, *collapse.PRESETS)}
+PRESETS: dict[str, Preset] = {
+    preset.name: preset
+    for file in (mismatch, collapse, stale, growth, controls, irreversible)
+    for preset in file.PRESETS
+}
 
 
 def find(name: str) -> Preset:
