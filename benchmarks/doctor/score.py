@@ -47,7 +47,6 @@ class Answer:
 def ask(case: Case, root: Path) -> Answer:
     """The doctor's answer on a run that is there."""
     from rollkeel.diagnostics.doctor import diagnose
-
     from rollkeel.diagnostics.traces.read import read_trace
 
     trace = read_trace(case.path(root))
