@@ -139,15 +139,18 @@ def execute(runs: Sequence[Planned], jobs: int, tell: Callable[[Planned, str], N
 
 @contextmanager
 def _term_is_interrupt() -> Iterator[None]:
-    """SIGTERM ends the runs as Ctrl-C does; without this they would go on alone."""
+    """SIGTERM ends the runs as Ctrl-C does, or they would go on alone; and both do where a shell in the background had
+    them ignored, as `rollkeel train` takes them too."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only there may handlers be set
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 @contextmanager

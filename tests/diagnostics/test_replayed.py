@@ -1,6 +1,6 @@
 """The replayer's verdict rests on these comparisons: one flipped bit must be found, and named where it is.
 
-Not covered: replays of real runs (tests/test_replay.py).
+Not covered: replays of real runs (tests/test_replay_command.py).
 """
 
 from __future__ import annotations

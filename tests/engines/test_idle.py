@@ -1,6 +1,6 @@
 """An update on recorded rollouts must not sample by accident: the engine that stands in refuses to.
 
-Not covered: replays (tests/test_replay.py).
+Not covered: replays (tests/test_replay_command.py).
 """
 
 from __future__ import annotations
