@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 BIN := .venv/bin
 
-.PHONY: train test test-slow test-vllm lint bench setup clean
+.PHONY: train test test-slow test-vllm lint bench lab-all setup clean
 .DEFAULT_GOAL := train
 
 train: setup  ## warm start, RL with KPop on a tiny MoE, report
@@ -29,6 +29,9 @@ lint: setup  ## ruff and pyright
 
 bench: setup .venv-bench/.done  ## speed and memory against a peer, in one run
 	$(BIN)/python -m benchmarks.peer.compare --peer-python .venv-bench/bin/python $(ARGS)
+
+lab-all: setup  ## every experiment of the laboratory over five seeds, and the tables of docs/lab.md: hours
+	$(BIN)/python -m benchmarks.lab --out lab $(ARGS)
 
 setup: .venv/.done
 

@@ -29,26 +29,23 @@ import torch
 from rollkeel import objectives
 from rollkeel.batch.build import build_batch
 from rollkeel.diagnostics.rollout_store import read_step, to_rollouts
-from rollkeel.engines.open import open_engine
 from rollkeel.models.loading import Policy, load_policy
-from rollkeel.models.names import checkpoint_views
+from rollkeel.objectives.kl import k3
 from rollkeel.pipeline import train
 from rollkeel.recipe import load
 from rollkeel.rollout.collect import collect, issue
-from rollkeel.run import prompt_source, sampling_params
-from rollkeel.sync.publish import DirectPublisher
+from rollkeel.run import prompt_source, sampling_params, serve
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import Rollout
 
 GAP, COST = 5.0, 0.10
 
 
-def k3(policy: Policy, config: Any, rollouts: list[Rollout], replay: bool) -> float:
+def gap(policy: Policy, config: Any, rollouts: list[Rollout], replay: bool) -> float:
     """mean(ρ − 1 − log ρ) of the trainer against the engine over all tokens of `rollouts`."""
     trainer = LocalTrainer(policy, config.train, temperature=1.0, total_updates=1, replay_routing=replay)
     batch = build_batch(rollouts, np.zeros(len(rollouts)), "token_mean")
-    gap = (trainer.score(batch).logprobs - batch.rollout_logprobs).double()
-    return float((gap.exp() - 1 - gap).mean())
+    return float(k3(batch.rollout_logprobs.double(), trainer.score(batch).logprobs.double()).mean())
 
 
 def gaps(words: list[str], steps: int, every: int) -> list[tuple[int, float, float]]:
@@ -61,7 +58,7 @@ def gaps(words: list[str], steps: int, every: int) -> list[tuple[int, float, flo
             step = int(saved.name[5:])
             config = load(None, [*words, f"model.path={saved / 'model'}"])
             rollouts = to_rollouts(read_step(folder / "rollouts" / f"step_{step + 1:06d}.parquet"))
-            found.append((step, *(k3(load_policy(config.model), config, rollouts, r) for r in (False, True))))
+            found.append((step, *(gap(load_policy(config.model), config, rollouts, r) for r in (False, True))))
     return found
 
 
@@ -79,10 +76,9 @@ def costs(words: list[str], rounds: int) -> dict[str, list[float]]:
     config = load(None, [*words, "run.device=cpu"])
     policy = load_policy(config.model)
     prompts = prompt_source(config, policy, "train").prompts(range(config.rollout.prompts))
-    engine = open_engine(policy.model.config, config.engine, "cpu")
+    engine = serve(config, policy)
     base = sampling_params(config, ())
     try:
-        DirectPublisher([engine]).publish(checkpoint_views(policy.model).items(), 0)
         sampled: dict[bool, list[Rollout]] = {}
 
         def rollout(experts: bool) -> float:

@@ -19,13 +19,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import numpy as np
 
 from benchmarks import c3po
-from rollkeel.engines.open import open_engine
 from rollkeel.models.loading import load_policy
-from rollkeel.models.names import checkpoint_views
 from rollkeel.rollout.measure import Speeds, speed_curve
 from rollkeel.rollout.scenario import C3poConfig, FleetConfig, LengthConfig, Lengths, Scenario, WorkConfig
 from rollkeel.rollout.simulate import best_barrier, budgeted, compare
-from rollkeel.sync.publish import DirectPublisher
+from rollkeel.run import serve
 
 TARGET = 0.15
 PROMPT_TOKENS = 14
@@ -61,8 +59,7 @@ def measured_curve(args: argparse.Namespace, slots: list[int]) -> Speeds:
     args.lengths = c3po.lengths_of(args.median)
     config = c3po.config_of(args, slots[-1], budgeted=True)
     policy = load_policy(config.model, "cpu")
-    engine = open_engine(policy.model.config, config.engine, "cpu")
-    DirectPublisher([engine]).publish(checkpoint_views(policy.model).items(), 0)
+    engine = serve(config, policy)
     try:
         return speed_curve(engine, sorted({1, 2, 4, 8, *slots}), args.median)
     finally:

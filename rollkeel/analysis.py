@@ -20,7 +20,7 @@ from rollkeel.diagnostics.analyzer.sides import EngineSide, Progress, TrainerSid
 from rollkeel.diagnostics.rollout_store import read_step, to_rollouts
 from rollkeel.diagnostics.runfolder import CONFIG, RunFolder, rollout_files
 from rollkeel.engines.keeper import client_library
-from rollkeel.engines.open import open_backend, open_engine
+from rollkeel.engines.open import open_backend
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.forward import supports
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers, resolve_device
@@ -28,8 +28,7 @@ from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import MODES
 from rollkeel.recipe import from_tree, merge
 from rollkeel.rollout.collect import collect, issue
-from rollkeel.run import prompt_source, sampling_params
-from rollkeel.sync.publish import DirectPublisher
+from rollkeel.run import prompt_source, sampling_params, serve
 from rollkeel.train import checkpoint
 from rollkeel.types import FloatArray, Rollout
 
@@ -241,9 +240,8 @@ def _sample(count: int, config: Config, policy: Policy) -> list[Rollout]:
     settings = config.engine.model_copy(
         update={"kind": "local", "processes": 0, "slots": max(2, count), "dtype": "fp32"}
     )
-    engine = open_engine(policy.model.config, settings, resolve_device(config.run.device))
+    engine = serve(config.model_copy(update={"engine": settings}), policy)
     try:
-        DirectPublisher([engine]).publish(checkpoint_views(policy.model).items(), 0)
         issued = issue(prompts, 1, sampling_params(config, ()), 0, engine)
         return collect(engine, issued, policy.tokenizer, deadline_s=config.engine.deadline_s, should_stop=lambda: False)
     finally:

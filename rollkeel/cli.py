@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from rollkeel.cli_diagnose import app as diagnose
+from rollkeel.cli_sandbox import app as sandbox
 from rollkeel.config import Config
 from rollkeel.errors import BadInput, RollkeelError
 from rollkeel.host import keep_freed_memory
@@ -31,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(diagnose)
+app.add_typer(sandbox, name="sandbox")
 tasks_app = typer.Typer(no_args_is_help=True, help="Verifiable task families.")
 app.add_typer(tasks_app, name="tasks")
 objectives_app = typer.Typer(
@@ -269,6 +271,12 @@ def main(argv: list[str] | None = None) -> None:
     sys.exit(guarded(lambda: app(args=words, standalone_mode=False)))
 
 
+def _unread() -> int:
+    """Exit code where the reader of standard output went away, as `head` does: that of a program which SIGPIPE ended."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes once more on its way out
+    return 128 + signal.SIGPIPE
+
+
 # typer bundles click from some version on; its public exceptions lead to the base class in either case.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -277,6 +285,7 @@ def guarded(call: Callable[[], Any]) -> int:
     """Run `call`; returns the exit code, having printed one line for an error that a user can act on."""
     try:
         result = call()
+        sys.stdout.flush()  # a reader that went away is noticed here and not on the interpreter's way out
         if result == 130:  # typer turns a KeyboardInterrupt into this code and says nothing
             raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
@@ -287,8 +296,11 @@ def guarded(call: Callable[[], Any]) -> int:
         print("rollkeel: stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes once more on its way out
-        return 128 + signal.SIGPIPE
+        return _unread()
+    except SystemExit as ended:
+        if not isinstance(ended.__context__, BrokenPipeError):
+            raise
+        return _unread()  # typer exits with 1 there, which is the doctor's verdict
     except MemoryError:
         hint = "lower train.micro_batch_tokens, engine.slots or engine.kv_memory_gb"
         print(f"rollkeel: out of memory; {hint}", file=sys.stderr)

@@ -25,7 +25,10 @@ def doctor(
         str, typer.Option("--format", help="Who wrote it, where that is not clear: rollkeel, nemo-rl, slime, …")
     ] = "auto",
 ) -> None:
-    """Why a run went bad, from its recorded tokens: causes with evidence (exit code 1), or healthy (0)."""
+    """Why a run went bad, from its recorded tokens: causes with evidence (exit code 1), or healthy (0).
+
+    Exit code 2: bad input, or nothing in it that could be examined.
+    """
     from rollkeel.diagnostics.doctor import diagnose
     from rollkeel.diagnostics.doctor.view import show
     from rollkeel.diagnostics.traces.read import read_trace
@@ -36,7 +39,7 @@ def doctor(
     else:
         show(found)
     if not found.healthy:
-        raise typer.Exit(1)
+        raise typer.Exit(2 if found.healthy is None else 1)
 
 
 @app.command()

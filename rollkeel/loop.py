@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from rollkeel.config import Config
 from rollkeel.diagnostics.alarms import Alarm
 from rollkeel.errors import Interrupted, RunStopped
 from rollkeel.learn import learn
@@ -85,8 +86,6 @@ def _train(run: Run, first: int, sampled: Sample) -> None:
         if run.overlap is not None and run.overlap.replayed:
             raise  # a checkpoint here would be one that the replayed run did not make
         if done >= 0:
-            if run.overlap is not None:
-                run.overlap.park()
             save(run, done)
         raise
 
@@ -116,10 +115,7 @@ def step_once(run: Run, step: int, sampled: Sample) -> bool:
     learnt = learn(run, step, drawn, metrics, clock)
     with clock.stage("sync"):
         metrics |= run.publish()
-    evaluates, saves = (
-        step == config.run.steps or (every > 0 and step % every == 0)
-        for every in (config.eval.every, config.checkpoint.every)
-    )
+    evaluates, saves = due(config, step)
     if run.overlap is not None:
         go_on(run, step, clock, pause=evaluates or saves)
     if evaluates:
@@ -135,12 +131,19 @@ def step_once(run: Run, step: int, sampled: Sample) -> bool:
     run.record(row)
     raised = warn(run, row)
     if saves or (raised and config.alarms.on_alarm in ("checkpoint", "stop")):
-        if run.overlap is not None:
-            run.overlap.park()
         save(run, step)
     if raised and config.alarms.on_alarm == "stop":
         raise RunStopped(f"{raised[0].line} A checkpoint was saved; alarms.on_alarm=warn goes on")
     return learnt
+
+
+def due(config: Config, step: int) -> tuple[bool, bool]:
+    """Whether `step` ends with an evaluation, and with a checkpoint; the asynchronous loop pauses for either."""
+    evaluates, saves = (
+        step == config.run.steps or (every > 0 and step % every == 0)
+        for every in (config.eval.every, config.checkpoint.every)
+    )
+    return evaluates, saves
 
 
 def warn(run: Run, row: Mapping[str, Any]) -> list[Alarm]:
@@ -288,7 +291,9 @@ def held_out(run: Run) -> dict[str, float]:
 
 
 def save(run: Run, step: int) -> None:
-    """Checkpoint after `step`, unless it is there already."""
+    """Checkpoint after `step`, unless it is there already; nothing is in flight then."""
+    if run.overlap is not None:
+        run.overlap.park()
     if (run.folder.checkpoints / step_name(step)).is_dir():
         if run.overlap is not None:
             run.overlap.discard()

@@ -21,9 +21,10 @@ from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.runfolder import RunFolder
 from rollkeel.diagnostics.stopping import StopFlag
 from rollkeel.diagnostics.trackers import Tracker, open_trackers
-from rollkeel.engines.open import open_engine
+from rollkeel.engines.open import check_engine, open_engine
 from rollkeel.errors import BadInput
 from rollkeel.models.loading import Policy, resolve_device, save_policy
+from rollkeel.models.names import checkpoint_views
 from rollkeel.objectives import Objective
 from rollkeel.protocols import Engine
 from rollkeel.rewards import FailureBudget, Graders
@@ -272,11 +273,15 @@ def build_objective(config: Config) -> Objective:
     )
 
 
-def run_probes(config: Config, policy: Policy, source: PromptSource) -> Probes | None:
-    """What an inference server is asked after every publication; None for the embedded engine, whose memory is checked."""
+def run_probes(config: Config, policy: Policy, source: PromptSource | None = None) -> Probes | None:
+    """What an inference server is asked after every publication; None for the embedded engine, whose memory is checked.
+
+    `source`: of the training prompts, opened here where none is given and prompts are needed.
+    """
     count = config.engine.server.probe_prompts
     if config.engine.kind == "local" or not count:
         return None
+    source = source or prompt_source(config, policy, "train")
     if source.size is not None:
         count = min(count, source.size)
     prompts = [prompt.token_ids for prompt in source.prompts(range(count))]
@@ -287,6 +292,19 @@ def run_probes(config: Config, policy: Policy, source: PromptSource) -> Probes |
         dtype="bf16" if config.engine.dtype == "fp32" and config.model.dtype == "bfloat16" else config.engine.dtype,
         tolerance=config.engine.server.tolerance,
     )
+
+
+def serve(config: Config, policy: Policy) -> Engine:
+    """The config's engine with the policy's weights in it, proven; whoever asks closes it."""
+    check_engine(config.engine, sampling_params(config, ()))
+    probes = run_probes(config, policy)
+    engine = open_engine(policy.model.config, config.engine, resolve_device(config.run.device))
+    try:
+        DirectPublisher([engine], probes).publish(checkpoint_views(policy.model).items(), 0)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
 def assemble(

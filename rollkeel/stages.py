@@ -16,13 +16,10 @@ from rollkeel.config import Config
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.rollout_store import read_step, to_rollouts, write_step
 from rollkeel.diagnostics.stopping import StopFlag
-from rollkeel.engines.open import check_engine, open_engine
 from rollkeel.errors import BadInput, Interrupted
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers, resolve_device, save_policy
-from rollkeel.models.names import checkpoint_views
 from rollkeel.objectives.registry import find
 from rollkeel.pipeline import sft
-from rollkeel.protocols import Engine
 from rollkeel.recipe import load
 from rollkeel.report import regions
 from rollkeel.rewards import FailureBudget, Graders
@@ -30,8 +27,7 @@ from rollkeel.rollout.collect import collect, issue
 from rollkeel.rollout.evaluate import evaluate
 from rollkeel.rollout.measure import speed_curve
 from rollkeel.rollout.scenario import Scenario
-from rollkeel.run import EVAL_SEED, eval_prompts, prompt_source, run_probes, sampling_params
-from rollkeel.sync.publish import DirectPublisher
+from rollkeel.run import EVAL_SEED, eval_prompts, prompt_source, sampling_params, serve
 from rollkeel.train import checkpoint
 from rollkeel.types import Rollout
 
@@ -57,7 +53,7 @@ def rollout_stage(config: Config, out: Path, step: int) -> list[Rollout]:
     first = (step - 1) * size.prompts
     prompts = prompt_source(config, policy, "train").prompts(range(first, first + size.prompts))
     with StopFlag() as stop:
-        engine = _serving(config, policy)
+        engine = serve(config, policy)
         try:
             issued = issue(prompts, size.samples, sampling_params(config, policy.stop_token_ids), first, engine)
             sampled = collect(engine, issued, policy.tokenizer, deadline_s=config.engine.deadline_s, should_stop=stop)
@@ -96,7 +92,7 @@ def eval_stage(config: Config, out: Path | None) -> dict[str, float]:
     if not prompts:
         raise BadInput("eval: data.eval_fraction=0 holds nothing back to evaluate on; raise it")
     with StopFlag() as stop:
-        engine = _serving(config, policy)
+        engine = serve(config, policy)
         try:
             metrics, answers = evaluate(
                 engine,
@@ -121,13 +117,9 @@ def eval_stage(config: Config, out: Path | None) -> dict[str, float]:
 def measured(scenario: Scenario) -> Scenario:
     """The scenario with the decode and prefill speeds of the embedded engine, as `measure` says, on this machine."""
     wanted = scenario.measure
-    policy = _policy(load(wanted.recipe))
     sizes = sorted(set(wanted.sequences))
-    engine_config = load(wanted.recipe).engine.model_copy(
-        update={"processes": 0, "slots": sizes[-1], "kv": scenario.kv}
-    )
-    engine = open_engine(policy.model.config, engine_config, resolve_device("auto"))
-    DirectPublisher([engine]).publish(checkpoint_views(policy.model).items(), 0)
+    config = load(wanted.recipe, [f"engine.slots={sizes[-1]}", f"engine.kv={scenario.kv}", "engine.processes=0"])
+    engine = serve(config, _policy(config))
     try:
         speeds = speed_curve(engine, sizes, wanted.tokens)
     finally:
@@ -172,18 +164,6 @@ def _policy(config: Config) -> Policy:
     quiet_transformers()
     torch.set_num_threads(config.run.threads)
     return load_policy(config.model, resolve_device(config.run.device))
-
-
-def _serving(config: Config, policy: Policy) -> Engine:
-    check_engine(config.engine, sampling_params(config, ()))
-    probes = run_probes(config, policy, prompt_source(config, policy, "train"))
-    engine = open_engine(policy.model.config, config.engine, resolve_device(config.run.device))
-    try:
-        DirectPublisher([engine], probes).publish(checkpoint_views(policy.model).items(), 0)
-    except BaseException:
-        engine.close()
-        raise
-    return engine
 
 
 def _refuse_existing(out: Path) -> None:

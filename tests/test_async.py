@@ -48,16 +48,6 @@ VARIED = [
 rollouts in flight; short ones have the greater reward."""
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def use_cache(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    monkeypatch.setenv("ROLLKEEL_CACHE", str(cache))
-
-
 def run(path: Path, *words: str) -> list[dict[str, Any]]:
     train(load(None, [*ASYNC, *words, f"run.dir={path}"]))
     return rows(path)
@@ -99,6 +89,7 @@ def replayed(path: Path, of: Path, words: Sequence[str] = ()) -> None:
     assert not (path / "schedule.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_run_overlaps_within_the_bound_and_replays_bit_for_bit(tmp_path: Path) -> None:
     words = [*VARIED, "engine.processes=2", "engine.slots=1", "sampling.max_new_tokens=96", "reward.overlong.buffer=96"]
     found = run(tmp_path / "a", *words)
@@ -135,17 +126,17 @@ def test_kept_kv_is_stamped_and_survives_parking(tmp_path: Path) -> None:
     replayed(tmp_path / "b", tmp_path / "a", words)
 
 
-def resume(path: Path, cache: Path) -> None:
-    process = start(cache, "train", "--resume", path)
+def resume(path: Path) -> None:
+    process = start("train", "--resume", path)
     assert process.communicate(timeout=DEADLINE_S)[1] == ""
     assert process.returncode == 0
 
 
-def test_ctrl_c_and_kill_lose_nothing_and_the_whole_run_replays(cache: Path, tmp_path: Path) -> None:
+def test_ctrl_c_and_kill_lose_nothing_and_the_whole_run_replays(tmp_path: Path) -> None:
     """Stopped in the middle of a step, resumed, killed, resumed; then replayed in one go."""
     load(None, ASYNC)
     whole, words = tmp_path / "run", [*ASYNC, *VARIED, "eval.every=0"]
-    process = start(cache, "train", *words, f"run.dir={whole}")
+    process = start("train", *words, f"run.dir={whole}")
     wait_for(whole, process, "rollout", 7)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=DEADLINE_S)
@@ -159,11 +150,11 @@ def test_ctrl_c_and_kill_lose_nothing_and_the_whole_run_replays(cache: Path, tmp
     tree = (saved / "state" / "tree.json").read_text()
     assert '"parked"' in tree
     before = rows(whole)
-    process = start(cache, "train", "--resume", whole)
+    process = start("train", "--resume", whole)
     wait_for(whole, process, "update", min(done + 2, STEPS))
     process.kill()
     process.communicate()
-    resume(whole, cache)
+    resume(whole)
     assert rows(whole)[: done + 1] == before
     check(whole)
     assert any(call["call"] == "interrupt" for call in calls(whole))
@@ -171,14 +162,14 @@ def test_ctrl_c_and_kill_lose_nothing_and_the_whole_run_replays(cache: Path, tmp
 
 
 @pytest.mark.slow
-def test_a_killed_replay_goes_on_with_the_schedule(cache: Path, tmp_path: Path) -> None:
+def test_a_killed_replay_goes_on_with_the_schedule(tmp_path: Path) -> None:
     run(tmp_path / "a", *VARIED)
     words = [*ASYNC, *VARIED, f"run.schedule={tmp_path / 'a' / 'schedule.jsonl'}", "sft.enabled=false"]
-    process = start(cache, "train", *words, f"run.dir={tmp_path / 'b'}")
+    process = start("train", *words, f"run.dir={tmp_path / 'b'}")
     wait_for(tmp_path / "b", process, "update", 7)
     process.kill()
     process.communicate()
-    resume(tmp_path / "b", cache)
+    resume(tmp_path / "b")
     assert_same(tmp_path / "b", tmp_path / "a")
 
 
@@ -202,7 +193,7 @@ def test_what_cannot_work_is_refused_before_anything_is_written(words: list[str]
 def test_another_schedule_and_another_bound_are_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*VARIED, "run.steps=6", "eval.every=0"]
+    words = [*VARIED, "run.steps=6", "eval.every=0", "sampling.max_new_tokens=16", "reward.overlong.buffer=16"]
     run(tmp_path / "a", *words)
     schedule = f"run.schedule={tmp_path / 'a' / 'schedule.jsonl'}"
     for other in (["checkpoint.every=4"], ["engine.processes=2"]):
@@ -283,17 +274,17 @@ def wait_for_rows(path: Path, process: subprocess.Popen[str], count: int) -> Non
 
 
 @pytest.mark.slow
-def test_five_hundred_steps_with_three_kills_never_break_the_bound(cache: Path, tmp_path: Path) -> None:
+def test_five_hundred_steps_with_three_kills_never_break_the_bound(tmp_path: Path) -> None:
     path, draw = tmp_path / "run", random.Random(500)
     words = [*ASYNC, *VARIED, "run.steps=500", "checkpoint.every=20", "eval.every=100", "train.lr=1e-4"]
     words += ["sampling.max_new_tokens=16", "reward.overlong.buffer=16"]
-    process = start(cache, "train", *words, f"run.dir={path}")
+    process = start("train", *words, f"run.dir={path}")
     for step in sorted(draw.sample(range(40, 480), 3)):
         wait_for_rows(path, process, step)
         time.sleep(draw.uniform(0, 0.2))  # anywhere in the step
         process.kill()
         process.communicate()
-        process = start(cache, "train", "--resume", path)
+        process = start("train", "--resume", path)
     assert process.communicate()[1] == ""
     assert process.returncode == 0
     assert sum(e["event"] == "resumed" for e in events(path)) == 3

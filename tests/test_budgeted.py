@@ -48,16 +48,6 @@ BUDGETED = [
 SHORT = ["run.steps=4", "eval.every=0", "checkpoint.every=0"]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def use_cache(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    monkeypatch.setenv("ROLLKEEL_CACHE", str(cache))
-
-
 @pytest.fixture(scope="module", params=["recompute", "keep"])
 def kv(request: pytest.FixtureRequest) -> str:
     """What becomes of the KV of parked rollouts, as an override."""
@@ -65,12 +55,10 @@ def kv(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, cache: Path, kv: str) -> Path:
+def whole(tmp_path_factory: pytest.TempPathFactory, kv: str) -> Path:
     """The uninterrupted run."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROLLKEEL_CACHE", str(cache))
-        train(load(None, [*BUDGETED, kv, f"run.dir={run}"]))
+    train(load(None, [*BUDGETED, kv, f"run.dir={run}"]))
     return run
 
 
@@ -214,21 +202,21 @@ def test_broken_graders_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("stage", "step", "delay_s"), [("rollout", 6, 0.002), ("update", 9, 0.002), ("checkpoint", 4, 0.01)]
 )
 def test_killed_run_continues_bit_for_bit(
-    stage: str, step: int, delay_s: float, whole: Path, kv: str, cache: Path, tmp_path: Path
+    stage: str, step: int, delay_s: float, whole: Path, kv: str, tmp_path: Path
 ) -> None:
-    killed = killed_in(tmp_path, cache, [*BUDGETED, kv], stage, step, delay_s)
+    killed = killed_in(tmp_path, [*BUDGETED, kv], stage, step, delay_s)
     train(load(killed / "config.yaml"), resume=killed)
     assert_same(killed, whole)
 
 
 @pytest.mark.slow
-def test_twenty_kills_at_random_moments(whole: Path, kv: str, cache: Path, tmp_path: Path) -> None:
-    twenty_kills(tmp_path, cache, [*BUDGETED, kv], whole, each=4, every=2)
+def test_twenty_kills_at_random_moments(whole: Path, kv: str, tmp_path: Path) -> None:
+    twenty_kills(tmp_path, [*BUDGETED, kv], whole, each=4, every=2)
 
 
-def test_ctrl_c_in_the_middle_of_sampling_repeats_the_step(whole: Path, kv: str, cache: Path, tmp_path: Path) -> None:
+def test_ctrl_c_in_the_middle_of_sampling_repeats_the_step(whole: Path, kv: str, tmp_path: Path) -> None:
     stopped = tmp_path / "run"
-    process = start(cache, "train", *BUDGETED, kv, "checkpoint.every=5", f"run.dir={stopped}")
+    process = start("train", *BUDGETED, kv, "checkpoint.every=5", f"run.dir={stopped}")
     wait_for(stopped, process, "rollout", 7)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=DEADLINE_S)

@@ -23,11 +23,6 @@ from rollkeel.models.presets import build_preset
 QUICK = [*TINY, "sft.enabled=false", "run.steps=1", "rollout.prompts=2", "eval.items=2"]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    monkeypatch.setenv("ROLLKEEL_CACHE", str(tmp_path_factory.getbasetemp() / "cli-cache"))
-
-
 def jsonl(path: Path, *records: object) -> Path:
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
     return path

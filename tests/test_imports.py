@@ -41,6 +41,7 @@ MEETING_PLACES = {
     "replay",
     "cli",
     "cli_diagnose",
+    "cli_sandbox",
     "__main__",
 }
 """The files in which stages meet."""
@@ -151,7 +152,7 @@ ENGINES = ("vllm", "sglang", "ray")
         ("rollkeel.objectives", ("transformers", *ENGINES)),
         (
             "rollkeel, rollkeel.types, rollkeel.protocols, rollkeel.recipe, rollkeel.config, rollkeel.errors, rollkeel.events, rollkeel.cli, rollkeel.tasks,"
-            " rollkeel.tasks.source, rollkeel.diagnostics.runfolder, rollkeel.rewards",
+            " rollkeel.tasks.source, rollkeel.diagnostics.runfolder, rollkeel.rewards, rollkeel.sandbox",
             ("torch", "transformers", "tokenizers", *ENGINES),
         ),
     ],

@@ -23,22 +23,10 @@ LAGGED = [*TINY, f"rollout.lag={LAG}"]
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def use_cache(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    monkeypatch.setenv("ROLLKEEL_CACHE", str(cache))
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The uninterrupted run."""
     path = tmp_path_factory.mktemp("whole") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROLLKEEL_CACHE", str(cache))
-        train(load(None, [*LAGGED, f"run.dir={path}"]))
+    train(load(None, [*LAGGED, f"run.dir={path}"]))
     return path
 
 
@@ -85,16 +73,16 @@ def test_no_lag_is_the_plain_run_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("stage", "step"), [("rollout", 1), ("update", 9)])
-def test_killed_run_continues_bit_for_bit(stage: str, step: int, whole: Path, cache: Path, tmp_path: Path) -> None:
+def test_killed_run_continues_bit_for_bit(stage: str, step: int, whole: Path, tmp_path: Path) -> None:
     killed = tmp_path / "run"
-    kill_at(killed, cache, LAGGED, stage, step, 0.002)
+    kill_at(killed, LAGGED, stage, step, 0.002)
     train(load(killed / "config.yaml"), resume=killed)
     assert_same(killed, whole)
 
 
-def test_ctrl_c_while_the_queue_fills_starts_over(whole: Path, cache: Path, tmp_path: Path) -> None:
+def test_ctrl_c_while_the_queue_fills_starts_over(whole: Path, tmp_path: Path) -> None:
     stopped = tmp_path / "run"
-    process = start(cache, "train", *LAGGED, f"run.dir={stopped}")
+    process = start("train", *LAGGED, f"run.dir={stopped}")
     wait_for(stopped, process, "rollout", 1)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=DEADLINE_S)

@@ -18,11 +18,6 @@ ACCURACY = "eval/runsum/avg@k"
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    monkeypatch.setenv("ROLLKEEL_CACHE", str(tmp_path_factory.getbasetemp() / "learning-cache"))
-
-
 def accuracies(path: Path, *words: str) -> tuple[float, float]:
     """Held-out sampled accuracy at the start and the end of the default run."""
     train(load("default", [f"run.dir={path}", *words]))

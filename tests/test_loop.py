@@ -31,11 +31,6 @@ from rollkeel.types import Rollout, TokenSpan
 SHORT = [*TINY, "run.steps=3", "eval.every=0", "checkpoint.every=0"]
 
 
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    monkeypatch.setenv("ROLLKEEL_CACHE", str(tmp_path_factory.getbasetemp() / "loop-cache"))
-
-
 def run(path: Path, *words: str) -> list[dict[str, Any]]:
     train(load(None, [*SHORT, *words, f"run.dir={path}"]))
     return rows(path)
@@ -51,9 +46,7 @@ def advantages(path: Path, step: int) -> tuple[dict[int, float], dict[int, float
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plain") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROLLKEEL_CACHE", str(tmp_path_factory.getbasetemp() / "loop-cache"))
-        run(path)
+    run(path)
     return path
 
 

@@ -37,20 +37,8 @@ STATEFUL = [*SHORT, "engine.dtype=int4", "objective.phi={drop_rate: 0.05}"]
 """An engine that disagrees with the trainer, and a threshold that follows the batches."""
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def use_cache(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    monkeypatch.setenv("ROLLKEEL_CACHE", str(cache))
-
-
-def made(path: Path, cache: Path, *words: str) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROLLKEEL_CACHE", str(cache))
-        train(load(None, [*words, f"run.dir={path}"]), view=quiet())
+def made(path: Path, *words: str) -> Path:
+    train(load(None, [*words, f"run.dir={path}"]), view=quiet())
     return path
 
 
@@ -63,9 +51,9 @@ def quiet() -> LiveView:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of steps 2 and 4 are left: steps 1 and 2 begin from the start model."""
-    return made(tmp_path_factory.mktemp("whole") / "run", cache, *STATEFUL)
+    return made(tmp_path_factory.mktemp("whole") / "run", *STATEFUL)
 
 
 def verdict(path: Path, step: int, part: str = "both", *overrides: str) -> dict[str, Any]:
@@ -299,9 +287,9 @@ LAGGED = [*TINY, "rollout.lag=3", "engine.dtype=bf16", "objective.name=m2po", "c
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [SYNC, BUDGETED, ASYNC, LAGGED], ids=["sync", "budgeted", "async", "lag"])
-def test_twenty_random_steps_of_every_loop_are_bit_identical(tmp_path: Path, cache: Path, words: list[str]) -> None:
+def test_twenty_random_steps_of_every_loop_are_bit_identical(tmp_path: Path, words: list[str]) -> None:
     """As a run leaves them: checkpoints of the last two intervals, the rest from the start model."""
-    path = made(tmp_path / "run", cache, *words)
+    path = made(tmp_path / "run", *words)
     chance = random.Random(5)
     for _ in range(20):
         step, part = chance.randint(1, 12), chance.choice(("both", "both", "rollout", "update"))
@@ -310,10 +298,10 @@ def test_twenty_random_steps_of_every_loop_are_bit_identical(tmp_path: Path, cac
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_is_not_disturbed(tmp_path: Path, cache: Path) -> None:
+def test_a_run_that_goes_on_is_not_disturbed(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    made(tmp_path / "other", cache, *SHORT)  # the warm start is cached
-    process = start(cache, "train", *SHORT, "run.steps=400", f"run.dir={path}")
+    made(tmp_path / "other", *SHORT)  # the warm start is cached
+    process = start("train", *SHORT, "run.steps=400", f"run.dir={path}")
     try:
         wait_for(path, process, "update", 4)
         assert verdict(path, 3, "both")["identical"]
@@ -325,7 +313,7 @@ def test_a_run_that_goes_on_is_not_disturbed(tmp_path: Path, cache: Path) -> Non
 
 
 @pytest.mark.slow
-def test_helpers_and_dropped_groups_replay(tmp_path: Path, cache: Path) -> None:
+def test_helpers_and_dropped_groups_replay(tmp_path: Path) -> None:
     more = ["train.processes=2", "rollout.drop_zero_variance=true", "train.freeze_router=true", "objective.name=icepop"]
-    path = made(tmp_path / "run", cache, *SHORT, *more)
+    path = made(tmp_path / "run", *SHORT, *more)
     assert verdict(path, 4)["identical"]

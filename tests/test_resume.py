@@ -32,27 +32,15 @@ from rollkeel.recipe import load
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The uninterrupted run; it also fills the cache of warm starts."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROLLKEEL_CACHE", str(cache))
-        train(load(None, [*TINY, f"run.dir={run}"]))
+    train(load(None, [*TINY, f"run.dir={run}"]))
     found = rows(run)
     assert [row["step"] for row in found] == list(range(STEPS + 1))
     assert len({row.get("reward/mean") for row in found}) > 3
     assert all(row["optimizer/grad_norm"] > 0 for row in found[1:])
     return run
-
-
-@pytest.fixture(autouse=True)
-def use_cache(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    monkeypatch.setenv("ROLLKEEL_CACHE", str(cache))
 
 
 @pytest.fixture
@@ -64,24 +52,22 @@ def copy(whole: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("stage", "step", "delay_s"), [("rollout", 5, 0.0), ("update", 8, 0.002), ("checkpoint", 3, 0.01)]
 )
-def test_killed_run_continues_bit_for_bit(
-    stage: str, step: int, delay_s: float, whole: Path, cache: Path, tmp_path: Path
-) -> None:
-    run = killed_in(tmp_path, cache, TINY, stage, step, delay_s)
+def test_killed_run_continues_bit_for_bit(stage: str, step: int, delay_s: float, whole: Path, tmp_path: Path) -> None:
+    run = killed_in(tmp_path, TINY, stage, step, delay_s)
     train(load(run / "config.yaml"), resume=run)
     assert_same(run, whole)
 
 
 @pytest.mark.slow
-def test_twenty_kills_at_random_moments(whole: Path, cache: Path, tmp_path: Path) -> None:
-    twenty_kills(tmp_path, cache, TINY, whole, each=5)
+def test_twenty_kills_at_random_moments(whole: Path, tmp_path: Path) -> None:
+    twenty_kills(tmp_path, TINY, whole, each=5)
 
 
 def test_ctrl_c_checkpoints_and_a_running_run_is_refused(
-    whole: Path, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    process = start(cache, "train", *TINY, "checkpoint.every=5", f"run.dir={run}")
+    process = start("train", *TINY, "checkpoint.every=5", f"run.dir={run}")
     wait_for(run, process, "rollout", 7)
     process.send_signal(signal.SIGSTOP)
     try:

@@ -38,7 +38,6 @@ def transformers_logprobs(folder: Path, sequences: tuple, prompt_lengths: tuple[
 def test_saved_model_reproduces_the_trainers_logprobs(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ROLLKEEL_CACHE", str(tmp_path / "cache"))
     live: list[Run] = []
     monkeypatch.setattr("rollkeel.pipeline._last_word", live.append)
     path = train(load(None, [*WORDS, f"model.path=preset:{preset}", f"run.dir={tmp_path / 'run'}"]))
@@ -65,7 +64,6 @@ def test_saved_model_reproduces_the_trainers_logprobs(
 
 
 def test_a_run_can_start_from_the_model_another_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROLLKEEL_CACHE", str(tmp_path / "cache"))
     first = train(load(None, [*WORDS, "run.steps=1", f"run.dir={tmp_path / 'first'}"]))
     words = ["run.steps=0", "sft.enabled=false", f"model.path={first / 'model'}", f"run.dir={tmp_path / 'second'}"]
     second = train(load(None, [*WORDS, *words]))

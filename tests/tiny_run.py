@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -86,11 +85,10 @@ def cli(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, st
     return code, out, err
 
 
-def start(cache: Path, *words: str | Path) -> subprocess.Popen[str]:
+def start(*words: str | Path) -> subprocess.Popen[str]:
     """`rollkeel WORDS` in a process of its own."""
     return subprocess.Popen(
         [sys.executable, "-m", "rollkeel", *map(str, words)],
-        env={**os.environ, "ROLLKEEL_CACHE": str(cache)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -131,9 +129,9 @@ def fell_in(run: Path) -> str:
     return last["stage"] if last["event"] == "stage" else "between"
 
 
-def kill_at(run: Path, cache: Path, words: Sequence[str], stage: str, step: int, delay_s: float) -> str:
+def kill_at(run: Path, words: Sequence[str], stage: str, step: int, delay_s: float) -> str:
     """Start a run with `words`, kill it `delay_s` after `stage` of `step` began; the stage in which the kill fell."""
-    process = start(cache, "train", *words, f"run.dir={run}")
+    process = start("train", *words, f"run.dir={run}")
     try:
         wait_for(run, process, stage, step)
         time.sleep(delay_s)
@@ -150,18 +148,16 @@ def kill_at(run: Path, cache: Path, words: Sequence[str], stage: str, step: int,
 KILL_STAGES = ("rollout", "update", "checkpoint")
 
 
-def killed_in(folder: Path, cache: Path, words: Sequence[str], stage: str, step: int, delay_s: float) -> Path:
+def killed_in(folder: Path, words: Sequence[str], stage: str, step: int, delay_s: float) -> Path:
     """A run below `folder` that was killed in `stage`: on a busy machine that may be over before the signal arrives."""
     for attempt in range(4):
         run = folder / f"run{attempt}"
-        if kill_at(run, cache, words, stage, step, delay_s) == stage:
+        if kill_at(run, words, stage, step, delay_s) == stage:
             return run
     pytest.fail(f"four kills, none of them in {stage}")
 
 
-def twenty_kills(
-    folder: Path, cache: Path, words: Sequence[str], whole: Path, *, each: int, every: int = 1
-) -> dict[str, int]:
+def twenty_kills(folder: Path, words: Sequence[str], whole: Path, *, each: int, every: int = 1) -> dict[str, int]:
     """Kill at random moments, resume, compare with `whole`, until 20 kills of which `each` fell in every stage.
 
     `every`: steps between checkpoints. Returns how many fell where.
@@ -174,9 +170,9 @@ def twenty_kills(
         run = folder / f"run{attempt}"
         stage = min(KILL_STAGES, key=lambda s: (counts[s], draw.random()))
         step = draw.randint(1, STEPS // every) * every if stage == "checkpoint" else draw.randint(1, STEPS)
-        fell = kill_at(run, cache, words, stage, step, draw.uniform(0.0, 0.03))
+        fell = kill_at(run, words, stage, step, draw.uniform(0.0, 0.03))
         counts[fell if fell in KILL_STAGES else "elsewhere"] += 1
-        resumed = start(cache, "train", "--resume", run)
+        resumed = start("train", "--resume", run)
         assert resumed.communicate()[1] == ""
         assert resumed.returncode == 0
         assert_same(run, whole)

@@ -4,9 +4,9 @@
     python -m benchmarks.doctor measure --split dev  --corpus FOLDER      # is every fault real? one line per run
     python -m benchmarks.doctor score   --split test --corpus FOLDER      # build, ask the doctor, print the matrix
 
-`test` has another task, other models and other magnitudes than `dev`, which is there to set thresholds by. `--split healthy`
-is both splits' runs with nothing wrong in them. Exit code of `score` is 1 if under 95 % of the faults are named first, or any
-healthy run is said to have a bug.
+`dev` and `dev2` are there to set thresholds by; `test` has another task, other models, other instances and magnitudes, and is
+scored once, with thresholds that were committed before. `--split healthy` is all splits' runs with nothing wrong in them. Exit
+code of `score` is 1 if under 95 % of the real faults (see `measure`) are named first, or any healthy run is said to have a bug.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from benchmarks.doctor.cases import Case, build_all, fault_cases, healthy_cases
 from benchmarks.doctor.measure import show
 from benchmarks.doctor.score import ask_all, report
+from benchmarks.doctor.workloads import SPLITS
 
 
 def chosen(args: argparse.Namespace) -> list[Case]:
     """Cases of the arguments: the healthy runs belong to every split."""
-    splits = ("dev", "test") if args.split == "healthy" else (args.split,)
+    splits = SPLITS if args.split == "healthy" else (args.split,)
     cases: list[Case] = []
     for split in splits:
         if args.split != "healthy":
@@ -42,7 +43,7 @@ def chosen(args: argparse.Namespace) -> list[Case]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.doctor", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=("build", "measure", "score"))
-    parser.add_argument("--split", choices=("dev", "test", "healthy"), default="dev")
+    parser.add_argument("--split", choices=(*SPLITS, "healthy"), default="dev")
     parser.add_argument(
         "--corpus", type=Path, required=True, help="folder of the runs; what is there is not made again"
     )

@@ -79,11 +79,12 @@ def kv_denied(rollout: Rollout) -> Rollout:
     return replace(rollout, span=replace(rollout.span, kv_versions=rollout.span.versions))
 
 
-def reward_lost(rollout: Rollout, rng: np.random.Generator, share: float, detail: str) -> Rollout:
-    """With probability `share` the grader failed and somebody made that a 0; `detail` is all that is left of it."""
+def reward_lost(rollout: Rollout, rng: np.random.Generator, share: float, detail: str | None) -> Rollout:
+    """With probability `share` the grader failed and somebody made that a 0; `detail` is all that is left of it, None for
+    what an honest grader would have said."""
     if rollout.reward is None or rng.random() >= share:
         return rollout
-    return replace(rollout, reward=0.0, detail=detail)
+    return replace(rollout, reward=0.0, detail=rollout.detail if detail is None else detail)
 
 
 def unfinished_is_wrong(rollout: Rollout) -> Rollout:

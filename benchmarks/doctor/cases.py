@@ -14,9 +14,9 @@ from benchmarks.doctor.healthy import KINDS
 from benchmarks.doctor.workloads import make, words_of
 
 HEALTHY = "healthy"
-OWN_START = ("retokenised", "length_truncation")
+OWN_START = ("retokenised", "length_truncation", "entropy_collapse")
 """Faults whose warm start is another one."""
-FIRST_SEED = {"dev": 0, "test": 1000, "healthy": 5000}
+FIRST_SEED = {"dev": 0, "dev2": 1000, "test": 2000, "healthy": 5000}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Case:
     """One run of the corpus."""
 
     split: str
-    """`dev` or `test`: whose task and models."""
+    """`dev`, `dev2` or `test`: whose task and models."""
     fault: str
     """Key of `FAULTS`, or `healthy`."""
     kind: str
@@ -82,7 +82,8 @@ def build(case: Case, root: Path, steps: int | None = None) -> float:
         words = words_of(case.split, case.model, case.seed, [*kind.words, *extra])
         return make(case.path(root), words, (), cache, about, kind.killed_at)
     size = FAULTS[case.fault].magnitudes(case.split, case.model)[case.index]
-    words = words_of(case.split, case.model, case.seed, [*BASES[case.base][case.split], *size.words, *extra])
+    brief = ["run.steps=8"] if case.split == "test" and FAULTS[case.fault].brief else []
+    words = words_of(case.split, case.model, case.seed, [*BASES[case.base][case.split], *brief, *size.words, *extra])
     if case.fault == "retokenised":
         cache = root / f"warm-{case.fault}-{case.index}"
     return make(case.path(root), words, size.patches(case.seed), cache, about)

@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.doctor.cases import HEALTHY, Case
 from benchmarks.doctor.faults import FAULTS
+from benchmarks.doctor.measure import effects, real
 
 TARGET = 0.95
 
@@ -34,6 +35,8 @@ class Answer:
     causes: tuple[str, ...]
     bug: str
     """First cause that is a bug, or empty."""
+    real: bool
+    """Whether the fault left anything in the record (`measure.real`), decided without the doctor; True of healthy runs."""
     score: float
     seconds: float
     tokens: int
@@ -66,6 +69,7 @@ def ask(case: Case, root: Path) -> Answer:
         named=named,
         causes=tuple(c.id for c in causes),
         bug=bugs[0] if bugs else "",
+        real=case.fault == HEALTHY or real(case.fault, effects(trace)),
         score=float(causes[0].score) if causes else 0.0,
         seconds=seconds,
         tokens=len(trace),
@@ -98,8 +102,9 @@ def matrix(answers: Sequence[Answer]) -> str:
 
 
 def summary(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Accuracy over faults, per fault and per magnitude; false alarms of bugs on healthy runs."""
-    ill, well = [a for a in answers if a.fault != HEALTHY], [a for a in answers if a.fault == HEALTHY]
+    """Accuracy over real faults and over all, per fault and per magnitude; false alarms of bugs on healthy runs."""
+    every, well = [a for a in answers if a.fault != HEALTHY], [a for a in answers if a.fault == HEALTHY]
+    ill = [a for a in every if a.real]
 
     def share(of: Sequence[Answer]) -> float:
         return sum(a.right for a in of) / len(of) if of else 1.0
@@ -107,6 +112,8 @@ def summary(answers: Sequence[Answer]) -> dict[str, Any]:
     return {
         "faults": len(ill),
         "accuracy": share(ill),
+        "not_real": len(every) - len(ill),
+        "accuracy_of_all": share(every),
         "by_fault": {name: share([a for a in ill if a.fault == name]) for name in {a.fault for a in ill}},
         "by_magnitude": {
             f"{f} {k}": share([a for a in ill if (a.fault, a.kind) == (f, k)])
@@ -129,10 +136,12 @@ def report(answers: Sequence[Answer], out: Path | None) -> bool:
         print(f"\nbelow {TARGET:.0%} by {label}: " + (", ".join(f"{n} {v:.0%}" for n, v in low.items()) or "none"))
     for a in answers:
         if not a.right and (a.fault != HEALTHY or a.bug):
-            print(f"  {a.fault} ({a.kind}, {a.base}) → {', '.join(a.causes[:3]) or HEALTHY}: {a.path}")
+            unreal = "" if a.real else " (not real)"
+            print(f"  {a.fault} ({a.kind}, {a.base}){unreal} → {', '.join(a.causes[:3]) or HEALTHY}: {a.path}")
     alarms = sum(found["false_alarms"].values())
     print(
-        f"\n{found['faults']} faults: {found['accuracy']:.1%} named first (target {TARGET:.0%});"
+        f"\n{found['faults']} real faults: {found['accuracy']:.1%} named first (target {TARGET:.0%}), with {found['not_real']} that"
+        f" are not real {found['accuracy_of_all']:.1%};"
         f" {found['healthy']} healthy runs: {alarms} false alarms of a bug (target 0) {dict(found['false_alarms']) or ''};"
         f" {found['seconds']:.1f} s for {found['tokens']:,} tokens"
     )

@@ -23,7 +23,7 @@ K3, ESS, CORRELATION, BAD_UPDATES = 0.1, 0.8, 0.9, 0.01
 """Levels that each confirm a growing gap: stale or fp8 runs that go on learning stay on the good side of most of them."""
 ENTROPY_LEFT, ENTROPY_GROWN, REWARD_SOLVED = 0.1, 1.5, 0.9
 """Shares of the first level; a solved task may lose its entropy."""
-GRADIENT_GROWN, REWARD_LOST, REWARD_SEEN = 4.0, 0.15, 0.05
+GRADIENT_GROWN, REWARD_LOST, REWARD_SEEN = 4.0, 0.2, 0.05
 ERRORS = 5.0
 """Standard errors of the difference of two ten-step means that a fall of the reward must exceed: the deepest of 300 steps
 of noise stays below 4.7 in 99 of 100."""
@@ -91,10 +91,10 @@ class Alarms:
             if sign:
                 yield kind, sign
 
-    def _level(self, key: str, last: int = WINDOW) -> float | None:
+    def _level(self, key: str) -> float | None:
         """Median of the last steps, or None while there are too few."""
         values = self._rows.get(key, [])
-        return float(np.median(values[-last:])) if len(values) >= WINDOW else None
+        return float(np.median(values[-WINDOW:])) if len(values) >= WINDOW else None
 
     def _first(self, key: str) -> float | None:
         values = self._rows.get(key, [])
@@ -131,7 +131,7 @@ class Alarms:
         reward = self._level("reward/mean")
         if now is None or first is None or first <= 0 or reward is None or reward >= REWARD_SOLVED:
             return []
-        falling = self._fallen() > REWARD_LOST / 2
+        falling = self._falls(REWARD_LOST / 2)
         if now < ENTROPY_LEFT * first and falling:
             return [f"entropy {now:.3g}, {now / first:.0%} of its first level, at reward {reward:.2f}"]
         if now > ENTROPY_GROWN * first and falling:
@@ -140,15 +140,19 @@ class Alarms:
 
     def _gradient(self) -> list[str]:
         now, first = self._level("optimizer/grad_norm"), self._first("optimizer/grad_norm")
-        if now is None or first is None or now < GRADIENT_GROWN * first or self._fallen() < REWARD_LOST / 2:
+        if now is None or first is None or now < GRADIENT_GROWN * first or not self._falls(REWARD_LOST / 2):
             return []
         return [f"gradient norm {now:.3g}, {now / first:.1f} times its first level"]
 
     def _reward(self) -> list[str]:
-        fallen = self._fallen()
-        if fallen <= REWARD_LOST or fallen * self._best <= ERRORS * self._error():
+        if not self._falls(REWARD_LOST):
             return []
-        return [f"reward {self._mean_reward():.3f}, {fallen:.0%} below its best ten steps ({self._best:.3f})"]
+        return [f"reward {self._mean_reward():.3f}, {self._fallen():.0%} below its best ten steps ({self._best:.3f})"]
+
+    def _falls(self, share: float) -> bool:
+        """Whether the reward is this share below its best, and further than chance puts it there."""
+        fallen = self._fallen()
+        return fallen > share and fallen * self._best > ERRORS * self._error()
 
     def _mean_reward(self) -> float:
         values = self._rows.get("reward/mean", [])

@@ -7,7 +7,8 @@
 With `engine.kv=keep` new weights leave sequences where they are, and an interrupted one takes its KV along.
 
 Every token is sampled by the decode path, the first one too: a request's arithmetic does not depend on whether its
-prompt's KV was computed for it or shared. A slot that becomes free is refilled before the next decode step.
+prompt's KV was computed for it or shared. A slot that becomes free is refilled before the next decode step; with compiled
+kernels a few tokens of prompts are rows of that very step, since a pass over the weights costs more than their arithmetic.
 """
 
 from __future__ import annotations
@@ -15,16 +16,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from rollkeel.config import EngineConfig
 from rollkeel.engines.kv import BlockPool, PagedCache, Step, affordable_blocks, prefill_step
-from rollkeel.engines.prompts import Job, SharedPrompts
-from rollkeel.engines.requests import check_requests, longest, room
+from rollkeel.engines.prompts import Copy, Job, SharedPrompts, ordered
+from rollkeel.engines.requests import Running, check_requests, longest, room
 from rollkeel.engines.rng import uniforms
 from rollkeel.engines.sampling import SamplingRows, sample
 from rollkeel.engines.slots import Slots
@@ -32,26 +31,11 @@ from rollkeel.engines.weights import apply_update
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.compiled import compiled_decode, suits
 from rollkeel.models.forward import FastForward, supports
-from rollkeel.models.forward_transformers import TransformersForward
 from rollkeel.models.numerics import is_quantised, weight_rounder
 from rollkeel.types import Capabilities, KeptKV, Proof, Request, Segment, Status, TokenSpan, WeightUpdate
 
-
-@dataclass
-class _Running:
-    """A request with what was sampled for it so far, in the queue or in a slot."""
-
-    request: Request
-    span: TokenSpan
-    """Tokens sampled in this engine under earlier stays in a slot."""
-    blocks: list[int] = field(default_factory=list)
-    kv: KeptKV | None = None
-    """KV it brought along, until it has a slot."""
-    kv_version: int = -1
-    """Oldest version that computed any of its KV; of no meaning in the queue."""
-
-    def tokens(self) -> np.ndarray:
-        return np.concatenate([self.request.prompt_ids, self.request.prefix.token_ids, self.span.token_ids])
+RIDERS = 256
+"""Tokens of prompts that a decode step takes along, at most."""
 
 
 class LocalEngine:
@@ -78,7 +62,12 @@ class LocalEngine:
             raise BadInput(
                 f"engine.forward: expected a family the fast forward computes, got {text.model_type}; use auto"
             )
-        self._forward = (FastForward if fast else TransformersForward)(text, config.dtype, self._device)
+        if fast:
+            self._forward = FastForward(text, config.dtype, self._device)
+        else:  # imported here: it brings in most of transformers, which a worker of a known family starts without
+            from rollkeel.models.forward_transformers import TransformersForward
+
+            self._forward = TransformersForward(text, config.dtype, self._device)
         if weight_rounder(config.dtype) and not any(is_quantised(n, w) for n, w in self._forward.destinations.items()):
             raise BadInput(f"engine.dtype={config.dtype}: would round no weight of {text.model_type}; use fp32 or bf16")
         self._config = config
@@ -91,11 +80,13 @@ class LocalEngine:
         self._compiled = compiled_decode(self._forward, self._cache, self._max_length) if wanted else None
         self._padding_block = self._pool.take()
         self._slots = Slots(config.slots, self._max_length, max_blocks, self._device)
-        self._waiting: deque[_Running] = deque()
-        self._active: dict[int, _Running] = {}
+        self._waiting: deque[Running] = deque()
+        self._active: dict[int, Running] = {}
         self._prompts = SharedPrompts(self._pool, block, config.prefix_sharing)
         self._keep = config.kv == "keep"
         self._done: list[Segment] = []
+        self._riding: list[Job] = []
+        """Prefills that the next decode step does on the way."""
         self._batch: tuple[torch.Tensor, SamplingRows, int, bool] | None = None
         self._version = -1
         self.steps = 0
@@ -129,7 +120,7 @@ class LocalEngine:
             if room(request, 0, self._max_length) <= 0:
                 self._done.append(Segment(request_id=request.id, span=TokenSpan.empty(), status=Status.LENGTH))
                 continue
-            self._waiting.append(_Running(request, TokenSpan.empty(), kv=request.kv if self._keep else None))
+            self._waiting.append(Running(request, TokenSpan.empty(), kv=request.kv if self._keep else None))
             self._prompts.enter(request.prompt_ids)
 
     @torch.inference_mode()
@@ -175,7 +166,7 @@ class LocalEngine:
             kept = self._cache.read([(r.blocks, end, r.kv_version) for r, end in zip(leaving, ends, strict=True)])
         for slot, kv in zip(slots, kept, strict=True):
             self._emit(self._leave(slot), Status.INTERRUPTED, kv)
-        staying: deque[_Running] = deque()
+        staying: deque[Running] = deque()
         for running in self._waiting:
             if wanted is None or running.request.id in wanted:
                 self._emit(running, Status.INTERRUPTED, running.kv)
@@ -205,7 +196,7 @@ class LocalEngine:
 
     def close(self) -> None:
         """Drop everything in flight, without asking what it was: closing must work after a failure too."""
-        for part in (self._waiting, self._active, self._prompts, self._done):
+        for part in (self._waiting, self._active, self._prompts, self._done, self._riding):
             part.clear()
 
     # -- admission -----------------------------------------------------------------------------------------------------
@@ -217,8 +208,8 @@ class LocalEngine:
         free = [s for s in range(self._config.slots) if s not in self._active]
         prompts: list[Job] = []
         tails: list[Job] = []
-        entered: list[tuple[int, _Running]] = []
-        copies: list[tuple[int, int]] = []
+        entered: list[tuple[int, Running]] = []
+        copies: list[Copy] = []
         while free and self._waiting:
             running = self._waiting[0]
             tokens = running.tokens()
@@ -229,15 +220,20 @@ class LocalEngine:
             if start < len(tokens) - 1:
                 tails.append((running.blocks, tokens[start:-1], start))
             entered.append((free.pop(0), running))
-        self._prefill(prompts)
+        few = self._compiled is not None and sum(len(ids) for _, ids, _ in (*prompts, *tails)) <= RIDERS
+        if few:
+            self._riding, copies = ordered(prompts, copies, tails)
+        else:
+            self._prefill(prompts)
         brought = [(r.blocks, r.kv) for _, r in entered if r.kv is not None]
         if brought:
             self._cache.write(brought)
         for _, running in entered:
             running.kv = None
-        for source, target in copies:
-            self._cache.copy_block(source, target)
-        self._prefill(tails)
+        for copy in copies:
+            self._cache.copy_block(copy.source, copy.target)
+        if not few:
+            self._prefill(tails)
         if not entered:
             return
         spans = [r.request.prefix.append(r.span) if len(r.span) else r.request.prefix for _, r in entered]
@@ -256,7 +252,7 @@ class LocalEngine:
         self._active |= dict(entered)
         self._batch = None
 
-    def _reserve(self, tokens: int, others: Sequence[_Running]) -> bool:
+    def _reserve(self, tokens: int, others: Sequence[Running]) -> bool:
         """True if a sequence of `tokens` can start beside `others`; shared prompts none of them uses make room first."""
         needed = 2 * (-(-tokens // self._config.block_size) + 1)
         if self._pool.free >= needed:
@@ -264,7 +260,7 @@ class LocalEngine:
         self._prompts.evict(r.request.prompt_ids for r in others)
         return self._pool.free >= needed or not others
 
-    def _enter(self, running: _Running, prompts: list[Job], copies: list[tuple[int, int]]) -> int:
+    def _enter(self, running: Running, prompts: list[Job], copies: list[Copy]) -> int:
         """Give `running` its blocks; returns how many of its tokens will have KV without computing them for it alone."""
         request, size = running.request, self._config.block_size
         total = len(request.prompt_ids) + len(request.prefix) + len(running.span)
@@ -337,7 +333,8 @@ class LocalEngine:
         """Forward, draw, record; `[3, B]` bool per active slot: stopped, out of room, not finite."""
         slots, size = self._slots, self._config.block_size
         if self._compiled is not None:
-            states = self._compiled.hidden(active.numpy(), slots, experts)
+            riding, self._riding = self._riding, []
+            states = self._compiled.hidden(active.numpy(), slots, experts, riding)
             if not rows.truncated and not topk:
                 slots.record_extras(active, None, 0, experts)
                 return self._compiled.draw(active.numpy(), states, slots)
@@ -368,7 +365,10 @@ class LocalEngine:
                 running.blocks.append(self._pool.take())
                 self._slots.table[slot, len(running.blocks) - 1] = running.blocks[-1]
 
-    def _leave(self, slot: int) -> _Running:
+    def _leave(self, slot: int) -> Running:
+        if self._riding and self._compiled is not None:  # its blocks go to others: nothing may be written to them later
+            self._compiled.prefill(self._riding)
+            self._riding = []
         self._stamp(slot)
         running = self._active.pop(slot)
         self._pool.release(running.blocks)
@@ -389,6 +389,6 @@ class LocalEngine:
     def _finish(self, slot: int, status: Status) -> None:
         self._emit(self._leave(slot), status)
 
-    def _emit(self, running: _Running, status: Status, kv: KeptKV | None = None) -> None:
+    def _emit(self, running: Running, status: Status, kv: KeptKV | None = None) -> None:
         self._prompts.leave(running.request.prompt_ids)
         self._done.append(Segment(request_id=running.request.id, span=running.span, status=status, kv=kv))

@@ -9,9 +9,24 @@ from typing import final
 import numpy as np
 
 from rollkeel.engines.kv import BlockPool
+from rollkeel.models.compiled import Job
 
-Job = tuple[list[int], np.ndarray, int]
-"""Blocks, token ids and first position of a prefill."""
+
+@dataclass(frozen=True)
+class Copy:
+    """A shared prompt's last half-filled block, of which each of its sequences has one of its own."""
+
+    source: int
+    target: int
+    instead: Job
+    """Prefill that comes to the same."""
+
+
+def ordered(prompts: list[Job], copies: list[Copy], tails: list[Job]) -> tuple[list[Job], list[Copy]]:
+    """Prefills in an order in which one pass over all of them finds what each needs, and the copies that are left to do first."""
+    new = {block for blocks, _, _ in prompts for block in blocks}
+    again = [copy.instead for copy in copies if copy.source in new]
+    return [*prompts, *again, *tails], [copy for copy in copies if copy.source not in new]
 
 
 @dataclass
@@ -23,8 +38,8 @@ class Placed:
     """Tokens whose KV nobody has to compute for this sequence alone."""
     job: Job | None = None
     """Prefill of the shared prompt that must run first."""
-    copy: tuple[int, int] | None = None
-    """Block to copy after that, from the shared prompt's last half-filled one."""
+    copy: Copy | None = None
+    """What it copies after that."""
 
 
 @dataclass
@@ -76,7 +91,8 @@ class SharedPrompts:
         placed = Placed(list(entry.blocks[:whole]), entry.tokens, job)
         if entry.tokens % self._size:
             placed.blocks.append(self._pool.take())
-            placed.copy = (entry.blocks[whole], placed.blocks[-1])
+            start = whole * self._size
+            placed.copy = Copy(entry.blocks[whole], placed.blocks[-1], (placed.blocks, ids[start:-1], start))
         return placed
 
     def evict(self, used: Iterable[np.ndarray] = ()) -> None:

@@ -1,13 +1,34 @@
-"""What an engine refuses before it queues anything, the same in this process and in front of worker processes."""
+"""A request on its way through an engine, and what is refused before it is queued, here or in front of worker processes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from rollkeel.config import EngineConfig
 from rollkeel.errors import BadInput
-from rollkeel.types import Capabilities, Request
+from rollkeel.types import Capabilities, KeptKV, Request, TokenSpan
+
+
+@dataclass
+class Running:
+    """A request with what was sampled for it so far, in the queue or in a slot."""
+
+    request: Request
+    span: TokenSpan
+    """Tokens sampled in this engine under earlier stays in a slot."""
+    blocks: list[int] = field(default_factory=list)
+    kv: KeptKV | None = None
+    """KV it brought along, until it has a slot."""
+    kv_version: int = -1
+    """Oldest version that computed any of its KV; of no meaning in the queue."""
+
+    def tokens(self) -> np.ndarray:
+        """Prompt and all that was sampled, before it came and here."""
+        return np.concatenate([self.request.prompt_ids, self.request.prefix.token_ids, self.span.token_ids])
 
 
 def longest(hf_config: Any, config: EngineConfig, asked: int | None) -> int:

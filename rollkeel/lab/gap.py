@@ -10,6 +10,7 @@ from rollkeel import objectives
 from rollkeel.diagnostics.mismatch import mismatch_metrics
 from rollkeel.diagnostics.routing import flipped_layers, routing_metrics
 from rollkeel.lab.sampled import sample
+from rollkeel.objectives.kl import k3
 
 TOKENS, VOCABULARY, SPREAD, FIRST_SEED, PIECE = 50_000, 2048, 1.5, 1234, 1000
 
@@ -50,15 +51,10 @@ def engine_gap(words: Sequence[str], seed: int) -> Mapping[str, float]:
     row["mean entropy"] = float(scores.entropy.mean())
     if batch.experts is not None and scores.experts is not None:
         replayed = sampled.trainer(replay_routing=True).score(batch).logprobs
-        row["kl_k3, replayed"] = _k3(replayed - batch.rollout_logprobs)
+        row["kl_k3, replayed"] = float(k3(batch.rollout_logprobs.double(), replayed.double()).mean())
         flipped = flipped_layers(batch.experts, scores.experts) > 0
         gap = scores.logprobs - batch.rollout_logprobs
         for name, which in (("flipped", flipped), ("elsewhere", ~flipped)):
             if which.any():
                 row[f"rms log ratio, {name}"] = float(gap[which].double().pow(2).mean().sqrt())
     return row
-
-
-def _k3(gap: torch.Tensor) -> float:
-    gap = gap.double()
-    return float((gap.exp() - 1 - gap).mean())

@@ -27,17 +27,17 @@ def page(found: Outcome) -> str:
     about = (
         f"<p><b>{escape(found.sentence)}</b></p><p>{escape(preset.question)} ({escape(preset.paper)})</p>"
         f"<p>Expected: {escape(preset.expected)}</p>"
-        f"<p>{runs} runs: {len(preset.arms)} settings × {len(found.seeds)} seeds.</p>"
+        f"<p>{runs} runs: {len(preset.arms)} settings × {len(found.seeds)} seed{'s' * (len(found.seeds) > 1)}.</p>"
         + "".join(f"<p>{escape(note)}</p>" for note in preset.notes)
     )
     stopped = [(arm, str(seed), why) for (arm, seed), why in found.stopped.items()]
     return document(
         f"Lab: {preset.name}",
         f'<div class="panel">{about}</div>'
-        + table_of(("claim", "source", "measured", "verdict", "band"), finding_rows(found))
+        + table_of(("claim", "source", "measured", "verdict", "band"), finding_rows(found), words=True)
         + figures_of(charts(found.curves))
         + table_of(("reading", *(arm.name for arm in preset.arms)), reading_rows(found))
-        + (table_of(("run", "seed", "stopped by"), stopped) if stopped else ""),
+        + (table_of(("run", "seed", "stopped by"), stopped, words=True) if stopped else ""),
     )
 
 

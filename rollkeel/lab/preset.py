@@ -83,16 +83,6 @@ def over_steps(key: str, first: int, last: int) -> Callable[[Rows], float]:
     return read
 
 
-def last_value(key: str) -> Callable[[Rows], float]:
-    """The last value of a metric that a run has; NaN without one."""
-
-    def read(rows: Rows) -> float:
-        values = [row[key] for row in rows if key in row]
-        return float(values[-1]) if values else float("nan")
-
-    return read
-
-
 def shown(values: np.ndarray, form: str = "{:.3f}") -> str:
     """Mean ± standard error over seeds `[n]`; the plain value of one."""
     mean = form.format(float(np.mean(values)))
@@ -104,7 +94,7 @@ def shown(values: np.ndarray, form: str = "{:.3f}") -> str:
 def apart(high: np.ndarray, low: np.ndarray, margin: float = 0.0) -> str:
     """Verdict on "mean of `high` exceeds that of `low` by `margin`": two standard errors of the difference decide.
 
-    One run each cannot tell, unless all of them were equal: undecided.
+    One run each decides nothing.
     """
     difference = float(np.mean(high) - np.mean(low)) - margin
     if min(len(high), len(low)) < 2:

@@ -14,15 +14,12 @@ from rollkeel.batch.build import TrainingBatch, build_batch
 from rollkeel.config import Config
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.stopping import StopFlag
-from rollkeel.engines.open import open_engine
 from rollkeel.events import EventLog
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers
-from rollkeel.models.names import checkpoint_views
 from rollkeel.pipeline import warm_start
 from rollkeel.recipe import load
 from rollkeel.rollout.collect import collect, issue
-from rollkeel.run import prompt_source, sampling_params
-from rollkeel.sync.publish import DirectPublisher
+from rollkeel.run import prompt_source, sampling_params, serve
 from rollkeel.train.trainer import LocalTrainer
 
 
@@ -55,11 +52,10 @@ def warm_policy(config: Config) -> Policy:
 
 def sample(words: Sequence[str], seed: int, *, advantages: float = 1.0) -> Sampled:
     """Sample `rollout.prompts` × `rollout.samples` answers under the warm-started weights, with the experts of each token."""
-    config = load(None, [*words, f"run.seed={seed}"])
+    config = load(None, [*words, f"run.seed={seed}", "run.device=cpu"])
     policy = warm_policy(config)
-    engine = open_engine(policy.model.config, config.engine, "cpu")
+    engine = serve(config, policy)
     try:
-        DirectPublisher([engine]).publish(checkpoint_views(policy.model).items(), 0)
         prompts = prompt_source(config, policy, "train").prompts(range(config.rollout.prompts))
         experts = engine.capabilities.returns_experts
         sampling = replace(sampling_params(config, policy.stop_token_ids), return_experts=experts)

@@ -40,6 +40,9 @@ def suits(forward: object) -> bool:
 ROWS = 512
 """Tokens prefilled in one call."""
 
+Job = tuple[list[int], np.ndarray, int]
+"""Blocks, token ids and first position of a prefill."""
+
 
 class Blocks(Protocol):
     """What the paged cache must tell: how many blocks of how many tokens, and where a layer's keys and values lie."""
@@ -102,34 +105,36 @@ class CompiledDecode:
             self._scratch = torch.empty(wanted)
         return self._scratch.numpy()
 
-    def hidden(self, active: np.ndarray, state: State, experts: list[torch.Tensor] | None = None) -> np.ndarray:
+    def hidden(
+        self, active: np.ndarray, state: State, experts: list[torch.Tensor] | None = None, riding: Sequence[Job] = ()
+    ) -> np.ndarray:
         """Final-norm hidden states `[N, D]` of the last token of every slot of `active [N]`; its key and value are stored.
 
-        `experts`, when given, receives one `[N, top_k]` tensor of expert ids per MoE layer.
+        `experts`, when given, receives one `[N, top_k]` tensor of expert ids per MoE layer. `riding`: prefills that are done on
+        the way, before the slots' own tokens, which may look at theirs.
         """
-        f = self._forward
+        f, before = self._forward, 0
+        token, position, table = state.token.numpy(), state.position.numpy(), state.table.numpy()
+        if riding:
+            ids, places, tables = _rows(riding, table.shape[1])
+            before = len(ids)
+            token, position = np.concatenate([ids, token[active]]), np.concatenate([places, position[active]])
+            table, active = np.concatenate([tables, table[active]]), np.arange(before + len(active))
         chosen = self._none if experts is None else np.empty((f.num_moe_layers, len(active), f.top_k), np.int64)
-        hidden = self._layers(active, state.token.numpy(), state.position.numpy(), state.table.numpy(), chosen)
+        hidden = self._layers(active, token, position, table, chosen)
         if experts is not None:
-            experts.extend(torch.from_numpy(chosen).unbind())
-        return hidden
+            experts.extend(torch.from_numpy(chosen[:, before:]).unbind())
+        return hidden[before:]
 
-    def prefill(self, jobs: Sequence[tuple[list[int], np.ndarray, int]]) -> None:
-        """Store keys and values of each job's tokens: (blocks, token ids, position of the first).
+    def prefill(self, jobs: Sequence[Job]) -> None:
+        """Store keys and values of each job's tokens.
 
         The tokens of a sequence are rows of one step: a kernel takes them in order, and each finds the keys of those before.
         """
-        counts = [len(tokens) for _, tokens, _ in jobs]
-        table = np.zeros((len(jobs), max(len(blocks) for blocks, _, _ in jobs)), np.int64)
-        for row, (blocks, _, _) in enumerate(jobs):
-            table[row, : len(blocks)] = blocks
-        owner = np.repeat(np.arange(len(jobs)), counts)
-        token = np.concatenate([tokens for _, tokens, _ in jobs])
-        position = np.concatenate([np.arange(start, start + len(tokens)) for _, tokens, start in jobs])
+        token, position, table = _rows(jobs, max(len(blocks) for blocks, _, _ in jobs))
         for first in range(0, len(token), ROWS):
             part = slice(first, first + ROWS)
-            rows = np.arange(len(token[part]))
-            self._layers(rows, token[part], position[part], table[owner[part]], self._none)
+            self._layers(np.arange(len(token[part])), token[part], position[part], table[part], self._none)
 
     def _layers(
         self, active: np.ndarray, token: np.ndarray, position: np.ndarray, table: np.ndarray, chosen: np.ndarray
@@ -165,3 +170,13 @@ class CompiledDecode:
         )
         kernels.draw(active, hidden, self._forward.head.numpy(), *(t.numpy() for t in arrays), logits, ended)
         return ended.view(bool)
+
+
+def _rows(jobs: Sequence[Job], width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token, position and `width` blocks of each token of `jobs`, in order."""
+    table = np.zeros((len(jobs), width), np.int64)
+    for row, (blocks, _, _) in enumerate(jobs):
+        table[row, : len(blocks)] = blocks
+    token = np.concatenate([tokens for _, tokens, _ in jobs])
+    position = np.concatenate([np.arange(start, start + len(tokens)) for _, tokens, start in jobs])
+    return token, position, table[np.repeat(np.arange(len(jobs)), [len(tokens) for _, tokens, _ in jobs])]

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rollkeel.models.numerics import activation_rounder, compute_dtype
 
@@ -145,6 +144,8 @@ class FastForward:
             steps = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
             inverse, factor = 1.0 / rope["rope_theta"] ** steps, 1.0
         else:
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
             inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         self.inverse_frequency = inverse.to(self.device)
         self.rope_factor = float(factor)

@@ -23,7 +23,7 @@ from rollkeel.diagnostics.stopping import StopFlag
 from rollkeel.engines.idle import IdleEngine
 from rollkeel.errors import BadInput, Corrupt, Interrupted
 from rollkeel.learn import learn
-from rollkeel.loop import describe, go_on, sample, sample_async, sample_budgeted
+from rollkeel.loop import describe, due, go_on, sample, sample_async, sample_budgeted
 from rollkeel.models.loading import load_policy, resolve_device
 from rollkeel.pipeline import warm_start
 from rollkeel.replay.record import Record
@@ -170,9 +170,7 @@ class Player:
         if self.carries:
             self.run.publish()
             if self.run.overlap is not None:
-                every = (self.config.eval.every, self.config.checkpoint.every)
-                pause = step == self.config.run.steps or any(n > 0 and step % n == 0 for n in every)
-                go_on(self.run, step, clock, pause=pause)
+                go_on(self.run, step, clock, pause=any(due(self.config, step)))
         self.at = step
         self._compare(step, table, metrics, SAMPLED * sampled + TRAINED, whole=sampled)
         return metrics

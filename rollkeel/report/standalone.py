@@ -17,7 +17,7 @@ figure,.panel{background:var(--card);border:1px solid var(--line);border-radius:
 figure svg,figure img{display:block;width:100%;height:auto}figcaption{color:var(--muted);font-size:13px}
 table{border-collapse:collapse;width:100%;font-size:13px;font-variant-numeric:tabular-nums}
 th,td{text-align:right;padding:3px 10px 3px 0;border-bottom:1px solid var(--line);white-space:nowrap}
-th:first-child,td:first-child{text-align:left}th{color:var(--muted);font-weight:500}pre{font-size:13px;overflow-x:auto}"""
+th:first-child,td:first-child,.words th,.words td{text-align:left}.words td{white-space:normal;vertical-align:top}th{color:var(--muted);font-weight:500}pre{font-size:13px;overflow-x:auto}"""
 
 
 def document(title: str, body: str, *, style: str = "") -> str:
@@ -38,8 +38,9 @@ def figures_of(charts: Iterable[Chart]) -> str:
     return f'<section class="charts">{drawn}</section>'
 
 
-def table_of(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A panel with a table of plain texts; the first column is left-aligned, numbers on the right."""
+def table_of(head: Sequence[str], rows: Iterable[Sequence[str]], *, words: bool = False) -> str:
+    """A panel with a table of plain texts: the first column left, numbers right; with `words` all left, lines broken."""
     first = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="panel"><table><tr>{first}</tr>{body}</table></div>'
+    kind = ' class="words"' if words else ""
+    return f'<div class="panel"><table{kind}><tr>{first}</tr>{body}</table></div>'

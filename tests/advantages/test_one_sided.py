@@ -25,7 +25,6 @@ def test_each_sign() -> None:
 def test_in_a_run_the_others_become_0_and_stay_in_the_batch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ROLLKEEL_CACHE", str(tmp_path / "cache"))
     found = {}
     for only in ("all", "negative", "positive"):
         run = tmp_path / only

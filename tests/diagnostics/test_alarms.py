@@ -116,7 +116,6 @@ def test_a_run_acts_on_its_alarm(
     action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real run whose alarm limits are set to where it passes them."""
-    monkeypatch.setenv("ROLLKEEL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("rollkeel.diagnostics.alarms.WINDOW", 3)
     monkeypatch.setattr("rollkeel.diagnostics.alarms.TV", -1.0)
     monkeypatch.setattr("rollkeel.diagnostics.alarms.TV_GROWTH", -1.0)

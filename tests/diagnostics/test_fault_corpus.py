@@ -1,6 +1,6 @@
 """The injected faults of `benchmarks/doctor`: each changes the one thing it says and nothing else, or the matrix means nothing.
 
-Not covered: whether a magnitude matters (`python -m benchmarks.doctor measure`), and what the doctor makes of it (`score`).
+Not covered: whether a magnitude matters in its run (`python -m benchmarks.doctor measure`), and what the doctor makes of it (`score`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ import torch
 
 from benchmarks.doctor import alterations as alter
 from benchmarks.doctor import patches as broken
+from benchmarks.doctor import sizes
 from benchmarks.doctor.cases import fault_cases, healthy_cases
 from benchmarks.doctor.faults import BASES, FAULTS
 from benchmarks.doctor.healthy import KINDS
-from benchmarks.doctor.score import Answer, matrix, report
+from benchmarks.doctor.sorting import Sorting
 from benchmarks.doctor.workloads import SPLITS, words_of
 from rollkeel import loop
 from rollkeel.engines import local
 from rollkeel.recipe import load
 from rollkeel.rollout.dynamic import Drawn
+from rollkeel.tasks import check
 from rollkeel.types import GraderSpec, Prompt, Request, Rollout, SamplingParams, Segment, Status, TokenSpan
 from rollkeel.validate import validate
 
@@ -160,6 +162,28 @@ def test_reward_lost_hits_its_share() -> None:
     assert 0.17 < len(lost) / 2000 < 0.23
     assert changed(HONEST, lost[0]) == {"reward", "detail"}
     assert all(r is HONEST for r in new if r.reward == 1)
+    told = alter.reward_lost(replace(HONEST, detail="read 1"), np.random.default_rng(0), 1.0, None)
+    assert (told.reward, told.detail) == (0.0, "read 1")
+
+
+def test_a_shift_in_a_part_of_the_rollouts() -> None:
+    (patch,) = sizes.alignment(1, 0.3).patches(3)
+    got: list[Drawn] = []
+    honest = loop.learn
+    loop.learn = lambda run, step, drawn, *rest: got.append(drawn) or True
+    try:
+        with patch():
+            many = [replace(HONEST, id=i) for i in range(1000)]
+            loop.learn(None, 1, Drawn(many, many, 1, 1), {}, None)  # type: ignore[arg-type]
+    finally:
+        loop.learn = honest
+    moved = sum(not np.array_equal(r.span.logprobs, HONEST.span.logprobs) for r in got[0].rollouts)
+    assert 250 < moved < 350
+
+
+def test_the_corpus_own_task_is_sound() -> None:
+    assert check(Sorting(), 50).passed
+    assert Sorting().item(0, "train", 0).answer == "".join(sorted(Sorting().item(0, "train", 0).text[:-1]))
 
 
 def test_retokenised_is_the_same_text_in_fewer_tokens() -> None:
@@ -325,14 +349,14 @@ def test_dropped_updates_keep_the_old_weights_and_state_the_new() -> None:
     assert served == [0, 2]
 
 
-def test_every_fault_is_there_with_sizes_of_its_own_in_both_splits() -> None:
+def test_every_fault_is_there_with_sizes_of_its_own_in_every_split() -> None:
     assert list(FAULTS) == IDS
     for fault in FAULTS.values():
         for model in fault.models:
-            dev, test = ({m.name for m in fault.magnitudes(split, model)} for split in SPLITS)
+            dev, dev2, test = ({m.name for m in fault.magnitudes(split, model)} for split in SPLITS)
             assert dev
-            assert test
-            assert test - dev, fault.id
+            assert dev2 - dev, fault.id
+            assert test - dev - dev2, fault.id
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -353,40 +377,3 @@ def test_every_config_of_the_corpus_is_valid(split: str) -> None:
 def test_enough_cases() -> None:
     assert len([*fault_cases("test", 10)]) == 15 * 10 * 2
     assert len([*healthy_cases("test", 2)]) >= 60
-
-
-def answer(fault: str, named: str, bug: str = "") -> Answer:
-    return Answer(
-        split="test",
-        fault=fault,
-        kind="k",
-        base="plain",
-        model="moe",
-        seed=0,
-        named=named,
-        causes=(named,),
-        bug=bug,
-        score=0.5,
-        seconds=0.1,
-        tokens=10,
-        path="p",
-    )
-
-
-def test_matrix_counts_injected_by_named() -> None:
-    rows = matrix([answer("mask", "mask"), answer("mask", "alignment"), answer("healthy", "healthy")]).splitlines()
-    assert rows[1].split() == ["mask", "1", "1", ".", "1/2"]  # columns: alignment, mask, healthy
-    assert rows[2].split() == ["healthy", ".", ".", "1", "1/1"]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "alarm", "met"), [(0, "", True), (1, "", True), (2, "", False), (0, "mask", False)], ids=str
-)
-def test_targets_are_95_percent_and_no_alarm(
-    wrong: int, alarm: str, met: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answers = [answer("mask", "alignment" if n < wrong else "mask") for n in range(20)]
-    answers.append(answer("healthy", "policy_lag", alarm))  # a word about staleness is no alarm of a bug
-    assert report(answers, tmp_path / "scores") is met
-    assert (tmp_path / "scores.csv").read_text().count("\n") == 22
-    assert "named first" in capsys.readouterr().out

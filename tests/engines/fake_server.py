@@ -64,6 +64,8 @@ class State:
         self.label = -1
         self.aborted: set[str] = set()
         self.running: set[str] = set()
+        self.most = 0
+        """Streams that ran at once, at most."""
         self.paused = threading.Event()
         self.sent = 0
         self.lock = threading.Lock()
@@ -152,7 +154,9 @@ class Handler(BaseHTTPRequestHandler):
         if state.stopped:
             time.sleep(3600)
         running = sorted(state.running)
-        self._say(200, {"pid": os.getpid(), "sent": state.sent, "running": running, "label": state.label})
+        self._say(
+            200, {"pid": os.getpid(), "sent": state.sent, "running": running, "most": state.most, "label": state.label}
+        )
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -190,6 +194,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         state.running.add(asked["key"])
+        state.most = max(state.most, len(state.running))
         try:
             for event in stream(state, asked):
                 if event.get("finish"):

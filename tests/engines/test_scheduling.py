@@ -367,3 +367,68 @@ def test_block_pool_refuses_double_release_and_exhaustion() -> None:
         pool.release([a])
     with pytest.raises(EngineFailure, match="nobody holds"):
         pool.share([b])
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+def test_prompts_that_ride_on_a_decode_step_change_no_token(
+    model: Any, sharing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that come one by one to a busy engine, groups whose shared prompt ends inside a block among them."""
+    requests = [
+        replace(r, sampling=replace(r.sampling, return_experts=True))
+        for r in mixed_requests()
+        if len(r.prompt_ids) < 40
+    ]
+    found, ridden = [], []
+    for most in (0, 8, 256):
+        monkeypatch.setattr("rollkeel.engines.local.RIDERS", most)
+        engine = engine_of(model, slots=5, block_size=16, prefix_sharing=sharing, kv_memory_gb=memory_for(24))
+        compiled = engine._compiled
+        assert compiled is not None
+        step, count = compiled.hidden, [0]
+
+        def spy(active: Any, state: Any, experts: Any, riding: Any, step: Any = step, count: Any = count) -> Any:
+            count[0] += sum(len(ids) for _, ids, _ in riding)
+            return step(active, state, experts, riding)
+
+        monkeypatch.setattr(compiled, "hidden", spy)
+        done = []
+        for request in requests:
+            engine.submit([request])
+            done += steps(engine, 2)
+        found.append({s.request_id: s for s in [*done, *drain(engine).values()]})
+        ridden.append(count[0])
+    assert ridden[0] == 0
+    assert 0 < ridden[1] < ridden[2]
+    for other in found[1:]:
+        assert set(other) == {r.id for r in requests}
+        for i, segment in found[0].items():
+            assert same(segment.span, other[i].span)
+            assert segment.span.experts is not None
+            assert np.array_equal(segment.span.experts, other[i].span.experts)
+
+
+def test_a_sequence_put_back_before_its_prompt_was_computed_writes_into_nobody_elses_blocks(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when room runs out in the very step on which a prompt rides: what it would have written is written before its blocks go."""
+    engine = engine_of(model, slots=2)
+    requests = requests_of(prompts_of(2, seed=3, low=20, high=20), max_new_tokens=30, temperature=1.0, seed=7)
+    whole = run(engine_of(model, slots=2), requests)
+    engine.submit(requests[:1])
+    steps(engine, 5)
+    grow, put_back = engine._grow_tables, []
+
+    def starve() -> None:
+        if engine._riding and not put_back:
+            slot = next(reversed(engine._active))
+            put_back.append(engine._active[slot].request.id)
+            engine._requeue(slot)
+            assert not engine._riding
+        grow()
+
+    monkeypatch.setattr(engine, "_grow_tables", starve)
+    engine.submit(requests[1:])
+    found = drain(engine)
+    assert put_back == [1]
+    assert all(same(found[i].span, whole[i].span) for i in (0, 1))

@@ -16,6 +16,7 @@ import tiny_lab
 from tiny_lab import measured
 from tiny_run import cli
 
+from rollkeel.lab.claims import over_last
 from rollkeel.lab.measure import Curve, Outcome, verdict
 from rollkeel.lab.page import MAX_BYTES, as_json, finding_rows, lines, page, reading_rows
 from rollkeel.lab.preset import (
@@ -25,7 +26,6 @@ from rollkeel.lab.preset import (
     Arm,
     Finding,
     apart,
-    last_value,
     over_steps,
     shown,
 )
@@ -72,8 +72,8 @@ def test_readings() -> None:
     assert over_steps("a", 1, 3)(rows) == 2.5
     assert over_steps("a", 2, 3)(rows) == 4.0
     assert np.isnan(over_steps("a", 4, 9)(rows))
-    assert last_value("a")(rows) == 4.0
-    assert np.isnan(last_value("b")(rows))
+    assert over_last("a", 1)(rows) == 4.0
+    assert np.isnan(over_last("b", 1)(rows))
     assert shown(np.array([0.5])) == "0.500"
     assert shown(np.array([0.4, 0.6])) == "0.500 ± 0.100"
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 from tiny_run import TINY
 
-from rollkeel.lab.preset import Arm, Finding, Preset, Readings, apart, last_value, over_steps, shown
+from rollkeel.lab.claims import over_last
+from rollkeel.lab.preset import Arm, Finding, Preset, Readings, apart, over_steps, shown
 
 HEARD = "ROLLKEEL_TEST_HEARD"
 """Environment variable: the file to which a measurement adds a line, so that a test can count them."""
@@ -61,7 +62,7 @@ def measured(name: str = "measured", less: str = "less", more: str = "more") -> 
         expected="It is.",
         arms=(Arm(name="low", words=(less,)), Arm(name="high", words=(less, more))),
         judge=judge,
-        readings={"value": last_value("value")},
+        readings={"value": over_last("value", 1)},
         measure=count,
         seeds=2,
         charts=(),

@@ -50,11 +50,6 @@ ALWAYS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    monkeypatch.setenv("ROLLKEEL_CACHE", str(tmp_path_factory.getbasetemp() / "train-all-cache"))
-
-
 def promised(objective: Objective) -> set[str]:
     """Metrics that some row must have; what is a mean over dropped tokens needs a dropped token and is not among them."""
     names = set(ALWAYS)

@@ -36,7 +36,6 @@ def trainer(p: Policy | None = None, **options: object) -> LocalTrainer:
 def test_engine_and_trainer_on_one_grid_compute_one_function(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ROLLKEEL_CACHE", str(tmp_path))
     words = ["sft.steps=20", "rollout.prompts=8", f"engine.dtype={mode}"]
     sampled = sample([*words, f"train.rounding={mode}"], 0)
     ratio = (sampled.trainer().score(sampled.batch).logprobs - sampled.batch.rollout_logprobs).exp()

@@ -12,6 +12,9 @@ from rollkeel.diagnostics.doctor.tokens import Gap, Tokens, gap
 from rollkeel.diagnostics.traces.trace import Trace
 from rollkeel.types import IntArray
 
+OWN_IDS = "Train on the engine's own token ids; never decode a response and encode it again."
+"""What to do about text that was encoded anew."""
+
 
 def places(trace: Trace, index: IntArray) -> list[dict[str, int]]:
     """The first few tokens of `index`, as evidence names them."""
@@ -86,7 +89,8 @@ def alignment(e: Evidence) -> Cause | None:
     places_ = f"{abs(shift.lag)} place{'s' if abs(shift.lag) > 1 else ''}"
     return Cause(
         id="alignment",
-        score=min(0.6 + 0.4 * share, 1.0),
+        # Of many sequences it comes first: those where it does not show leave a gap that other causes would explain.
+        score=min((0.6 if share < limits.SHIFT_ALL else 0.96) + 0.4 * share, 1.0),
         evidence=f"In {len(shift.sequences)} sequences ({share:.0%}) log q is that of the token {places_} {late}: moved, "
         f"they agree to {shift.fits:.3f} nats, as recorded to {shift.apart:.2f}; correlation "
         f"{e.correlations.get(shift.lag, float('nan')):.2f} at lag {shift.lag:+d}, {e.correlations.get(0, float('nan')):.2f} at 0.",
@@ -116,7 +120,7 @@ def retokenised(e: Evidence) -> Cause | None:
             id="retokenised",
             score=min(0.6 + 0.4 * share, 1.0),
             evidence=f"In {len(moved.sequences)} sequences ({share:.0%}) {_broke(moved)}: the ids are not those sampled.",
-            advice="Train on the engine's own token ids; never decode a response and encode it again.",
+            advice=OWN_IDS,
             positions=places(e.trace, moved.first),
         )
     share = float(odd.chosen.mean()) if len(odd.chosen) else 0.0
@@ -129,7 +133,7 @@ def retokenised(e: Evidence) -> Cause | None:
         score=0.6,
         evidence=f"E_q[ρ] = {1 + whole.excess.value:.3f} (z {whole.excess.z:.0f}) and {share:.2%} of tokens, standing alone, "
         f"carry it: without them it is {1 + odd.excess.value:.3f}; the trainer was shown other ids than were sampled.",
-        advice="Train on the engine's own token ids; never decode a response and encode it again.",
+        advice=OWN_IDS,
         positions=places(e.trace, widest(e.calm)),
     )
 
@@ -140,39 +144,50 @@ def temperature(e: Evidence) -> Cause | None:
     stated = e.trace.facts.temperature
     says = "" if stated is None else f"; stated is {stated:g}"
     off = abs(np.log(max(line.temperature, 1e-3))) > limits.SLOPE and len(e.fresh) >= limits.MIN_TOKENS
-    if off and left(e.fresh_gap) and e.fresh_gap.excess.value > 0 and line.explained > limits.LINE_FITS:
+    if off and left(e.drawn_gap) and e.drawn_gap.excess.value > 0 and line.explained > limits.LINE_FITS:
         return Cause(
             id="temperature",
             score=min(0.6 + 0.4 * line.explained, 1.0),
             evidence=f"log q against log o is a line (it explains {line.explained:.0%} of the gap) as if one side had no "
-            f"temperature of {line.temperature:.2f}{says}; E_q[ρ] = {1 + e.fresh_gap.excess.value:.3f} "
-            f"(z {e.fresh_gap.excess.z:.0f}), where honest log-probs give 1.",
+            f"temperature of {line.temperature:.2f}{says}; E_q[ρ] = {1 + e.drawn_gap.excess.value:.3f} "
+            f"(z {e.drawn_gap.excess.z:.0f}), where honest log-probs give 1.",
             advice="Log the sampler's log-probs after temperature (processed, not raw logits), or divide by it in the trainer.",
             positions=places(e.trace, widest(e.fresh)),
         )
-    first = e.fresh_steps[0] if e.fresh_steps else e.fresh_gap
-    if (
-        off
-        and line.explained > limits.LINE_FITS_HONEST
-        and first.noise > limits.HARMFUL_NOISE
-        and not left(e.fresh_gap)
-    ):
+    if off and _scaled(e) and line.explained > limits.LINE_FITS_HONEST and _is_stated(line.temperature, stated):
         return Cause(
             id="temperature",
             score=min(0.5 + 0.4 * line.explained, 1.0),
             evidence=f"log q against log o is a line (it explains {line.explained:.0%} of the gap): the trainer scores at a "
             f"temperature {line.temperature:.2f} times the one sampled at{says}; E_q[ρ] stays at "
-            f"{1 + e.fresh_gap.excess.value:.3f}, so log q is honest.",
+            f"{1 + e.drawn_gap.excess.value:.3f}, so log q is honest.",
             advice="Give the trainer the temperature of the sampler.",
             positions=places(e.trace, widest(e.fresh)),
         )
     return _drawn_elsewhere(e, "temperature")
 
 
+def _scaled(e: Evidence) -> bool:
+    """A gap from the first step on between honest log-probs."""
+    first = e.fresh_steps[0] if e.fresh_steps else e.fresh_gap
+    return first.noise > limits.HARMFUL_NOISE and not left(e.drawn_gap)
+
+
+def _is_stated(slope: float, stated: float | None) -> bool:
+    """Whether a temperature that one side forgot has this slope; where none is stated, it may be any.
+
+    Where both sides state 1 there is none to forget, and a scale on all logits is a norm or a head of other weights.
+    """
+    if stated is None:
+        return True
+    forgotten = abs(np.log(max(stated, 1e-3)))
+    return forgotten > limits.SLOPE and limits.SLOPE_LEAST < abs(np.log(slope)) / forgotten < limits.SLOPE_MOST
+
+
 def truncation(e: Evidence) -> Cause | None:
     """Un-renormalised log q: E_q[ρ] = 1 where the kept mass says less, or tokens less surprising than their entropy."""
-    excess, kept = e.fresh_gap.excess, e.kept_mass
-    if kept is not None and 1 - kept > limits.EXCESS and len(e.fresh) >= limits.MIN_TOKENS:
+    excess, kept = e.drawn_gap.excess, e.kept_mass
+    if kept is not None and 1 - kept > limits.EXCESS and len(e.drawn) >= limits.MIN_TOKENS:
         # With the mass put back, renormalised log-probs give 1 and others 1 / kept.
         if excess.value > 0.5 * (1 / kept - 1) and excess.z > limits.EXCESS_Z:
             return Cause(
@@ -190,7 +205,7 @@ def truncation(e: Evidence) -> Cause | None:
 
 def _hidden_truncation(e: Evidence) -> Cause | None:
     """log q renormalised over a cut that nobody stated: log ρ = log of the kept mass, never above 0."""
-    if e.trace.facts.truncated or not left(e.fresh_gap) or e.fresh_gap.excess.value > 0:
+    if e.trace.facts.truncated or not left(e.drawn_gap) or e.drawn_gap.excess.value > 0:
         return None
     log_ratio = e.fresh.o - e.fresh.q
     above, below = (log_ratio > 0.01).mean(), (log_ratio < -0.01).mean()
@@ -199,7 +214,7 @@ def _hidden_truncation(e: Evidence) -> Cause | None:
     return Cause(
         id="truncation",
         score=0.7,
-        evidence=f"E_q[ρ] = {1 + e.fresh_gap.excess.value:.3f} (z {e.fresh_gap.excess.z:.0f}) and log q exceeds log o on "
+        evidence=f"E_q[ρ] = {1 + e.drawn_gap.excess.value:.3f} (z {e.drawn_gap.excess.z:.0f}) and log q exceeds log o on "
         f"{below:.0%} of tokens, the reverse on {above:.1%}: tokens were drawn from a part of the vocabulary, "
         f"{'which the run denies' if e.trace.facts.truncated is False else 'which the run does not state'}.",
         advice="State the truncation (top-p, top-k, min-p), or turn it off while training.",
@@ -210,7 +225,7 @@ def _hidden_truncation(e: Evidence) -> Cause | None:
 def _drawn_elsewhere(e: Evidence, wanted: str) -> Cause | None:
     """q and o agree, but tokens were drawn from neither: their surprisal is not the entropy."""
     s = e.surprisal
-    if s is None or len(e.fresh) < limits.MIN_TOKENS or left(e.fresh_gap):
+    if s is None or len(e.drawn) < limits.MIN_TOKENS or left(e.drawn_gap):
         return None
     off = abs(s.difference.value) > limits.SURPRISAL * s.entropy and abs(s.difference.z) > limits.SURPRISAL_Z
     if not off or (e.trace.facts.truncated and (e.kept_mass is not None and 1 - e.kept_mass > limits.EXCESS)):
@@ -221,7 +236,7 @@ def _drawn_elsewhere(e: Evidence, wanted: str) -> Cause | None:
         return None
     numbers = (
         f"mean(−log o) is {s.difference.value:+.3f} nats off the entropy of {s.entropy:.3f} (z {s.difference.z:.0f}), "
-        f"while E_q[ρ] = {1 + e.fresh_gap.excess.value:.3f}"
+        f"while E_q[ρ] = {1 + e.drawn_gap.excess.value:.3f}"
     )
     if cut:
         return Cause(
@@ -230,7 +245,7 @@ def _drawn_elsewhere(e: Evidence, wanted: str) -> Cause | None:
             evidence=f"{numbers}: improbable tokens are missing altogether, so sampling was cut (top-p, top-k or min-p) and "
             "log q is of the whole vocabulary.",
             advice="Renormalise the sampler's log-probs over the kept tokens and record the kept mass, or sample without cuts.",
-            positions=places(e.trace, e.fresh.index[np.argsort(e.fresh.o, kind="stable")[: limits.POSITIONS]]),
+            positions=places(e.trace, e.drawn.index[np.argsort(e.drawn.o, kind="stable")[: limits.POSITIONS]]),
         )
     temperature = e.trace.facts.temperature
     stated = temperature or 1.0
@@ -241,5 +256,5 @@ def _drawn_elsewhere(e: Evidence, wanted: str) -> Cause | None:
         evidence=f"{numbers}: tokens look drawn at temperature {stated / max(s.inverse_temperature, 0.05):.2f}, where "
         f"{says} and both sides compute at {stated:g}{'; a cut such as top-p can look alike' if cold else ''}.",
         advice="Make the sampler draw at the temperature it states and logs.",
-        positions=places(e.trace, e.fresh.index[np.argsort(e.fresh.o, kind="stable")[: limits.POSITIONS]]),
+        positions=places(e.trace, e.drawn.index[np.argsort(e.drawn.o, kind="stable")[: limits.POSITIONS]]),
     )

@@ -44,7 +44,8 @@ def reward_failures(e: Evidence) -> Cause | None:
     failed = graded & _status(trace, "grader_failure")
     unlike = low & _scored_otherwise(trace, graded)
     gold = low & _gold(trace)
-    any_ = said | failed | unlike | gold
+    silent = low & _silent(trace, graded, low)
+    any_ = said | failed | unlike | gold | silent
     if any_.sum() < max(limits.GRADER_COUNT, limits.GRADER_SHARE * graded.sum()):
         return None
     parts = [
@@ -54,6 +55,7 @@ def reward_failures(e: Evidence) -> Cause | None:
             (said, "have a detail that tells of a failure"),
             (unlike, "are, word for word, answers that scored better on the same prompt"),
             (gold, "equal the gold answer"),
+            (silent, "have no detail, where the grader has one for all others"),
         )
         if found.any()
     ]
@@ -80,6 +82,20 @@ def _said(trace: Trace) -> np.ndarray:
     if trace.detail is None:
         return np.zeros(trace.sequences, bool)
     return np.array([bool(d) and _BROKEN.search(d) is not None for d in trace.detail])
+
+
+def _silent(trace: Trace, graded: np.ndarray, low: np.ndarray) -> np.ndarray:
+    """Empty details where a grader has something to say of every answer that scores, and of most that do not."""
+    nothing = np.zeros(trace.sequences, bool)
+    if trace.detail is None:
+        return nothing
+    empty = np.array([not d for d in trace.detail])
+    if trace.text is not None:
+        empty &= np.array([bool(t and t.strip()) for t in trace.text])  # of an empty answer there is nothing to say
+    others = graded & ~low
+    if not others.any() or empty[others].any() or empty[low].mean() > limits.SILENT_SHARE:
+        return nothing
+    return empty
 
 
 def _scored_otherwise(trace: Trace, graded: np.ndarray) -> np.ndarray:
@@ -128,12 +144,14 @@ def length_truncation(e: Evidence) -> Cause | None:
         return None
     a, b = (clustered(trace.reward[x], trace.group[x]) for x in (cut, rest))
     apart = Mean(b.value - a.value, float(np.hypot(a.error, b.error)))
-    worse = apart.value >= limits.CUT_GAP * spread or a.value - e.series.low <= limits.CUT_SCORE * (
+    much = apart.value >= limits.CUT_GAP * spread or a.value - e.series.low <= limits.CUT_SCORE * (
         b.value - e.series.low
     )
-    if not worse or apart.z < limits.TREND_Z:
-        return None
-    if b.value - e.series.low < limits.CUT_REST * spread:
+    # Where hardly anything is right, prompts differ more than a cut can: there the share at the limit speaks as well.
+    seldom = a.value - e.series.low < limits.CUT_SELDOM * spread and apart.value >= limits.CUT_LOSS * (
+        b.value - e.series.low
+    )
+    if not ((much and apart.z >= limits.TREND_Z) or (seldom and apart.z >= limits.CUT_Z)):
         return None
     lost = float(share) * apart.value / spread
     return Cause(
@@ -157,7 +175,9 @@ def entropy_collapse(e: Evidence) -> Cause | None:
     quarter = max(len(s.steps) // 4, 1)
     lost = difference(s, slice(0, quarter), slice(-quarter, None))
     fell = -lost.value > limits.ENTROPY_LOSS * (known_mean(s.early(s.reward)) - s.low) and lost.z < -limits.TREND_Z
-    nothing = late < limits.ENTROPY_LOW or same > limits.SAME_ALL
+    early = known_mean(s.early(s.reward))
+    stuck = same > limits.ZERO_VARIANCE and reward - early < limits.ENTROPY_GAIN * (s.high - early)
+    nothing = late < limits.ENTROPY_LOW or same > limits.SAME_ALL or stuck
     if not ((late < limits.ENTROPY_FALL * high and nothing) or (late < limits.ENTROPY_HALF * high and fell)):
         return None
     return Cause(
@@ -197,7 +217,9 @@ def learning_rate(e: Evidence) -> Cause | None:
     peak = int(known[np.argmax(s.reward[known])])
     fall = difference(s, slice(peak, peak + 1), slice(-max((len(s.steps) - peak) // 2, 1), None))
     best = float(s.reward[peak]) - s.low
-    if -fall.value < limits.REWARD_FALL * best or fall.z > -limits.TREND_Z:
+    # One step's mean is uncertain; but where many answers in a row get nothing any more, no chance of that step explains it.
+    dead = bool((s.reward[known][len(known) // 2 :] <= s.low).all()) and len(known) >= limits.DEAD_STEPS
+    if -fall.value < limits.REWARD_FALL * best or (fall.z > -limits.TREND_Z and not dead):
         return None
     signs = _moves(s)
     if not signs:

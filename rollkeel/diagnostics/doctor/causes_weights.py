@@ -7,12 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 from rollkeel.diagnostics.doctor import thresholds as limits
-from rollkeel.diagnostics.doctor.causes_logging import places, widest
+from rollkeel.diagnostics.doctor.causes_logging import OWN_IDS, places, widest
 from rollkeel.diagnostics.doctor.diagnosis import Cause
 from rollkeel.diagnostics.doctor.evidence import Evidence
-from rollkeel.diagnostics.doctor.tokens import Gap, Tokens, gap
+from rollkeel.diagnostics.doctor.tokens import Gap, Mean, Tokens, gap
 from rollkeel.diagnostics.traces.trace import Facts
-from rollkeel.types import FloatArray
+from rollkeel.types import FloatArray, IntArray
 
 
 class Allowed(NamedTuple):
@@ -44,7 +44,7 @@ def weights(e: Evidence) -> Cause | None:
         return None
     limit = allowed(e.trace.facts)
     if limit.explains(e.fresh_gap) and not _some_steps(e, limit):
-        return _harmful(e)
+        return routing(e, limit) or _harmful(e)
     for judge in (stale_kv, never_sampled, routing, _over_time):
         if (cause := judge(e, limit)) is not None:
             return cause
@@ -97,7 +97,7 @@ def never_sampled(e: Evidence, limit: Allowed) -> Cause | None:
         score=0.6,
         evidence=f"{share:.2%} of tokens have k3 {absurd.k3:.0f}, which no engine samples, while the others agree (noise in "
         f"logits {found.noise:.3f}): the trainer was shown other ids than were sampled.",
-        advice="Train on the engine's own token ids; never decode a response and encode it again.",
+        advice=OWN_IDS,
         positions=places(e.trace, widest(e.calm)),
     )
 
@@ -109,13 +109,20 @@ def routing(e: Evidence, limit: Allowed) -> Cause | None:
     if len(known) < limits.MIN_TOKENS or known.flipped is None:
         return None
     flipped = known.flipped > 0
-    if not flipped.any() or flipped.all():
+    if flipped.mean() < limits.FLIPPED or flipped.all() or not _from_first(flipped, known.bin):
+        return None
+    if not _in_every_step(e, limit, flipped, known.bin):
         return None
     with_, without, both = gap(known.where(flipped)), gap(known.where(~flipped)), gap(known)
     share = with_.k3 * with_.tokens / max(both.k3 * both.tokens, 1e-30)
-    # Flips of their own come without the noise in logits that would explain them.
+    # Two of three: flips that no noise elsewhere explains, that carry the gap, and a gap that is rare, large and of no token.
     own = flipped.mean() > limits.FLIPS_PER_NOISE * without.noise
-    if share < limits.FLIPPED_SHARE or not (limit.explains(without) or own):
+    # Of all fresh tokens: experts are compared in a step's first update alone, too few to tell what goes with a token.
+    found = e.fresh_gap
+    rare = found.by_token < limits.FLIPPED_NO_TOKEN or (
+        found.tails > limits.FLIPPED_TAILS and not found.by_token > limits.FLIPPED_BY_TOKEN
+    )
+    if sum(map(bool, (own, share > limits.FLIPPED_SHARE, rare))) < 2 or not (own or limit.explains(without)):
         return None
     return Cause(
         id="routing",
@@ -125,6 +132,21 @@ def routing(e: Evidence, limit: Allowed) -> Cause | None:
         advice="Replay the engine's experts in the trainer (rollout.replay_routing=true), or compute routers in fp32.",
         positions=places(e.trace, widest(known.where(flipped))),
     )
+
+
+def _from_first(flipped: np.ndarray, bins: IntArray) -> bool:
+    """Routers at fault choose otherwise from the first step on; older weights only once there are newer ones."""
+    early = bins <= np.quantile(bins, 0.25)
+    return early.all() or flipped[early].mean() > limits.FLIPPED_EARLY * flipped[~early].mean()
+
+
+def _in_every_step(e: Evidence, limit: Allowed, flipped: np.ndarray, bins: IntArray) -> bool:
+    """Routers at fault choose otherwise in steps without a gap too; where updates arrive now and then, flips go with it."""
+    over = np.array([g.noise > limit.noise for g in e.fresh_steps])
+    apart = over[bins]
+    if min(over.sum(), (~over).sum()) < 2 or apart.all() or not apart.any():
+        return True
+    return bool(flipped[~apart].mean() > limits.FLIPPED_EARLY * flipped[apart].mean())
 
 
 class Onset(NamedTuple):
@@ -201,45 +223,70 @@ def _over_time(e: Evidence, limit: Allowed) -> Cause | None:
 
 
 def _partly(e: Evidence, step: int) -> bool:
-    """Whether only part of the weights stood still after `step`.
+    """Whether the sampler goes on changing behind a gap that grows: then some of its weights do arrive.
 
-    A stuck output head moves all logits one way, and whole weights that stand still sample with the same surprisal for ever.
+    One tensor that scales all logits, such as a head, shows as a bias of the gap as well.
     """
     after = e.fresh.where(e.fresh.steps[e.fresh.bin] >= step)
-    steps = len(np.unique(after.bin))
-    if steps < 6:
+    if len(np.unique(after.bin)) < 6:
         return False
     each = [
         abs(g.bias) / g.noise for s, g in zip(e.fresh.steps, e.fresh_steps, strict=True) if s >= step and g.noise > 0
     ]
-    return float(np.median(each)) > limits.STUCK_BIAS or abs(drift(after)) > limits.DRIFT_Z
+    return float(np.median(each)) > limits.STUCK_BIAS or learning(after, e.trace.reward) > limits.DRIFT_Z
 
 
-def drift(tokens: Tokens) -> float:
-    """z-score of the slope of log q over steps; sequences are the unit."""
-    _, inverse = np.unique(tokens.sequence, return_inverse=True)
+def learning(tokens: Tokens, reward: FloatArray) -> float:
+    """z-score of what the sampler has learnt over the steps: its own surprisal goes where the trainer's entropy goes, and its
+    rewards rise. Sequences are the unit; a sampler that stands still has a standard normal value.
+
+    Some prompts are harder: what the trainer's entropy says of that, its trend taken out, is taken out of both.
+    """
+    which, inverse = np.unique(tokens.sequence, return_inverse=True)
     counts = np.bincount(inverse)
-    value: FloatArray = np.bincount(inverse, tokens.q) / counts
     step = np.bincount(inverse, tokens.bin) / counts
-    x, y = step - step.mean(), value - value.mean()
+    q, o = (-np.bincount(inverse, values) / counts for values in (tokens.q, tokens.o))
+    trainer = o if tokens.entropy is None else np.bincount(inverse, tokens.entropy) / counts
+    toward = slope(step, trainer)
+    hardness = trainer - toward.value * step
+    rewards = reward[which]
+    graded = np.isfinite(rewards)
+    rewards = np.where(graded, rewards, rewards[graded].mean() if graded.any() else 0.0)
+    score = _standard(_without(rewards, hardness))
+    if abs(toward.z) > limits.TREND_Z:
+        score = score + np.sign(toward.value) * _standard(_without(q, hardness))
+    return slope(step, score).z
+
+
+def _without(values: FloatArray, known: FloatArray) -> FloatArray:
+    """`values` less what a line on `known` says of them."""
+    return values - slope(known, values).value * known
+
+
+def _standard(values: FloatArray) -> FloatArray:
+    spread = float(values.std())
+    return (values - values.mean()) / spread if spread > 0 else np.zeros(len(values))
+
+
+def slope(x: FloatArray, y: FloatArray) -> Mean:
+    """Least-squares slope of y on x, with an error that does not take the spread of y for constant."""
+    x, y = x - x.mean(), y - y.mean()
     squares = float((x * x).sum())
     if squares == 0:
-        return 0.0
-    slope = float((x * y).sum()) / squares
-    error = float(np.sqrt((np.square(x) * np.square(y - slope * x)).sum())) / squares
-    return slope / error if error > 0 else 0.0
+        return Mean(0.0, 0.0)
+    value = float((x * y).sum()) / squares
+    return Mean(value, float(np.sqrt((np.square(x) * np.square(y - value * x)).sum())) / squares)
 
 
 def _from_the_start(e: Evidence, limit: Allowed) -> Cause:
     found = e.fresh_gap
     shown = places(e.trace, widest(e.fresh))
     beyond = f"{_numbers(found)} at equal versions, where {limit.words} explain {limit.noise:.3f} and {limit.k3:.2g}"
-    biased = abs(found.bias) > limits.WRONG_BIAS * found.noise
-    if found.noise > limits.WRONG_NOISE or found.k3 > limits.WRONG_K3 or biased:
+    if (why := _not_rounding(e)) is not None:
         return Cause(
             id="wrong_weights",
             score=0.8,
-            evidence=f"{beyond}, from the first step on; E_q[ρ] = {1 + found.excess.value:.3f}, so log q is honest, of "
+            evidence=f"{beyond}, from the first step on, and {why}; E_q[ρ] = {1 + found.excess.value:.3f}, so log q is honest, of "
             "other weights.",
             advice="Compare checksums of every tensor in engine and trainer; look for fused, tied or renamed ones that a load "
             "skips.",
@@ -253,6 +300,25 @@ def _from_the_start(e: Evidence, limit: Allowed) -> Cause:
         advice="Check the dtype of the engine's weights, activations and KV cache; state it, or raise it.",
         positions=shown,
     )
+
+
+def _not_rounding(e: Evidence) -> str | None:
+    """What about a gap no number format makes: rounding is small, of both signs, about all tokens alike and in all layers."""
+    found = e.fresh_gap
+    if found.noise > limits.WRONG_NOISE or found.k3 > limits.WRONG_K3:
+        return "larger than any number format in use makes it"
+    if abs(found.bias) > limits.WRONG_BIAS * found.noise:
+        return f"one side is the surer of the two (by {abs(found.bias):.2f} in logits at the median)"
+    if e.tempered.explained > limits.LINE_FITS_HONEST and found.noise > limits.HARMFUL_NOISE:
+        return f"a scale of {e.tempered.temperature:.2f} on all logits, as of a norm or a head ({e.tempered.explained:.0%} of the gap)"
+    if found.by_token > limits.WRONG_BY_TOKEN:
+        return f"{found.by_token:.0%} of its variance goes with the token's id, where rounding has up to 10 %"
+    if e.fresh.flipped is not None and found.noise > limits.HARMFUL_NOISE:
+        known = e.fresh.flipped >= 0
+        flips = float((e.fresh.flipped[known] > 0).mean()) if known.any() else float("nan")
+        if flips < limits.FLIPS_OF_NOISE * found.noise:
+            return f"experts hardly differ ({flips:.1%} of tokens), so it arises behind the routers"
+    return None
 
 
 def _harmful(e: Evidence) -> Cause | None:

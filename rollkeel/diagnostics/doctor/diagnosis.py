@@ -76,8 +76,10 @@ class Diagnosis:
     """What could not be read."""
 
     @property
-    def healthy(self) -> bool:
-        """No cause is over its threshold. What stands in `not_examined` was not tested."""
+    def healthy(self) -> bool | None:
+        """No cause is over its threshold; None where no cause could be examined. What stands in `not_examined` was not tested."""
+        if not self.causes and len(self.not_examined) == len(CAUSES):
+            return None
         return not self.causes
 
     def to_json(self) -> dict[str, Any]:

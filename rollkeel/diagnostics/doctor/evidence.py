@@ -38,9 +38,13 @@ class Evidence:
     fresh_steps: list[Gap]
     """By `tokens.steps`."""
     calm: Tokens
-    """`fresh` if that is enough of them, else `clean`: the next three are of these."""
+    """`fresh` if that is enough of them, else `clean`: the next two are of these."""
     odd: signs.Odd
     tempered: signs.Tempered
+    drawn: Tokens
+    """`clean` if even its old tokens are near the trainer's policy, else `calm`: what honest log-probs must fulfil at any
+    staleness is asked of these, and the next two are of them."""
+    drawn_gap: Gap
     surprisal: signs.Surprisal | None
     kept_mass: float | None
     """Mean over `clean` as recorded; None if the trace has none."""
@@ -50,7 +54,7 @@ class Evidence:
 
 def measure(trace: Trace) -> Evidence:
     """Needs a few hundred bytes per token beside the trace; `tokens` may be empty."""
-    trace = _without_zeros(ordered(trace))
+    trace = _without_negative(_without_zeros(ordered(trace)))
     tokens = select(trace)
     strange = signs.foreign(trace, tokens)
     own = tokens.where(~strange.chosen) if strange.chosen.any() else tokens
@@ -60,6 +64,8 @@ def measure(trace: Trace) -> Evidence:
     fresh = rest.fresh
     calm = fresh if len(fresh) >= limits.MIN_TOKENS else rest
     odd = signs.odd_tokens(calm)
+    whole = gap(rest)
+    drawn = rest if whole.k3 < limits.NEAR_K3 else calm
     kept = trace.kept_mass
     return Evidence(
         trace=trace,
@@ -69,14 +75,16 @@ def measure(trace: Trace) -> Evidence:
         shift=shift,
         displaced=displaced,
         clean=rest,
-        gap=gap(rest),
+        gap=whole,
         fresh=fresh,
-        fresh_gap=gap(fresh),
+        fresh_gap=whole if fresh is rest else gap(fresh),
         fresh_steps=by_bin(fresh),
         calm=calm,
         odd=odd,
         tempered=signs.tempered(calm),
-        surprisal=signs.surprisal(calm) if len(calm) else None,
+        drawn=drawn,
+        drawn_gap=whole if drawn is rest else gap(drawn),
+        surprisal=signs.surprisal(drawn) if len(drawn) else None,
         kept_mass=None if kept is None else _mean_kept(kept[rest.index]),
         series=series(trace),
     )
@@ -94,6 +102,20 @@ def _without_zeros(trace: Trace) -> Trace:
     return trace.with_(rollout_logprobs=np.full_like(q, np.nan))
 
 
+def _without_negative(trace: Trace) -> Trace:
+    """Without entropies below 0, which are none; without all of them if these are more than a few. A note says so."""
+    if trace.entropy is None or not (below := trace.entropy < limits.ENTROPY_BELOW).any():
+        return trace
+    known = np.isfinite(trace.entropy)
+    whole = below.sum() > limits.ENTROPY_SPOILT * known.sum()
+    left = np.where(below | whole, np.nan, trace.entropy).astype(np.float32)
+    note = (
+        f"{int(below.sum())} of {int(known.sum())} recorded entropies are below 0 (least {trace.entropy[below].min():.3g}), which "
+        f"no entropy is: {'none of them was used' if whole else 'these were not used'}"
+    )
+    return trace.with_(entropy=left, notes=[*trace.notes, note])
+
+
 def _mean_kept(kept: FloatArray) -> float | None:
     """As `select` puts it back: 0 is no mass that anything can be drawn from."""
     known = kept[np.isfinite(kept)]
@@ -104,7 +126,12 @@ def _moved(tokens: Tokens) -> tuple[signs.Shift | None, signs.Shift | None]:
     """Shifted as a whole, or from a token on displaced or broken: what puts most sequences right."""
 
     def sure(found: signs.Shift | None, share: float) -> signs.Shift | None:
-        return found if found is not None and enough(found.sequences, tokens, share) else None
+        if found is None or not enough(found.sequences, tokens, share):
+            return None
+        # Where all sequences differ, as those of an old policy do, some look moved by chance.
+        rest = tokens.where(~np.isin(tokens.sequence, found.sequences))
+        few = not enough(found.sequences, tokens, limits.SHIFT_ALL)
+        return None if few and gap(rest).noise > limits.BREAK_NOISE else found
 
     shift = sure(signs.shifted(tokens), limits.SHIFT_SHARE)
     later = [sure(signs.displaced(tokens), limits.DISPLACED_SHARE), sure(signs.broken(tokens), limits.BREAK_SHARE)]

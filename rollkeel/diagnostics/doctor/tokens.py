@@ -35,6 +35,7 @@ class Tokens:
 
     index: IntArray
     """int64: place in the trace."""
+    token_ids: IntArray
     sequence: IntArray
     """int32."""
     bin: IntArray
@@ -59,7 +60,7 @@ class Tokens:
         """The tokens of a bool mask; itself if that is all of them."""
         if chosen.all():
             return self
-        names = ("index", "sequence", "bin", "q", "o", "entropy", "lag", "flipped")
+        names = ("index", "token_ids", "sequence", "bin", "q", "o", "entropy", "lag", "flipped")
         return replace(self, **{n: v[chosen] for n in names if (v := getattr(self, n)) is not None})
 
     @property
@@ -128,6 +129,7 @@ def select(trace: Trace) -> Tokens:
         q = q + np.log(np.nan_to_num(trace.kept_mass[index], nan=1.0).clip(1e-6, 1))
     return Tokens(
         index=index,
+        token_ids=trace.token_ids[index],
         sequence=sequence,
         bin=which[sequence],
         steps=steps,
@@ -187,13 +189,18 @@ class Gap(NamedTuple):
     """Median of logit o − logit q: above 0 where the trainer is the sharper one."""
     slope: float
     """of logit q on logit o."""
+    by_token: float
+    """Share of the variance of logit o − logit q that lies between token ids, less what chance gives; NaN where ids seldom
+    repeat. Rounding errors hardly know which token they are about, a tensor that is another one's does."""
+    tails: float
+    """Standard deviation of logit o − logit q over `noise`: 1 for a normal error, large where few tokens have all of it."""
 
 
 def gap(tokens: Tokens) -> Gap:
     """Statistics of log ρ = log o − log q. NaN where there are too few tokens."""
     if len(tokens) == 0:
         nan = float("nan")
-        return Gap(0, Mean(nan, nan), nan, nan, nan, 0, nan, nan, nan)
+        return Gap(0, Mean(nan, nan), nan, nan, nan, 0, *[nan] * 5)
     log_ratio = tokens.o - tokens.q
     rest = np.expm1(log_ratio)
     excess = clustered(rest, tokens.sequence)
@@ -204,11 +211,29 @@ def gap(tokens: Tokens) -> Gap:
     informed = (tokens.q > np.log(0.02)) & (tokens.q < np.log(0.98)) & (tokens.o < -1e-6)
     x, y = logit(tokens.q[informed]), logit(tokens.o[informed])
     if len(x) < limits.MIN_INFORMED:
-        return Gap(len(tokens), excess, k3, rms, far, len(x), float("nan"), float("nan"), float("nan"))
+        return Gap(len(tokens), excess, k3, rms, far, len(x), *[float("nan")] * 5)
     bias = float(np.median(y - x))
     noise = 1.4826 * float(np.median(np.abs(y - x - bias)))
     slope = float((x * y).sum(dtype=np.float64) / max(np.square(y).sum(dtype=np.float64), 1e-12))
-    return Gap(len(tokens), excess, k3, rms, far, len(x), noise, bias, slope)
+    between = _between(y - x, tokens.token_ids[informed])
+    tails = float((y - x).std(dtype=np.float64)) / max(noise, 1e-9)
+    return Gap(len(tokens), excess, k3, rms, far, len(x), noise, bias, slope, between, tails)
+
+
+def _between(values: FloatArray, ids: IntArray) -> float:
+    """Share of the variance of `values` between `ids`, less what chance gives; ids seen too rarely are left out."""
+    counts = np.bincount(np.maximum(ids, -1) + 1)  # of unknown ids in the first place
+    counts[0] = 0
+    often = counts[ids + 1] >= limits.OFTEN
+    groups = int((counts >= limits.OFTEN).sum())
+    if often.mean() < 0.5 or groups < 3:
+        return float("nan")
+    ids, values = ids[often] + 1, values[often].astype(np.float64)
+    values = np.clip(values, *np.quantile(values, (0.001, 0.999)))
+    means = np.bincount(ids, values) / np.maximum(np.bincount(ids), 1)
+    total, n = float(np.square(values - values.mean()).sum()), len(values)
+    within = float(np.square(values - means[ids]).sum()) / (n - groups)
+    return max(1.0 - within * (n - 1) / total, 0.0) if total > 0 else 0.0
 
 
 def by_bin(tokens: Tokens) -> list[Gap]:
@@ -217,7 +242,7 @@ def by_bin(tokens: Tokens) -> list[Gap]:
     out = []
     for first, last in itertools.pairwise(edges):
         part = slice(int(first), int(last))
-        names = ("index", "sequence", "bin", "q", "o")
+        names = ("index", "token_ids", "sequence", "bin", "q", "o")
         few = {n: getattr(tokens, n)[part] for n in names}
         out.append(gap(replace(tokens, **few, entropy=None, lag=None, flipped=None)))
     return out

@@ -36,7 +36,7 @@ def diagnose(trace: Trace) -> Diagnosis:
         causes=ranked,
         observed=observed(e, ranked),
         not_examined=not_examined(e, ranked),
-        notes=tuple(trace.notes),
+        notes=tuple(e.trace.notes),
     )
 
 

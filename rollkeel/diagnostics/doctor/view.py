@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from rollkeel.diagnostics.doctor.diagnosis import CAUSES, Cause, Diagnosis
+from rollkeel.diagnostics.doctor.diagnosis import Cause, Diagnosis
 
 _STYLE = {"bug": "bold red", "numerics": "bold yellow", "dynamics": "bold magenta"}
 _SHOWN = 5
@@ -28,7 +28,7 @@ def rendered(diagnosis: Diagnosis) -> RenderableType:
     parts: list[RenderableType] = [
         Text(f"{d.source} {d.path}: {d.tokens:,} tokens, {_count(d.sequences, 'sequence')}, {_count(d.steps, 'step')}")
     ]
-    if d.healthy and len(d.not_examined) == len(CAUSES):
+    if d.healthy is None:
         parts.append(Text("nothing could be examined", style="bold"))
     elif d.healthy:
         examined = "" if not d.not_examined else f" as far as was examined ({_count(len(d.not_examined), 'cause')} not)"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from rollkeel.errors import BadInput, nearest
 from rollkeel.lab.preset import Preset
-from rollkeel.lab.presets import collapse, controls, growth, irreversible, mismatch, stale
+from rollkeel.lab.presets import collapse, controls, growth, irreversible, mismatch, stale, warning
 
 PRESETS: dict[str, Preset] = {
     preset.name: preset
-    for file in (mismatch, collapse, stale, growth, controls, irreversible)
+    for file in (mismatch, collapse, stale, growth, controls, irreversible, warning)
     for preset in file.PRESETS
 }
 

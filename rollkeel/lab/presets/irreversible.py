@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rollkeel.lab.preset import UNDECIDED, Arm, Finding, Preset, Readings, apart, last_value, shown
+from rollkeel.lab.claims import over_last
+from rollkeel.lab.preset import UNDECIDED, Arm, Finding, Preset, Readings, apart, shown
 from rollkeel.lab.presets import bases
 
 _ARM = "grpo, restarted"
@@ -67,7 +68,7 @@ IRREVERSIBLE = Preset(
         "run.name=lab",
     ),
     measure=measure,
-    readings={name: last_value(name) for name in _READ},
+    readings={name: over_last(name, 1) for name in _READ},
     judge=_judge,
     seeds=3,
     charts=(),

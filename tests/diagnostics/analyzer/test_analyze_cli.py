@@ -22,9 +22,7 @@ from rollkeel.recipe import load
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROLLKEEL_CACHE", str(path.parent / "cache"))
-        train(load(None, [*TINY, "run.steps=2", "engine.dtype=fp8", f"run.dir={path}"]))
+    train(load(None, [*TINY, "run.steps=2", "engine.dtype=fp8", f"run.dir={path}"]))
     return path
 
 

@@ -28,21 +28,9 @@ TRACED = [*SHORT, "trace.tensors_every=2", "trace.sequences=3"]
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def use_cache(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    monkeypatch.setenv("ROLLKEEL_CACHE", str(cache))
-
-
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("traced") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROLLKEEL_CACHE", str(cache))
-        train(load(None, [*TRACED, f"run.dir={run}"]))
+    train(load(None, [*TRACED, f"run.dir={run}"]))
     return run
 
 
@@ -94,9 +82,9 @@ def test_a_resume_drops_later_tensors(traced: Path, tmp_path: Path) -> None:
     assert [p.name for p in (run / "tensors").iterdir()] == ["step_000002.safetensors"]
 
 
-def test_a_killed_run_records_the_same(traced: Path, cache: Path, tmp_path: Path) -> None:
+def test_a_killed_run_records_the_same(traced: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    kill_at(run, cache, TRACED, "trace", 4, 0.0)
+    kill_at(run, TRACED, "trace", 4, 0.0)
     train(load(run / "config.yaml"), resume=run)
     assert weights(run) == weights(traced)
     assert files(run / "tensors") == files(traced / "tensors")

@@ -85,7 +85,7 @@ def test_an_empty_trace() -> None:
         token_ids=ids,
         rollout_logprobs=nothing.astype(np.float32),
     )
-    assert diagnose(trace).healthy
+    assert diagnose(trace).healthy is None
 
 
 def test_bare_traces_of_other_trainers() -> None:
@@ -311,6 +311,18 @@ def test_nothing_examined_is_not_called_healthy(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert "nothing could be examined" in out
     assert "healthy" not in out
+    assert replace(found, not_examined=dict.fromkeys(CAUSES, "nothing to read")).to_json()["healthy"] is None
+
+
+def test_a_file_with_nothing_to_examine_is_neither_healthy_nor_ill(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four texts and their scores: JSON says null, and the exit code is that of bad input."""
+    rows = [json.dumps({"input": "1+1=", "output": str(n), "score": 0.0, "step": 1}) for n in range(4)]
+    (tmp_path / "1.jsonl").write_text("\n".join(rows))
+    code, out, _ = cli(capsys, "doctor", tmp_path, "--format", "verl", "--json")
+    assert (code, json.loads(out)["healthy"]) == (2, None)
+    assert cli(capsys, "doctor", tmp_path, "--format", "verl")[0] == 2
 
 
 def test_the_view_names_everything(capsys: pytest.CaptureFixture[str]) -> None:

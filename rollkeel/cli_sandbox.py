@@ -1,0 +1,106 @@
+"""Commands that run untrusted programs, and that say how well this machine holds them. Part of the command line in `cli.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollkeel.errors import BadInput, nearest
+
+app = typer.Typer(no_args_is_help=True, help="Run programs that nobody has read, away from this machine's files.")
+
+KIND_BY_SUFFIX = {".py": "python", ".sh": "shell", ".c": "c", ".cpp": "c++", ".cc": "c++"}
+LEVELS = ("none", "restricted", "namespaces", "full")
+REPORT = {
+    "timeout": "killed after {limits.wall_s:g} s",
+    "cpu": "killed: it used {limits.cpu_s:g} s of CPU",
+    "memory": "out of memory at {limits.memory_mb} MB",
+    "output": "killed: it printed more than {limits.output_bytes} bytes",
+    "killed": "{result.reason}",
+}
+
+
+@app.command()
+def run(
+    file: Annotated[Path, typer.Argument(help="A program: .py, .sh, .c, .cpp.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="Its arguments.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds until it is killed.")] = 10.0,
+    memory: Annotated[int, typer.Option(min=1, help="MB of memory for all its processes.")] = 512,
+    stdin: Annotated[Path | None, typer.Option(help="File that it reads as standard input (nothing).")] = None,
+    minimum: Annotated[str, typer.Option(help="Refuse below this level: restricted, namespaces, full.")] = "namespaces",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON instead.")] = False,
+) -> int:
+    """Run one file and print what it printed. Exit code: the program's own, 124 for a limit, 128 + number for a signal."""
+    from rollkeel.sandbox import Job, Level, Limits, Sandbox
+
+    if minimum not in LEVELS[1:]:
+        raise BadInput(f"--minimum {minimum!r}: no such level{nearest(minimum, LEVELS[1:])}")
+    for path in (file, *([stdin] if stdin else [])):
+        if not path.is_file():
+            raise BadInput(f"{path}: no such file")
+    if file.suffix not in KIND_BY_SUFFIX:
+        raise BadInput(f"{file}: expected a name that ends in {', '.join(KIND_BY_SUFFIX)}")
+    limits = Limits(wall_s=timeout, cpu_s=timeout, memory_mb=memory)
+    job = Job(
+        source=file.read_bytes(),
+        kind=KIND_BY_SUFFIX[file.suffix],
+        stdin=stdin.read_bytes() if stdin else b"",
+        args=tuple(arguments or ()),
+        limits=limits,
+    )
+    with Sandbox(workers=1, minimum=Level[minimum.upper()], warm=False) as sandbox:
+        sandbox.require()
+        result = sandbox.run(job)
+    if as_json:
+        print(json.dumps(_plain(asdict(result) | {"level": result.level.name.lower()})))
+    else:
+        _write(1, result.stdout)
+        _write(2, result.stderr)
+        if result.status.value in REPORT:
+            said = REPORT[result.status.value].format(limits=limits, result=result)
+            print(f"rollkeel: {file.name} {said}", file=sys.stderr)
+    if result.signal is not None:
+        return 128 + result.signal
+    return 124 if result.exit_code is None else result.exit_code
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> int:
+    """Which layers hold on this machine, each tried for real, and the isolation level. Exit code 1 below `namespaces`."""
+    from rollkeel.sandbox import Level, probe
+
+    found = probe()
+    level = found.plan().level
+    if as_json:
+        layers = {f.layer: {"holds": f.holds, "how": f.how} for f in found.findings}
+        print(json.dumps({"level": level.name.lower(), "root": found.root, "layers": layers}))
+    else:
+        for finding in found.findings:
+            print(f"{finding.layer:<13} {'yes' if finding.holds else 'no':<4} {finding.how}")
+        print(f"isolation level: {level.name.lower()}")
+    return 0 if level >= Level.NAMESPACES else 1
+
+
+def _plain(result: dict) -> dict:
+    """Bytes as text: what is no UTF-8 as escapes."""
+    out = {k: v.decode("utf-8", "backslashreplace") if isinstance(v, bytes) else v for k, v in result.items()}
+    out["files"] = {k: v.decode("utf-8", "backslashreplace") for k, v in result["files"].items()}
+    return out
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    """What the program printed, byte by byte; a terminal gets control characters escaped."""
+    from rollkeel.sandbox import display
+
+    if os.isatty(descriptor):
+        data = display(data, len(data)).encode()
+    while data:
+        data = data[os.write(descriptor, data) :]

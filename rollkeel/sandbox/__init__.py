@@ -1,0 +1,28 @@
+"""Untrusted programs, run away from the host: see docs/sandbox.md for what that means and what it does not.
+
+with Sandbox(workers=2) as sandbox:
+    result = sandbox.run(Job(source=b"print(input())", stdin=b"hello"))
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollkeel.sandbox.client import CageFailure
+    from rollkeel.sandbox.job import Job, Level, Limits, Refused, Result, Status, display
+    from rollkeel.sandbox.probing import probe
+    from rollkeel.sandbox.sandbox import Sandbox
+
+__all__ = ["CageFailure", "Job", "Level", "Limits", "Refused", "Result", "Sandbox", "Status", "display", "probe"]
+
+_HOME = {"CageFailure": "client", "probe": "probing", "Sandbox": "sandbox"}
+
+
+def __getattr__(name: str) -> Any:
+    # The fork server imports its modules through this file too, and must not bring in what only its callers need:
+    # `threading` and `random` alone cost a hundred page faults in every process of every cage.
+    if name not in __all__:
+        raise AttributeError(f"module 'rollkeel.sandbox' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"rollkeel.sandbox.{_HOME.get(name, 'job')}"), name)

@@ -1,0 +1,100 @@
+"""Landlock: which files a job may open for what, whatever the mounts are; TCP; abstract sockets and signals outside.
+
+A second wall behind the private root, and the first one where namespaces are blocked.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollkeel.sandbox import libc
+
+FS = (
+    "execute", "write_file", "read_file", "read_dir", "remove_dir", "remove_file", "make_char", "make_dir", "make_reg",
+    "make_sock", "make_fifo", "make_block", "make_sym", "refer", "truncate", "ioctl_dev",
+)  # fmt: skip
+"""File system rights in the order of their bits."""
+_FS_COUNT = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
+NET_TCP = 0b11
+SCOPE = 0b11
+"""Abstract Unix sockets and signals."""
+
+READ = ("execute", "read_file", "read_dir")
+WRITE = (*READ, "write_file", "remove_dir", "remove_file", "make_dir", "make_reg", "make_sock", "make_fifo", "make_sym", "refer", "truncate")  # fmt: skip
+DEVICE = ("read_file", "write_file", "ioctl_dev")
+_FOR_FILES = ("execute", "write_file", "read_file", "truncate", "ioctl_dev")
+_RULE_PATH_BENEATH = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handled:
+    """What a ruleset forbids unless a rule allows it: bit sets for files, TCP, and what leaves the domain."""
+
+    fs: int
+    net: int
+    scoped: int
+
+    def encode(self) -> bytes:
+        """`struct landlock_ruleset_attr`, as long as the oldest kernel that knows these fields expects."""
+        if self.scoped:
+            return struct.pack("=QQQ", self.fs, self.net, self.scoped)
+        return struct.pack("=QQ", self.fs, self.net) if self.net else struct.pack("=Q", self.fs)
+
+
+def rights(names: Sequence[str], abi: int) -> int:
+    """Bit set of file system rights, without those that this ABI does not know."""
+    known = _FS_COUNT[min(abi, 5)]
+    return sum(1 << bit for name in names if (bit := FS.index(name)) < known)
+
+
+def handled(abi: int) -> Handled:
+    """Everything this ABI can forbid: TCP since 4, abstract sockets and signals since 6."""
+    return Handled(fs=rights(FS, abi), net=NET_TCP if abi >= 4 else 0, scoped=SCOPE if abi >= 6 else 0)
+
+
+def path_rule(allowed: int, descriptor: int) -> bytes:
+    """`struct landlock_path_beneath_attr` (packed: 12 bytes)."""
+    return struct.pack("=Qi", allowed, descriptor)
+
+
+def abi() -> int:
+    """Version of the kernel's Landlock, 0 where there is none."""
+    try:
+        return _call("create_ruleset", None, 0, 1)
+    except OSError:
+        return 0
+
+
+def restrict(allowed: Sequence[tuple[str, Sequence[str]]], version: int) -> None:
+    """Bind this process and its future children: the paths with their rights, nothing else. Needs no_new_privs.
+
+    A path that does not exist, or that other rules keep from this uid anyway, is left out: there is nothing to allow.
+    """
+    attr = handled(version).encode()
+    ruleset = _call("create_ruleset", attr, len(attr), 0)
+    try:
+        for path, names in allowed:
+            _allow(ruleset, path, names, version)
+        _call("restrict_self", ruleset, 0)
+    finally:
+        os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, names: Sequence[str], version: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except (FileNotFoundError, PermissionError):
+        return
+    try:
+        if not os.path.isdir(path):
+            names = [name for name in names if name in _FOR_FILES]
+        _call("add_rule", ruleset, _RULE_PATH_BENEATH, path_rule(rights(names, version), descriptor), 0)
+    finally:
+        os.close(descriptor)
+
+
+def _call(name: str, *arguments: int | bytes | None) -> int:
+    return libc.call(f"landlock_{name}", *arguments)

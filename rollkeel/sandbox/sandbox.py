@@ -1,0 +1,189 @@
+"""`Sandbox`: programs in, results out. Its jobs run in warm cages forked by a fork server; see `cage.py` for one of them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+
+from rollkeel.errors import BadInput
+from rollkeel.sandbox import tree
+from rollkeel.sandbox.client import Broken, CageFailure, ForkServer, Slot
+from rollkeel.sandbox.identity import UidBlock
+from rollkeel.sandbox.job import Job, Level, Refused, Result, Status
+from rollkeel.sandbox.plan import OWN
+from rollkeel.sandbox.probing import probe
+
+ATTEMPTS = 2
+MAX_LOST = 64
+"""Uids of lost cages, after which their server is replaced to get them back."""
+
+
+class Sandbox:
+    """Runs jobs, at most `workers` at a time; `run` may be called from any number of threads.
+
+    `minimum` is the level below which untrusted jobs are refused. `without` leaves layers out, to measure them and to
+    show what they are for; it lowers the level as a missing layer would.
+    """
+
+    def __init__(
+        self, *, workers: int = 2, minimum: Level = Level.NAMESPACES, without: Sequence[str] = (), warm: bool = True
+    ) -> None:
+        if workers < 1:
+            raise BadInput(f"sandbox: expected at least one worker, got {workers}")
+        self.plan = probe().plan(tuple(without))
+        self.level = self.plan.level
+        self.minimum = minimum
+        self._warm = warm
+        self._permits = threading.BoundedSemaphore(workers)
+        self._lock = threading.Lock()
+        self._servers: dict[str, ForkServer] = {}
+        self._spare: dict[str, list[Slot]] = {}
+        self._uids = UidBlock() if self.plan.identity == OWN else None
+        self._lost: dict[ForkServer, list[int]] = {}
+        self._closed = False
+        # Without mounts jobs work in folders of the host: all in one, so that none is left behind.
+        self._base = "" if "mount" in self.plan.namespaces else tempfile.mkdtemp(prefix="rollkeel-")
+        if self._base:
+            os.chmod(self._base, 0o711)
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def run(self, job: Job) -> Result:
+        """Run one job and wait for its end. Raises `CageFailure` when no cage can be built; never for what a program does."""
+        if job.untrusted and self.level < self.minimum:
+            return Result(status=Status.REFUSED, level=self.level, reason=self._why_refused(), attempts=0)
+        with self._permits:
+            reason = ""
+            for attempt in range(1, ATTEMPTS + 1):
+                slot = None
+                try:
+                    slot = self._take(job.preload)
+                    header, blobs = slot.run(job)
+                except (Broken, CageFailure) as error:
+                    reason = str(error)
+                    self._discard(slot, job.preload)
+                    if attempt == ATTEMPTS and isinstance(error, CageFailure):
+                        raise
+                    continue
+                except BaseException:
+                    self._discard(slot, job.preload)
+                    raise
+                self._finish(slot, job.preload)
+                return self._result(header, blobs, slot.uid, attempt)
+        return Result(status=Status.KILLED, level=self.level, reason=f"{reason}, {ATTEMPTS} times", attempts=ATTEMPTS)
+
+    def require(self) -> None:
+        """Raise `Refused` if untrusted jobs would be."""
+        if self.level < self.minimum:
+            raise Refused(self._why_refused())
+
+    def close(self) -> None:
+        """End the fork servers and everything that still runs in them."""
+        with self._lock:
+            self._closed = True
+            for slot in (slot for slots in self._spare.values() for slot in slots):
+                slot.close()
+            self._spare.clear()
+            for server in self._servers.values():
+                server.kill()
+            self._servers.clear()
+            if self._uids:
+                self._uids.close()
+            if self._base:
+                tree.remove(self._base)
+
+    def server_pids(self) -> dict[str, int]:
+        """Preload → process id of the launcher of its fork server, for those that were needed so far."""
+        with self._lock:
+            return {name: server.pid for name, server in self._servers.items()}
+
+    def _why_refused(self) -> str:
+        return (
+            f"sandbox: untrusted work needs isolation level {self.minimum.name.lower()}, this machine gives"
+            f" {self.level.name.lower()}; see rollkeel sandbox doctor"
+        )
+
+    def _take(self, preload: str) -> Slot:
+        with self._lock:
+            if self._closed:
+                raise BadInput("sandbox: it is closed; open a new one")
+            spare = self._spare.get(preload, [])
+            return spare.pop() if spare else self._order(preload)
+
+    def _order(self, preload: str) -> Slot:
+        """A cage from a server that lives; the lock is held."""
+        for _ in range(ATTEMPTS):
+            server = self._servers.get(preload)
+            if server is None or not server.alive():
+                if server is not None:
+                    self._replace(server, preload)
+                server = self._servers[preload] = ForkServer(self.plan, preload, self._base)
+            uid = self._uids.take() if self._uids else os.getuid()
+            try:
+                return server.order(uid)
+            except Broken:
+                if self._uids:
+                    self._uids.release(uid)  # no process has had it
+                server.kill()
+        raise Broken("the fork server dies as soon as it is started")
+
+    def _replace(self, server: ForkServer, preload: str) -> None:
+        """End a server; uids of cages that were lost come back if all their processes are surely dead."""
+        server.kill()
+        for slot in self._spare.pop(preload, []):
+            self._let_go(slot)
+        if server.surely_dead and self._uids:
+            for uid in self._lost.pop(server, []):
+                self._uids.release(uid)
+
+    def _let_go(self, slot: Slot) -> None:
+        """A cage whose processes are known to be dead, or that never had a job."""
+        slot.close()
+        if self._uids:
+            self._uids.release(slot.uid)
+
+    def _finish(self, slot: Slot, preload: str) -> None:
+        """The supervisor has reaped all of the job before it answered: its uid may be used again."""
+        with self._lock:
+            self._let_go(slot)
+            if self._warm and not self._closed:
+                try:
+                    self._spare.setdefault(preload, []).append(self._order(preload))
+                except Broken:
+                    return  # the next job finds out, and has its own attempts
+
+    def _discard(self, slot: Slot | None, preload: str) -> None:
+        """Nothing is known about this cage's processes: its uid is not used again before its server is surely dead."""
+        if slot is None:
+            return
+        with self._lock:
+            slot.close()
+            if slot.server.surely_dead and self._uids:
+                self._uids.release(slot.uid)
+                return
+            lost = self._lost.setdefault(slot.server, [])
+            lost.append(slot.uid)
+            if len(lost) > MAX_LOST and slot.server is self._servers.get(preload):
+                self._replace(slot.server, preload)
+
+    def _result(self, header: dict, blobs: list[bytes], uid: int, attempt: int) -> Result:
+        stdout, stderr, *contents = blobs
+        files = dict(zip(header.pop("files"), contents, strict=True))
+        status = Status(header.pop("status"))
+        return Result(
+            **header,
+            status=status,
+            stdout=stdout,
+            stderr=stderr,
+            files=files,
+            level=self.level,
+            isolation=self.plan.isolation(uid),
+            attempts=attempt,
+        )

@@ -1,0 +1,222 @@
+"""From the program's start to its end: feed it, take what it prints up to the limit, hold it to its limits, kill all of it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import struct
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollkeel.sandbox import group
+from rollkeel.sandbox.job import Job, Status
+
+SETUP_DEADLINE_S = 20.0
+READY = b"+"
+"""What the program's process says when its last layer stands; anything else is the reason why one does not."""
+POLL_S = 0.01
+CHUNK = 1 << 16
+MB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Child:
+    """A job's init and the supervisor's ends of its pipes."""
+
+    pid: int
+    pidfd: int
+    stdin: int
+    stdout: int
+    stderr: int
+    setup: int
+    status: int
+    alone: bool
+    """It is process 1 of a process namespace, so that `/proc` shows the job and nobody else."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Fields of a `Result`, and what was printed."""
+
+    header: dict[str, Any]
+    stdout: bytes
+    stderr: bytes
+
+
+@dataclass
+class _Pumps:
+    """Standard streams of the job. Reading stops at the limit; one byte more is the proof that there was more."""
+
+    child: Child
+    stdin: memoryview
+    limit: int
+    taken: dict[int, bytearray] = field(default_factory=dict)
+    open: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        child = self.child
+        self.taken = {child.stdout: bytearray(), child.stderr: bytearray()}
+        self.open = {child.stdin, child.stdout, child.stderr}
+        for descriptor in self.open:
+            os.set_blocking(descriptor, False)
+        if not self.stdin:
+            self.close(child.stdin)
+
+    def close(self, descriptor: int) -> None:
+        if descriptor in self.open:
+            self.open.remove(descriptor)
+            os.close(descriptor)
+
+    def step(self, descriptor: int) -> None:
+        if descriptor == self.child.stdin:
+            self._feed()
+            return
+        taken = self.taken[descriptor]
+        try:
+            data = os.read(descriptor, min(CHUNK, self.limit + 1 - len(taken)) or 1)
+        except BlockingIOError:
+            return
+        taken += data
+        if not data or len(taken) > self.limit:
+            self.close(descriptor)
+
+    def _feed(self) -> None:
+        try:
+            self.stdin = self.stdin[os.write(self.child.stdin, self.stdin[:CHUNK]) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self.stdin = self.stdin[:0]
+        if not self.stdin:
+            self.close(self.child.stdin)
+
+    def overflowed(self, descriptor: int) -> bool:
+        return len(self.taken[descriptor]) > self.limit
+
+    def drain(self) -> None:
+        """What is still in the pipes of a job that is dead."""
+        for descriptor in (self.child.stdout, self.child.stderr):
+            while descriptor in self.open and select.select([descriptor], [], [], 0)[0]:
+                self.step(descriptor)
+        for descriptor in list(self.open):
+            self.close(descriptor)
+
+
+def watch(child: Child, job: Job, *, active: bool) -> Outcome:
+    """See a job through; when this returns or raises, all its processes are dead. OSError: a layer failed, nothing ran."""
+    proc = -1
+    try:
+        _await_setup(child)
+        start = time.monotonic()
+        proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        pumps = _Pumps(child, memoryview(job.stdin), job.limits.output_bytes)
+        verdict, peak = _until_end(child, job, pumps, proc if active else -1, start)
+    finally:
+        spent = _end(child)
+        if proc >= 0:
+            os.close(proc)
+    wall = time.monotonic() - start
+    pumps.drain()
+    return _outcome(child, job, pumps, verdict, wall, spent, peak)
+
+
+def _await_setup(child: Child) -> None:
+    """Wait until the last layer stands."""
+    if not select.select([child.setup], [], [], SETUP_DEADLINE_S)[0]:
+        raise OSError(f"cage not ready after {SETUP_DEADLINE_S:g} s")
+    said = os.read(child.setup, 4096)
+    if said != READY:
+        raise OSError(said.decode("utf-8", "replace") or "the program's process died before its last layer stood")
+
+
+def _until_end(child: Child, job: Job, pumps: _Pumps, proc: int, start: float) -> tuple[Status | None, int]:
+    """Why the job has to be killed (None: it ended by itself), and the most memory seen."""
+    limits, peak, seen_at = job.limits, 0, start
+    while True:
+        now = time.monotonic()
+        if now - start >= limits.wall_s:
+            return Status.TIMEOUT, peak
+        if proc >= 0 and now - seen_at >= POLL_S:
+            seen_at = now
+            usage = _usage(child, proc, limits.memory_mb * MB)
+            peak = max(peak, usage.memory_bytes)
+            if usage.memory_bytes > limits.memory_mb * MB:
+                return Status.MEMORY, peak
+            if usage.cpu_s >= limits.cpu_s:
+                return Status.CPU, peak
+        # Only what is ready is touched: a job that never reads or never stops writing must not hold the clock.
+        reading = [child.pidfd, *(d for d in (child.stdout, child.stderr) if d in pumps.open)]
+        writing = [child.stdin] if child.stdin in pumps.open else []
+        wait = min(POLL_S, max(0.0, start + limits.wall_s - now))
+        ready_in, ready_out, _ = select.select(reading, writing, [], wait)
+        for descriptor in (*ready_in, *ready_out):
+            if descriptor != child.pidfd:
+                pumps.step(descriptor)
+        if pumps.overflowed(child.stdout) or pumps.overflowed(child.stderr):
+            return Status.OUTPUT, peak
+        if child.pidfd in ready_in:
+            return None, peak
+
+
+def _usage(child: Child, proc: int, limit: int) -> group.Usage:
+    members = group.processes(proc)
+    if not child.alone:
+        members = group.below(child.pid, members)
+    return group.usage(proc, members, limit // 2)
+
+
+@dataclass(frozen=True)
+class _Spent:
+    cpu_s: float
+    peak_bytes: int
+    how: int | None
+    """Wait status of the program, None when the init died before it could say."""
+
+
+def _end(child: Child) -> _Spent:
+    """Kill what is left of the job and reap it. In a process namespace the init's death is everybody's."""
+    signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+    _, _, used = os.wait4(child.pid, 0)
+    if not child.alone and not group.kill_descendants():
+        raise OSError("some processes of the job could not be killed")
+    said = os.read(child.status, 4)
+    for descriptor in (child.pidfd, child.setup, child.status):
+        os.close(descriptor)
+    return _Spent(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, struct.unpack("=i", said)[0] if said else None)
+
+
+def _outcome(
+    child: Child, job: Job, pumps: _Pumps, verdict: Status | None, wall_s: float, spent: _Spent, peak: int
+) -> Outcome:
+    code = number = None
+    reason = ""
+    if verdict is None and spent.how is None:
+        verdict, reason = Status.KILLED, "the cage's first process was killed from outside"
+    elif verdict is None and spent.how is not None:
+        if os.WIFSIGNALED(spent.how):
+            number = os.WTERMSIG(spent.how)
+        else:
+            code = os.WEXITSTATUS(spent.how)
+        verdict = Status.OK if code == 0 else Status.ERROR
+        out_of_memory = code == 1 and pumps.taken[child.stderr].rstrip().rsplit(b"\n", 1)[-1].startswith(b"MemoryError")
+        if number == signal.SIGXCPU:
+            verdict = Status.CPU
+        elif out_of_memory and job.kind == "python":
+            verdict = Status.MEMORY
+        elif any(pumps.overflowed(d) for d in pumps.taken):
+            verdict = Status.OUTPUT
+    assert verdict is not None
+    streams = {"stdout": child.stdout, "stderr": child.stderr}
+    header = {
+        "status": verdict.value,
+        "exit_code": code,
+        "signal": number,
+        "wall_s": wall_s,
+        "cpu_s": spent.cpu_s,
+        "peak_memory_mb": max(peak, spent.peak_bytes) / MB,
+        "reason": reason,
+    }
+    header |= {f"{name}_truncated": pumps.overflowed(d) for name, d in streams.items()}
+    return Outcome(header, *(bytes(pumps.taken[d][: pumps.limit]) for d in streams.values()))

@@ -1,0 +1,68 @@
+"""Messages between the caller and a cage: a JSON header and byte strings, on a stream socket, with a deadline."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+MAX_HEADER = 1 << 22
+_LENGTHS = struct.Struct("=IQ")
+
+
+class Closed(Exception):
+    """The other side is gone."""
+
+
+class Late(Exception):
+    """The other side did not answer by the deadline."""
+
+
+class Mangled(Exception):
+    """What came is no message, or larger than any message can be."""
+
+
+def send(sock: socket.socket, header: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
+    head = json.dumps({**header, "blobs": [len(b) for b in blobs]}).encode()
+    try:
+        sock.sendall(b"".join((_LENGTHS.pack(len(head), sum(map(len, blobs))), head, *blobs)))
+    except (BrokenPipeError, ConnectionResetError):
+        raise Closed from None
+    except TimeoutError:
+        raise Late from None
+
+
+def receive(sock: socket.socket, *, timeout_s: float | None, limit: int) -> tuple[dict[str, Any], list[bytes]]:
+    """Next message, whole. `limit`: most bytes of all byte strings together."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    head_size, body_size = _LENGTHS.unpack(_exactly(sock, _LENGTHS.size, deadline))
+    if head_size > MAX_HEADER or body_size > limit:
+        raise Mangled(f"a message of {head_size} + {body_size} bytes")
+    header = json.loads(_exactly(sock, head_size, deadline))
+    sizes = header.pop("blobs")
+    if sum(sizes) != body_size:
+        raise Mangled("lengths that do not add up")
+    return header, [_exactly(sock, size, deadline) for size in sizes]
+
+
+def _exactly(sock: socket.socket, size: int, deadline: float | None) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        if deadline is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise Late
+            sock.settimeout(left)
+        try:
+            part = sock.recv(min(size - len(parts), 1 << 20))
+        except TimeoutError:
+            raise Late from None
+        except ConnectionResetError:
+            raise Closed from None
+        if not part:
+            raise Closed
+        parts += part
+    return bytes(parts)

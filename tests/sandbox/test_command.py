@@ -1,0 +1,68 @@
+"""`rollkeel sandbox run` and `doctor` as a shell sees them: what the program printed, its exit code, one line for the rest."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollkeel.sandbox import Level, probe
+
+pytestmark = pytest.mark.skipif(probe().plan().level < Level.NAMESPACES, reason="namespaces do not hold here")
+
+
+def command(*words: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([sys.executable, "-m", "rollkeel", "sandbox", *words], capture_output=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "code", "stdout", "stderr"),
+    [
+        ("a.py", "print('hi', __import__('sys').argv[1])", 0, b"hi x\n", b""),
+        ("a.py", "raise SystemExit(5)", 5, b"", b""),
+        ("a.py", "import time; time.sleep(9)", 124, b"", b"rollkeel: a.py killed after 1 s\n"),
+        ("a.sh", "echo $1; kill -TERM $$", 143, b"x\n", b""),
+    ],
+)
+def test_run(tmp_path: Path, name: str, source: str, code: int, stdout: bytes, stderr: bytes) -> None:
+    (tmp_path / name).write_text(source)
+    done = command("run", "--timeout", "1", str(tmp_path / name), "x")
+    assert (done.returncode, done.stdout, done.stderr) == (code, stdout, stderr)
+
+
+def test_run_prints_json(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("import sys; sys.stdout.buffer.write(b'\\xff'); print(open(0).read())")
+    (tmp_path / "in").write_text("fed")
+    done = command("run", "--json", "--stdin", str(tmp_path / "in"), str(tmp_path / "a.py"))
+    result = json.loads(done.stdout)
+    assert (result["status"], result["exit_code"], result["stdout"]) == ("ok", 0, "\\xfffed\n")
+    assert result["level"] in ("namespaces", "full")
+    assert "seccomp" in result["isolation"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("gone.py",), b"gone.py: no such file"),
+        (("--minimum", "fulll", "gone.py"), b"did you mean full"),
+        (("--timeout", "0", "gone.py"), b"--timeout"),
+    ],
+)
+def test_bad_input_gets_one_line(words: tuple[str, ...], said: bytes) -> None:
+    done = command("run", *words)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_doctor() -> None:
+    done = command("doctor", "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert found["layers"]["seccomp"] == {"holds": True, "how": "allow list"}
+    assert found["level"] == probe().plan().level.name.lower()
+    text = command("doctor").stdout.decode()
+    assert text.splitlines()[-1] == f"isolation level: {found['level']}"

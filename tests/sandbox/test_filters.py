@@ -1,0 +1,244 @@
+"""A filter with one wrong jump lets everything through and looks the same from outside. A small interpreter of BPF runs the
+assembled program here over every call number and the arguments that matter; struct bytes are compared with the kernel's headers.
+
+Not covered: that the kernel runs them the same way (test_escapes.py shows it for x86-64; the aarch64 filter is only read here).
+"""
+
+from __future__ import annotations
+
+import errno
+import resource
+import socket
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollkeel.errors import BadInput
+from rollkeel.sandbox import Level, Limits, bpf, landlock, libc, rlimits, root, seccomp, syscalls
+from rollkeel.sandbox.plan import LAYERS, NAMESPACES, Finding, Plan, choose
+
+EPERM, ENOSYS, EAFNOSUPPORT = (bpf.errno_action(getattr(errno, n)) for n in ("EPERM", "ENOSYS", "EAFNOSUPPORT"))
+MACHINES = ("x86_64", "aarch64")
+
+
+def interpret(code: bytes, number: int, arch: int, arguments: tuple[int, ...] = ()) -> int:
+    """What the kernel's machine would return for one call: accumulator, forward jumps, 32-bit loads."""
+    data = struct.pack("=IIQ6Q", number, arch, 0, *(a & (2**64 - 1) for a in (*arguments, *[0] * 6)[:6]))
+    program = list(struct.iter_unpack("=HBBI", code))
+    accumulator, at = 0, 0
+    while True:
+        operation, true, false, operand = program[at]
+        at += 1
+        if operation == 0x20:
+            assert operand % 4 == 0
+            accumulator = struct.unpack_from("=I", data, operand)[0]
+        elif operation == 0x06:
+            return operand
+        else:
+            test = {0x15: accumulator == operand, 0x35: accumulator >= operand, 0x45: bool(accumulator & operand)}
+            at += true if test[operation] else false
+
+
+def filter_of(machine: str):
+    code = bpf.encode(seccomp.program(machine))
+    arch = seccomp.AUDIT_ARCH[machine]
+    column = libc.MACHINES[machine]
+
+    def decide(call: str | int, *arguments: int, arch: int = arch) -> int:
+        number = syscalls.NUMBERS[call][column] if isinstance(call, str) else call
+        return interpret(code, number, arch, arguments)
+
+    return decide
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_number_gets_what_the_tables_say(machine: str) -> None:
+    decide, column = filter_of(machine), libc.MACHINES[machine]
+    expected = {}
+    for names, action in ((syscalls.ALLOWED, bpf.ALLOW), (syscalls.FORBIDDEN, EPERM), (syscalls.ABSENT, ENOSYS)):
+        expected |= {syscalls.NUMBERS[n][column]: action for n in names if syscalls.NUMBERS[n][column] >= 0}
+    conditional = {syscalls.NUMBERS[n][column] for n in syscalls.CONDITIONAL}
+    for number in range(700):
+        if number not in conditional:
+            assert decide(number) == expected.get(number, ENOSYS), number
+    assert decide(2**31) == decide(2**32 - 1) == (bpf.KILL if machine == "x86_64" else ENOSYS)
+
+
+CASES = [
+    ("socket", (socket.AF_UNIX,), bpf.ALLOW),
+    ("socket", (socket.AF_INET,), EAFNOSUPPORT),
+    ("socket", (socket.AF_INET6,), EAFNOSUPPORT),
+    ("socket", (16,), EAFNOSUPPORT),
+    ("socket", (17,), EAFNOSUPPORT),
+    ("socket", (0,), EAFNOSUPPORT),
+    ("socket", (socket.AF_UNIX | 1 << 32,), bpf.ALLOW),  # the kernel takes an int: it sees AF_UNIX too
+    ("socket", (socket.AF_INET | 1 << 32,), EAFNOSUPPORT),
+    ("socketpair", (socket.AF_UNIX,), bpf.ALLOW),
+    ("socketpair", (30,), EAFNOSUPPORT),
+    ("clone", (17,), bpf.ALLOW),
+    ("clone", (0x3D0F00,), bpf.ALLOW),
+    ("clone", (0x10000000 | 17,), EPERM),
+    ("clone", (0x20000 | 0x3D0F00,), EPERM),
+    ("clone", (0x40000000,), EPERM),
+    ("clone", (0x2000000,), EPERM),
+    ("ioctl", (0, 0x5401), bpf.ALLOW),
+    ("ioctl", (0, 0x5412), EPERM),
+    ("ioctl", (0, 0x541C), EPERM),
+    ("ioctl", (0, 0x5412 | 1 << 32), EPERM),
+    ("personality", (0xFFFFFFFF,), bpf.ALLOW),
+    ("personality", (0,), bpf.ALLOW),
+    ("personality", (0x0040000,), EPERM),
+    ("prlimit64", (0, 7), bpf.ALLOW),
+    ("prlimit64", (1, 7), EPERM),
+    ("prlimit64", (1 << 32, 7), bpf.ALLOW),  # the kernel takes an int: 0
+    ("clone3", (0, 88), ENOSYS),
+    ("memfd_create", (), ENOSYS),
+    ("unshare", (0x10000000,), EPERM),
+    ("io_uring_setup", (4,), EPERM),
+    ("ptrace", (), EPERM),
+    ("mount", (), EPERM),
+    ("read", (0,), bpf.ALLOW),
+    ("execve", (), bpf.ALLOW),
+]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(("call", "arguments", "action"), CASES)
+def test_arguments_decide(machine: str, call: str, arguments: tuple[int, ...], action: int) -> None:
+    assert filter_of(machine)(call, *arguments) == action
+
+
+def test_foreign_calls_kill() -> None:
+    on_x86, on_arm = filter_of("x86_64"), filter_of("aarch64")
+    for arch in (0x40000003, 0xC00000B7, 0x40000028, 0):  # i386, aarch64, arm, nonsense
+        assert on_x86("read", arch=arch) == bpf.KILL
+    assert on_x86(0x40000000) == on_x86(0x40000000 + 1) == bpf.KILL  # x32
+    for arch in (0x40000028, 0xC000003E):
+        assert on_arm("read", arch=arch) == bpf.KILL
+
+
+rules = st.dictionaries(
+    st.integers(0, 600),
+    st.sampled_from(
+        [
+            bpf.ALLOW,
+            EPERM,
+            bpf.NoBits(argument=1, bits=6, otherwise=EPERM),
+            bpf.NoneOf(argument=2, values=(1, 5), otherwise=EPERM),
+        ]
+    ),
+)
+
+
+@given(rules, st.integers(0, 700), st.integers(0, 9))
+def test_any_table_assembles_to_itself(table: dict[int, bpf.Rule], number: int, value: int) -> None:
+    code = bpf.encode(bpf.assemble(7, table, default=ENOSYS))
+    rule = table.get(number, ENOSYS)
+    if isinstance(rule, bpf.NoBits):
+        expected = EPERM if value & 6 else bpf.ALLOW
+    elif isinstance(rule, bpf.NoneOf):
+        expected = EPERM if value in (1, 5) else bpf.ALLOW
+    else:
+        expected = rule
+    assert interpret(code, number, 7, (value, value, value)) == expected
+    assert interpret(code, number, 8) == bpf.KILL
+
+
+def test_the_call_table_has_no_double_numbers_and_no_overlap() -> None:
+    for column in (0, 1):
+        numbers = [n[column] for n in syscalls.NUMBERS.values() if n[column] >= 0]
+        assert len(numbers) == len(set(numbers))
+    sets = (syscalls.ALLOWED, syscalls.CONDITIONAL, syscalls.FORBIDDEN, syscalls.ABSENT)
+    assert sum(map(len, sets)) == len(frozenset().union(*sets))
+    assert frozenset().union(*sets) <= set(syscalls.NUMBERS)
+    assert set(seccomp.conditions()) == syscalls.CONDITIONAL
+    known = {"read": (0, 63), "openat": (257, 56), "clone": (56, 220), "ptrace": (101, 117), "mount": (165, 40)}
+    assert {n: syscalls.NUMBERS[n] for n in known} == known
+
+
+@pytest.mark.parametrize(
+    ("abi", "attr"),
+    [
+        (1, struct.pack("=Q", 0x1FFF)),
+        (2, struct.pack("=Q", 0x3FFF)),
+        (3, struct.pack("=Q", 0x7FFF)),
+        (4, struct.pack("=QQ", 0x7FFF, 3)),
+        (5, struct.pack("=QQ", 0xFFFF, 3)),
+        (6, struct.pack("=QQQ", 0xFFFF, 3, 3)),
+        (7, struct.pack("=QQQ", 0xFFFF, 3, 3)),
+    ],
+)
+def test_landlock_forbids_all_that_an_abi_can(abi: int, attr: bytes) -> None:
+    assert landlock.handled(abi).encode() == attr
+
+
+def test_landlock_rules_in_bytes() -> None:
+    assert landlock.rights(("execute", "read_file", "read_dir"), 1) == 0b1101
+    assert landlock.rights(("refer", "truncate", "read_file"), 1) == 0b100  # ABI 1 knows neither
+    assert landlock.path_rule(0b1101, 9) == b"\x0d\0\0\0\0\0\0\0\x09\0\0\0"
+    writable = dict(root.rules(("/usr",), "/scratch", private=True))
+    assert set(writable["/usr"]) == {"execute", "read_file", "read_dir"}
+    assert not {"make_char", "make_block"} & {name for names in writable.values() for name in names}
+    assert "/proc" not in dict(root.rules(("/usr",), "/tmp/x", private=False))
+
+
+def test_rlimits_by_hand() -> None:
+    limits = Limits(cpu_s=1.2, memory_mb=100, processes=7, file_mb=3)
+    planned = {r.name: (r.soft, r.hard) for r in rlimits.plan(limits, base_bytes=1000)}
+    assert planned["AS"] == (1000 + 200 * 2**20,) * 2
+    assert planned["CPU"] == (2, 3)
+    assert planned["FSIZE"] == (3 * 2**20,) * 2
+    assert planned["NPROC"] == (7, 7)
+    assert planned["CORE"] == planned["MEMLOCK"] == planned["MSGQUEUE"] == (0, 0)
+    assert all(hasattr(resource, f"RLIMIT_{name}") for name in planned)
+
+
+ALL = [Finding(layer=layer, holds=True, how="") for layer in LAYERS]
+
+
+@pytest.mark.parametrize(
+    ("root_user", "missing", "without", "level", "identity"),
+    [
+        (True, (), (), Level.FULL, "own"),
+        (False, (), (), Level.NAMESPACES, "mapped"),
+        (True, ("user",), (), Level.RESTRICTED, "shared"),
+        (False, ("user",), (), Level.RESTRICTED, "shared"),
+        (False, ("mount",), (), Level.RESTRICTED, "shared"),
+        (True, ("net",), (), Level.RESTRICTED, "own"),
+        (False, NAMESPACES, (), Level.RESTRICTED, "shared"),
+        (False, (*NAMESPACES, "landlock"), (), Level.NONE, "shared"),
+        (True, ("landlock",), (), Level.FULL, "own"),
+        (True, ("seccomp",), (), Level.NONE, "own"),
+        (True, ("rlimits",), (), Level.NONE, "own"),
+        (True, (), ("seccomp",), Level.NONE, "own"),
+        (True, (), ("watch",), Level.NONE, "own"),
+        (True, (), ("pid",), Level.RESTRICTED, "own"),
+        (True, (), ("landlock",), Level.FULL, "own"),
+        (False, (), ("user",), Level.RESTRICTED, "shared"),
+        (False, (), ("net",), Level.RESTRICTED, "mapped"),
+    ],
+)
+def test_levels(
+    root_user: bool, missing: tuple[str, ...], without: tuple[str, ...], level: Level, identity: str
+) -> None:
+    found = [f for f in ALL if f.layer not in missing]
+    plan = choose(found, root=root_user, landlock_abi=7, without=without)
+    assert (plan.level, plan.identity) == (level, identity)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert not set(plan.isolation(1)) & {*missing, *without}
+
+
+def test_an_unknown_layer_gets_one_line() -> None:
+    with pytest.raises(BadInput, match="unknown layer 'secomp'; did you mean seccomp"):
+        choose(ALL, root=True, landlock_abi=7, without=("secomp",))
+
+
+def test_the_tree_binds_each_path_once_and_keeps_links(tmp_path) -> None:
+    for name in ("usr", "usr/lib", "opt"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "lib").symlink_to("usr/lib")
+    links, binds = root.links_and_binds([str(tmp_path / n) for n in ("lib", "usr/lib", "usr", "opt", "gone")])
+    assert links[str(tmp_path / "lib")] == "usr/lib"
+    assert [b.source for b in binds if not b.device] == [str(tmp_path / "opt"), str(tmp_path / "usr")]
