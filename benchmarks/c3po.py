@@ -134,8 +134,8 @@ def config_of(args: argparse.Namespace, slots: int, budgeted: bool) -> Config:
     return load(None, words)
 
 
-def measure(args: argparse.Namespace, slots: int, budgeted: bool) -> dict[str, float]:
-    """Trained tokens per second of the rollout phase and of the step, lengths, purges, over the measured steps."""
+def metrics_of(args: argparse.Namespace, slots: int, budgeted: bool) -> list[dict[str, Any]]:
+    """Rows of `metrics.jsonl` of the measured steps of one run."""
     config = config_of(args, slots, budgeted)
     quiet = LiveView(console=Console(file=io.StringIO()))
     with tempfile.TemporaryDirectory() as path, quiet as view, StopFlag(view) as stop:
@@ -150,6 +150,12 @@ def measure(args: argparse.Namespace, slots: int, budgeted: bool) -> dict[str, f
             run.close()
         rows = folder.metrics()[args.warmup :]
         folder.close()
+    return rows
+
+
+def measure(args: argparse.Namespace, slots: int, budgeted: bool) -> dict[str, float]:
+    """Trained tokens per second of the rollout phase and of the step, lengths, purges, over the measured steps."""
+    rows = metrics_of(args, slots, budgeted)
     total = {name: sum(r.get(name, 0.0) for r in rows) for r in rows for name in r if isinstance(r[name], int | float)}
     trained = total["rollout/tokens"]
     left = total.get("pool/purged", 0.0) + total.get("pool/finished", total["rollout/count"])

@@ -31,9 +31,9 @@ from rollkeel.lab.runs import plan
 COST = "core_minutes"
 
 
-def core_minutes(preset: Preset, seeds: int, store: Path) -> float | None:
+def core_minutes(preset: Preset, seeds: range, store: Path) -> float | None:
     """What the steps of its training runs took; None for measurements, whose rows do not tell."""
-    rows = [row for run in plan(preset, range(seeds), store) for row in run.rows]
+    rows = [row for run in plan(preset, seeds, store) for row in run.rows]
     seconds = sum(row["time/step_s"] for row in rows if "time/step_s" in row)
     return seconds / 60 if seconds else None
 
@@ -65,7 +65,7 @@ def main() -> int:
         seeds, out, began = max(args.seeds, preset.seeds), args.out / preset.name, time.perf_counter()
         result = run_preset(preset, out=out, seeds=seeds, jobs=args.jobs, say=lambda line: print(line, flush=True))
         file = out / "lab.json"
-        cost = core_minutes(preset, seeds, default_store())
+        cost = core_minutes(preset, range(preset.first_seed, preset.first_seed + seeds), default_store())
         file.write_text(json.dumps({**json.loads(file.read_text()), COST: cost}, indent=1) + "\n")
         print(f"{preset.name}: {result.sentence} ({time.perf_counter() - began:.0f} s)", flush=True)
         met &= result.met

@@ -133,6 +133,7 @@ def laboratory(
         Path | None, typer.Option("--out", "-o", help="Folder for lab.html and lab.json (lab/NAME).")
     ] = None,
     seeds: Annotated[int | None, typer.Option(help="Runs of each setting (the preset's own number).")] = None,
+    first_seed: Annotated[int | None, typer.Option(help="The lowest of them (the preset's own).")] = None,
     jobs: Annotated[int | None, typer.Option(help="Runs at once (one per core).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
@@ -149,6 +150,8 @@ def laboratory(
     from rollkeel.lab.page import lines
 
     out = out or Path("lab") / chosen.name
-    result = run_preset(chosen, out=out, seeds=seeds, jobs=jobs, say=lambda line: print(line, file=sys.stderr))
+    result = run_preset(
+        chosen, out=out, seeds=seeds, first_seed=first_seed, jobs=jobs, say=lambda line: print(line, file=sys.stderr)
+    )
     print(json.dumps(to_json(result)) if as_json else "\n".join([*lines(result), f"report {out / 'lab.html'}"]))
     return 0 if result.met else 1

@@ -28,23 +28,27 @@ def run_preset(
     *,
     out: Path,
     seeds: int | None = None,
+    first_seed: int | None = None,
     jobs: int | None = None,
     store: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
     """Make what is missing, judge, and write `lab.json` and `lab.html` into `out`.
 
-    `seeds`: runs of each arm (the preset's own number); `jobs`: runs at once (one per core). Raises `BadInput` for a folder
+    `seeds`: runs of each arm, from `first_seed` on (both the preset's own); `jobs`: runs at once (one per core). Raises `BadInput` for a folder
     that cannot be written, `Interrupted` on Ctrl-C.
     """
     count = preset.seeds if seeds is None else seeds
     for option, value in (("--seeds", count), ("--jobs", jobs)):
         if value is not None and value < 1:
             raise BadInput(f"lab {option}: expected at least 1, got {value}")
+    first = preset.first_seed if first_seed is None else first_seed
+    if first < 0:
+        raise BadInput(f"lab --first-seed: expected at least 0, got {first}")
     store = store or default_store()
     _writable(out, "lab --out {}: cannot be written ({}); choose another folder")
     _writable(store, "lab: runs are kept in {}, which cannot be written ({}); set ROLLKEEL_CACHE to another folder")
-    runs = plan(preset, range(count), store)
+    runs = plan(preset, range(first, first + count), store)
     began, done = time.monotonic(), 0
 
     def tell(run: Planned, what: str) -> None:

@@ -67,6 +67,8 @@ class Preset:
     """`(words of preset and arm, seed)` → one row of numbers, in the place of a training run. A function of a module."""
     seeds: int = 5
     """Runs of each arm, unless asked for otherwise."""
+    first_seed: int = 0
+    """Lowest seed, unless asked for otherwise; not 0 where a rule was set by looking at the lower ones."""
     charts: tuple[str, ...] = ("reward/mean", "mismatch/ratio_std", "mismatch/kl_k3", "policy/entropy")
     """Metrics drawn over steps, one band over seeds per arm."""
     notes: tuple[str, ...] = field(default=())
@@ -103,6 +105,13 @@ def apart(high: np.ndarray, low: np.ndarray, margin: float = 0.0) -> str:
     if difference > 2 * error:
         return REPRODUCED
     return NOT_REPRODUCED if difference < -2 * error else UNDECIDED
+
+
+def held(holds: bool | np.bool_, *values: np.ndarray) -> str:
+    """Verdict on a claim that `values` settle by themselves: undecided where a run does not have one (NaN)."""
+    if any(np.isnan(v).any() for v in values):
+        return UNDECIDED
+    return REPRODUCED if holds else NOT_REPRODUCED
 
 
 def within(values: np.ndarray, low: float, high: float) -> bool:

@@ -9,13 +9,12 @@ import numpy as np
 
 from rollkeel.lab.claims import over_last
 from rollkeel.lab.preset import (
-    NOT_REPRODUCED,
-    REPRODUCED,
     Arm,
     Finding,
     Preset,
     Readings,
     apart,
+    held,
     shown,
     within,
 )
@@ -41,7 +40,7 @@ def _judge(readings: Readings) -> Sequence[Finding]:
             claim="a softmax in bf16 alone gives ratios of mean 1.0000, std .0048, max 1.0189, min .9815",
             source="stability study, Table 2",
             numbers=numbers,
-            verdict=REPRODUCED if met else NOT_REPRODUCED,
+            verdict=held(met, *table.values()),
             met=met,
         )
     ]
@@ -53,7 +52,7 @@ def _judge(readings: Readings) -> Sequence[Finding]:
             claim="the gap grows from fp32 over bf16 and fp8 to int4",
             source="rollkeel, prototype",
             numbers=", ".join(f"{name} {shown(std[name], '{:.2g}')}" for name in ordered),
-            verdict=REPRODUCED if grows else NOT_REPRODUCED,
+            verdict=held(grows, *(std[name] for name in ordered)),
             met=bool(grows),
         )
     )
@@ -63,7 +62,7 @@ def _judge(readings: Readings) -> Sequence[Finding]:
             claim="tokens whose experts flip make the tail: in bf16 their gap is more than ten times that of the others",
             source="rollkeel, prototype",
             numbers=f"{shown(on)} on {shown(100 * flips['bf16'], '{:.1f}')} % of tokens, {shown(off)} elsewhere",
-            verdict=REPRODUCED if np.all(on > 10 * off) else NOT_REPRODUCED,
+            verdict=held(np.all(on > 10 * off), on, off),
         )
     )
     before, after = readings["kl_k3"]["bf16"], readings["kl_k3, replayed"]["bf16"]
@@ -71,8 +70,8 @@ def _judge(readings: Readings) -> Sequence[Finding]:
         Finding(
             claim="replaying the engine's experts in the trainer takes at least four fifths of the bf16 gap (k3) away",
             source="DPPO §5.3, Fig. 8; rollkeel, prototype",
-            numbers=f"{np.mean(before):.2e} to {np.mean(after):.2e}: {np.mean(before) / np.mean(after):.1f} times lower",
-            verdict=REPRODUCED if np.mean(before) > 5 * np.mean(after) else NOT_REPRODUCED,
+            numbers=f"{shown(before, '{:.2e}')} to {shown(after, '{:.2e}')}: {np.mean(before) / max(np.mean(after), 1e-12):.1f} times lower",
+            verdict=held(np.mean(before) > 5 * np.mean(after), before, after),
         )
     )
     low, high = readings["icepop drops, mean q"]["int4"], readings["kpop drops, mean q"]["int4"]

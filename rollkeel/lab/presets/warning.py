@@ -143,8 +143,10 @@ EARLY_WARNING = Preset(
     },
     judge=_judge,
     seeds=10,
+    first_seed=10,
     charts=("reward/mean", "mismatch/prob_abs_diff", "policy/entropy", "optimizer/grad_norm"),
     notes=(
+        "Seeds 10 and up: the alarms' rules were set with runs of seeds 0 to 9 in view.",
         "Ten-step means and medians throughout: 128 rollouts have a standard error of 0.04.",
         "An anomaly of one metric is twice, or for entropy also half, its own first ten-step level: a rule as blunt for each.",
         "Rewards of collapsing runs are those of weights 16 steps old, so that every signal of the trainer has a head start.",
