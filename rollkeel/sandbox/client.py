@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from dataclasses import asdict
+from collections.abc import Callable
 from typing import Any
 
 from rollkeel.errors import RunStopped
@@ -40,11 +40,13 @@ class Slot:
         self._channel = channel
         self._supervisor = -1
 
-    def run(self, job: Job) -> tuple[dict[str, Any], list[bytes]]:
-        """Header and byte strings of the result."""
+    def run(self, job: Job, meanwhile: Callable[[], None] | None = None) -> tuple[dict[str, Any], list[bytes]]:
+        """Header and byte strings of the result. `meanwhile` is called once the cage has its job."""
         try:
             self._await_ready()
             self._send(job)
+            if meanwhile:
+                meanwhile()
             limit = 4 * job.limits.output_bytes + (1 << 20)
             wait = job.limits.wall_s + 2 * GRACE_S
             header, blobs = wire.receive(self._channel, timeout_s=wait, limit=limit)
@@ -71,12 +73,13 @@ class Slot:
 
     def _send(self, job: Job) -> None:
         self._channel.settimeout(CAGE_DEADLINE_S)
+        # Plain types, as subclasses cannot be marshalled.
         header = {
-            "kind": job.kind,
-            "files": list(job.files),
-            "args": job.args,
-            "collect": job.collect,
-            "limits": asdict(job.limits),
+            "kind": str(job.kind),
+            "files": [str(name) for name in job.files],
+            "args": tuple(str(argument) for argument in job.args),
+            "collect": tuple(str(name) for name in job.collect),
+            "limits": {k: int(v) if isinstance(v, int) else float(v) for k, v in vars(job.limits).items()},
         }
         wire.send(self._channel, header, [job.source, job.stdin, *job.files.values()])
 

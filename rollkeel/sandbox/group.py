@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import _signal
 import os
+import resource
 import signal
 import time
 from dataclasses import dataclass
+
+from rollkeel.sandbox import libc
 
 PAGE, TICK = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
 KILL_DEADLINE_S = 10.0
@@ -52,13 +56,45 @@ def below(top: int, everything: list[Process]) -> list[Process]:
     return found
 
 
-def usage(proc: int, members: list[Process], threshold: int) -> Usage:
-    """What the members use now. Pages that several share are counted once when the plain sum passes `threshold` bytes:
-    the exact figure is dear to ask for."""
+def usage(proc: int, members: list[Process], threshold: int, before_s: float = 0.0) -> Usage:
+    """What the members use now; `before_s` is the CPU time of those that ended. Pages that several share are counted once
+    when the plain sum passes `threshold` bytes: the exact figure is dear to ask for."""
     memory = sum(_resident(proc, p.pid) for p in members)
     if memory > threshold:
         memory = sum(_proportional(proc, p.pid) for p in members)
-    return Usage(memory, sum(p.cpu_s for p in members), len(members))
+    return Usage(memory, before_s + sum(p.cpu_s for p in members), len(members))
+
+
+class Reaper:
+    """Reaps all children of process 1 as they end, and remembers how `pid` did."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.how: int | None = None
+        """Wait status, None while it runs."""
+        _signal.signal(_signal.SIGCHLD, self._reap_ended)
+        self._reap_ended()
+
+    def _reap_ended(self, *_signal_and_frame: object) -> None:
+        while self._reap(os.WNOHANG) > 0:
+            pass
+
+    def _reap(self, options: int) -> int:
+        pid, how = libc.reap(options)
+        if pid == self.pid:
+            self.how = how
+        return pid
+
+    def kill_all(self) -> None:
+        """Kill and reap every other process of the namespace. One call reaches all of them: the kernel lets no fork by."""
+        while libc.kill_others(_signal.SIGKILL):
+            self._reap(0)
+
+
+def reaped_cpu_s() -> float:
+    """CPU seconds of all children that this process has waited for, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def kill_descendants(deadline_s: float = KILL_DEADLINE_S) -> bool:
@@ -74,7 +110,7 @@ def kill_descendants(deadline_s: float = KILL_DEADLINE_S) -> bool:
             mine = [p for p in below(os.getpid(), processes(proc)) if p.pid != os.getpid()]
             for number in (signal.SIGSTOP, signal.SIGKILL):
                 for process in mine:
-                    _signal(process.pid, number)
+                    _send(process.pid, number)
             try:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
@@ -86,7 +122,7 @@ def kill_descendants(deadline_s: float = KILL_DEADLINE_S) -> bool:
         os.close(proc)
 
 
-def _signal(pid: int, number: int) -> None:
+def _send(pid: int, number: int) -> None:
     try:
         os.kill(pid, number)
     except ProcessLookupError:

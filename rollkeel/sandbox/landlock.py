@@ -5,6 +5,7 @@ A second wall behind the private root, and the first one where namespaces are bl
 
 from __future__ import annotations
 
+import fcntl
 import os
 import struct
 from collections.abc import Sequence
@@ -27,6 +28,10 @@ WRITE = (*READ, "write_file", "remove_dir", "remove_file", "make_dir", "make_reg
 DEVICE = ("read_file", "write_file", "ioctl_dev")
 _FOR_FILES = ("execute", "write_file", "read_file", "truncate", "ioctl_dev")
 _RULE_PATH_BENEATH = 1
+
+
+Rule = tuple[str, Sequence[str]]
+"""A path and what may be done there and below."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,32 +73,44 @@ def abi() -> int:
         return 0
 
 
-def restrict(allowed: Sequence[tuple[str, Sequence[str]]], version: int) -> None:
-    """Bind this process and its future children: the paths with their rights, nothing else. Needs no_new_privs.
+@dataclass(frozen=True)
+class Prepared:
+    """Rules whose paths are open already, in the encoding of the kernel. They hold as long as the descriptors do."""
 
-    A path that does not exist, or that other rules keep from this uid anyway, is left out: there is nothing to allow.
+    version: int
+    attr: bytes
+    encoded: tuple[bytes, ...]
+
+
+def prepare(allowed: Sequence[Rule], version: int, lowest: int = 0) -> Prepared:
+    """Open the paths, with numbers from `lowest` on. A path that does not exist, or that other rules keep from this uid
+    anyway, is left out: there is nothing to allow."""
+    encoded = []
+    for path, names in allowed:
+        try:
+            opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except (FileNotFoundError, PermissionError):
+            continue
+        descriptor = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, lowest)
+        os.close(opened)
+        if not os.path.isdir(path):
+            names = [name for name in names if name in _FOR_FILES]
+        encoded.append(path_rule(rights(names, version), descriptor))
+    return Prepared(version, handled(version).encode(), tuple(encoded))
+
+
+def restrict(prepared: Prepared, more: Sequence[Rule] = ()) -> None:
+    """Bind this process and its future children: these paths with their rights, nothing else. Needs no_new_privs.
+
+    The descriptors of `more` stay open, as do those of `prepared`.
     """
-    attr = handled(version).encode()
-    ruleset = _call("create_ruleset", attr, len(attr), 0)
+    ruleset = _call("create_ruleset", prepared.attr, len(prepared.attr), 0)
     try:
-        for path, names in allowed:
-            _allow(ruleset, path, names, version)
+        for encoded in (*prepared.encoded, *prepare(more, prepared.version).encoded):
+            _call("add_rule", ruleset, _RULE_PATH_BENEATH, encoded, 0)
         _call("restrict_self", ruleset, 0)
     finally:
         os.close(ruleset)
-
-
-def _allow(ruleset: int, path: str, names: Sequence[str], version: int) -> None:
-    try:
-        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except (FileNotFoundError, PermissionError):
-        return
-    try:
-        if not os.path.isdir(path):
-            names = [name for name in names if name in _FOR_FILES]
-        _call("add_rule", ruleset, _RULE_PATH_BENEATH, path_rule(rights(names, version), descriptor), 0)
-    finally:
-        os.close(descriptor)
 
 
 def _call(name: str, *arguments: int | bytes | None) -> int:

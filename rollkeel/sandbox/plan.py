@@ -37,6 +37,11 @@ class Plan:
             return Level.FULL if self.identity == OWN else Level.NAMESPACES
         return Level.RESTRICTED if walls and self.landlock else Level.NONE
 
+    @property
+    def leads(self) -> bool:
+        """A job's supervisor is itself process 1 of the job's process namespace: where their uids keep the job off it."""
+        return self.identity == OWN and "pid" in self.namespaces
+
     def isolation(self, uid: int) -> dict[str, str]:
         """Layer → how it holds, for a job with this uid on the host."""
         user = {OWN: f"own uid {uid}", MAPPED: f"user namespace, uid {uid} on the host"}

@@ -169,8 +169,8 @@ def _capabilities() -> str:
 def _rlimits() -> str:
     planned = rlimits.plan(Limits(memory_mb=64), base_bytes=1 << 31)
     rlimits.apply(planned)
-    for limit in planned:
-        _expect(resource.getrlimit(getattr(resource, f"RLIMIT_{limit.name}"))[1] <= limit.hard, f"{limit.name} not set")
+    for name, (_, hard) in planned.items():
+        _expect(resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[1] <= hard, f"{name} not set")
     return f"{len(planned)} limits per process"
 
 
@@ -178,7 +178,7 @@ def _landlock() -> str:
     version = landlock.abi()
     _expect(version > 0, "the kernel has no Landlock, or it is switched off")
     libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
-    landlock.restrict([("/dev/null", landlock.DEVICE)], version)
+    landlock.restrict(landlock.prepare([("/dev/null", landlock.DEVICE)], version))
     _refused(errno.EACCES, lambda: os.listdir("/"))
     os.close(os.open("/dev/null", os.O_RDWR))
     missing = [name for name, since in (("TCP", 4), ("abstract sockets and signals", 6)) if version < since]

@@ -56,13 +56,18 @@ def links_and_binds(paths: Sequence[str]) -> tuple[dict[str, str], list[Bind]]:
     return links, binds
 
 
-def rules(paths: Sequence[str], scratch: str, *, private: bool) -> list[tuple[str, Sequence[str]]]:
-    """Landlock's view of the same tree. On the host's own root `/proc` stays shut: it shows everybody's processes."""
-    out: list[tuple[str, Sequence[str]]] = [(path, landlock.READ) for path in paths]
+def rules(paths: Sequence[str], *, private: bool) -> list[landlock.Rule]:
+    """Landlock's view of the same tree, as far as it is the same for all jobs."""
+    out: list[landlock.Rule] = [(path, landlock.READ) for path in paths]
     out += [(f"/dev/{name}", landlock.DEVICE) for name in DEVICES]
-    out.append((scratch, landlock.WRITE))
     # In a private root names are no secret, and programs list `/`.
-    return [*out, ("/", ("read_dir",)), ("/proc", ("read_file", "read_dir", "write_file"))] if private else out
+    return [*out, ("/", ("read_dir",))] if private else out
+
+
+def job_rules(scratch: str, *, private: bool) -> list[landlock.Rule]:
+    """And what is a job's own. On the host's own root `/proc` stays shut: it shows everybody's processes."""
+    proc: landlock.Rule = ("/proc", ("read_file", "read_dir", "write_file"))
+    return [(scratch, landlock.WRITE), proc] if private else [(scratch, landlock.WRITE)]
 
 
 def enter(paths: Sequence[str]) -> None:
@@ -94,9 +99,16 @@ def mount_proc() -> None:
 
 def mount_scratch(size_mb: int, uid: int, gid: int) -> None:
     """An empty folder of limited size and number of files that goes with the job's mount namespace."""
-    inodes = 1024 + 64 * size_mb
-    data = f"size={size_mb}m,nr_inodes={inodes},mode=0700,uid={uid},gid={gid}"
+    data = f"{_size(size_mb)},mode=0700,uid={uid},gid={gid}"
     libc.mount("tmpfs", SCRATCH, "tmpfs", libc.MS_NOSUID | libc.MS_NODEV, data)
+
+
+def resize_scratch(size_mb: int) -> None:
+    libc.mount("tmpfs", SCRATCH, "", libc.MS_REMOUNT | libc.MS_NOSUID | libc.MS_NODEV, _size(size_mb))
+
+
+def _size(size_mb: int) -> str:
+    return f"size={size_mb}m,nr_inodes={1024 + 64 * size_mb}"
 
 
 def _mount_point(sources: Sequence[str]) -> str:

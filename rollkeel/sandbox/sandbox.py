@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import threading
@@ -37,6 +38,7 @@ class Sandbox:
         self.level = self.plan.level
         self.minimum = minimum
         self._warm = warm
+        self._workers = workers
         self._permits = threading.BoundedSemaphore(workers)
         self._lock = threading.Lock()
         self._servers: dict[str, ForkServer] = {}
@@ -65,7 +67,7 @@ class Sandbox:
                 slot = None
                 try:
                     slot = self._take(job.preload)
-                    header, blobs = slot.run(job)
+                    header, blobs = slot.run(job, lambda: self._refill(job.preload))
                 except (Broken, CageFailure) as error:
                     reason = str(error)
                     self._discard(slot, job.preload)
@@ -75,7 +77,7 @@ class Sandbox:
                 except BaseException:
                     self._discard(slot, job.preload)
                     raise
-                self._finish(slot, job.preload)
+                self._finish(slot)
                 return self._result(header, blobs, slot.uid, attempt)
         return Result(status=Status.KILLED, level=self.level, reason=f"{reason}, {ATTEMPTS} times", attempts=ATTEMPTS)
 
@@ -149,15 +151,18 @@ class Sandbox:
         if self._uids:
             self._uids.release(slot.uid)
 
-    def _finish(self, slot: Slot, preload: str) -> None:
+    def _refill(self, preload: str) -> None:
+        """While a job runs the next cage is built, up to one for each worker."""
+        with self._lock:
+            spare = self._spare.setdefault(preload, [])
+            if self._warm and not self._closed and len(spare) < self._workers:
+                with contextlib.suppress(Broken):  # the next job finds out, and has its own attempts
+                    spare.append(self._order(preload))
+
+    def _finish(self, slot: Slot) -> None:
         """The supervisor has reaped all of the job before it answered: its uid may be used again."""
         with self._lock:
             self._let_go(slot)
-            if self._warm and not self._closed:
-                try:
-                    self._spare.setdefault(preload, []).append(self._order(preload))
-                except Broken:
-                    return  # the next job finds out, and has its own attempts
 
     def _discard(self, slot: Slot | None, preload: str) -> None:
         """Nothing is known about this cage's processes: its uid is not used again before its server is surely dead."""
@@ -165,6 +170,8 @@ class Sandbox:
             return
         with self._lock:
             slot.close()
+            for spare in self._spare.pop(preload, []):  # of the same server, which may be dying: not for the next attempt
+                self._let_go(spare)
             if slot.server.surely_dead and self._uids:
                 self._uids.release(slot.uid)
                 return

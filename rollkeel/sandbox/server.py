@@ -17,14 +17,15 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-from rollkeel.sandbox import identity, libc, root
-from rollkeel.sandbox.cage import supervise
+from rollkeel.sandbox import identity, landlock, libc, payload, root
+from rollkeel.sandbox.cage import CHANNEL_FD, supervise
 from rollkeel.sandbox.payload import Cage
 from rollkeel.sandbox.plan import MAPPED, Plan
 from rollkeel.sandbox.seccomp import Filter
 
+RULES_FD = 64
+"""Paths that Landlock is to allow are kept open from this number on; the cages close everything else."""
 MODULES = {"code": (), "math": ("sympy",), "stem": ("numpy", "scipy")}
-CHANNEL_FD = 3
 MAX_MESSAGE = 1 << 16
 
 
@@ -111,12 +112,18 @@ def _prepare(plan: Plan, config: dict[str, Any], package_root: str) -> Cage:
     with open("/proc/self/statm", encoding="ascii") as file:
         base = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     sys_path = tuple(p for p in sys.path if p != package_root and os.path.isdir(p))
+    private = "mount" in plan.namespaces
+    rules = landlock.prepare(root.rules(paths, private=private), plan.landlock, RULES_FD) if plan.landlock else None
+    if private:
+        os.environ.clear()
+        os.environ.update(payload.environment(root.SCRATCH))
     return Cage(
         plan=plan,
-        paths=paths,
+        rules=rules,
         seccomp=seccomp,
         base_bytes=base,
         sys_path=sys_path,
+        own_modules=tuple(name for name in sys.modules if name.split(".")[0] == "rollkeel"),
         scratch_base=config["scratch_base"],
     )
 
@@ -127,20 +134,29 @@ def readable_paths() -> tuple[str, ...]:
 
 
 def _fork_cage(control: socket.socket, channel_fd: int, cage: Cage, uid: int) -> None:
-    parent = os.getpid()
+    parent, home = os.getpid(), -1
     try:
-        if os.fork() > 0:
-            return
+        if cage.plan.leads:
+            home = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+            libc.unshare(libc.CLONE_NEWPID)  # where the next child is process 1
+        child = os.fork()
     except OSError:
-        return  # no memory or no process left now: the socket closes, and the caller tries again
+        child = -1  # no memory or no process left now: the socket closes, and the caller tries again
+    if child:
+        if home >= 0:
+            libc.set_namespace(home, libc.CLONE_NEWPID)
+            os.close(home)
+        return
     try:
-        libc.prctl(libc.PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+        if not cage.plan.leads:  # whose process namespace ends with this server's
+            libc.prctl(libc.PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
         control.detach()
         if channel_fd != CHANNEL_FD:
             os.dup2(channel_fd, CHANNEL_FD, inheritable=False)
-        libc.close_range(CHANNEL_FD + 1)
-        supervise(socket.socket(fileno=CHANNEL_FD), cage, uid)
+        libc.close_range(CHANNEL_FD + 1, RULES_FD - 1)
+        libc.close_range(RULES_FD + (len(cage.rules.encoded) if cage.rules else 0))
+        supervise(cage, uid)
     finally:
         os._exit(1)

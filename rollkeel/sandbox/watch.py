@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import select
 import signal
 import struct
@@ -23,17 +25,20 @@ MB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Child:
-    """A job's init and the supervisor's ends of its pipes."""
+    """The process on which a job hangs, and the supervisor's ends of its pipes."""
 
     pid: int
+    """Of the init, or of the program itself where the supervisor is process 1."""
     pidfd: int
     stdin: int
     stdout: int
     stderr: int
     setup: int
+    order: int
     status: int
+    """Where the init says how the program ended; -1 without an init."""
     alone: bool
-    """It is process 1 of a process namespace, so that `/proc` shows the job and nobody else."""
+    """The job has a process namespace, so that `/proc` shows the job and nobody else."""
 
 
 @dataclass(frozen=True)
@@ -104,17 +109,18 @@ class _Pumps:
             self.close(descriptor)
 
 
-def watch(child: Child, job: Job, *, active: bool) -> Outcome:
+def watch(child: Child, job: Job, order: bytes, *, active: bool) -> Outcome:
     """See a job through; when this returns or raises, all its processes are dead. OSError: a layer failed, nothing ran."""
     proc = -1
+    reaper = group.Reaper(child.pid) if child.status < 0 else None
     try:
-        _await_setup(child)
+        _await_setup(child, order)
         start = time.monotonic()
         proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         pumps = _Pumps(child, memoryview(job.stdin), job.limits.output_bytes)
         verdict, peak = _until_end(child, job, pumps, proc if active else -1, start)
     finally:
-        spent = _end(child)
+        spent = _end(child, reaper)
         if proc >= 0:
             os.close(proc)
     wall = time.monotonic() - start
@@ -122,8 +128,13 @@ def watch(child: Child, job: Job, *, active: bool) -> Outcome:
     return _outcome(child, job, pumps, verdict, wall, spent, peak)
 
 
-def _await_setup(child: Child) -> None:
-    """Wait until the last layer stands."""
+def _await_setup(child: Child, order: bytes) -> None:
+    """Tell the program's process what to run, and wait until its last layer stands."""
+    view = memoryview(order)
+    with contextlib.suppress(BrokenPipeError):  # it died, and below it has said why
+        while view:
+            view = view[os.write(child.order, view) :]
+    os.close(child.order)
     if not select.select([child.setup], [], [], SETUP_DEADLINE_S)[0]:
         raise OSError(f"cage not ready after {SETUP_DEADLINE_S:g} s")
     said = os.read(child.setup, 4096)
@@ -162,6 +173,9 @@ def _until_end(child: Child, job: Job, pumps: _Pumps, proc: int, start: float) -
 
 def _usage(child: Child, proc: int, limit: int) -> group.Usage:
     members = group.processes(proc)
+    if child.status < 0:
+        members = [p for p in members if p.pid != os.getpid()]
+        return group.usage(proc, members, limit // 2, before_s=group.reaped_cpu_s())
     if not child.alone:
         members = group.below(child.pid, members)
     return group.usage(proc, members, limit // 2)
@@ -175,8 +189,14 @@ class _Spent:
     """Wait status of the program, None when the init died before it could say."""
 
 
-def _end(child: Child) -> _Spent:
+def _end(child: Child, reaper: group.Reaper | None) -> _Spent:
     """Kill what is left of the job and reap it. In a process namespace the init's death is everybody's."""
+    if reaper:
+        reaper.kill_all()
+        os.close(child.pidfd)
+        os.close(child.setup)
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return _Spent(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, reaper.how)
     signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
     _, _, used = os.wait4(child.pid, 0)
     if not child.alone and not group.kill_descendants():

@@ -178,15 +178,15 @@ def test_landlock_rules_in_bytes() -> None:
     assert landlock.rights(("execute", "read_file", "read_dir"), 1) == 0b1101
     assert landlock.rights(("refer", "truncate", "read_file"), 1) == 0b100  # ABI 1 knows neither
     assert landlock.path_rule(0b1101, 9) == b"\x0d\0\0\0\0\0\0\0\x09\0\0\0"
-    writable = dict(root.rules(("/usr",), "/scratch", private=True))
+    writable = dict([*root.rules(("/usr",), private=True), *root.job_rules("/scratch", private=True)])
     assert set(writable["/usr"]) == {"execute", "read_file", "read_dir"}
     assert not {"make_char", "make_block"} & {name for names in writable.values() for name in names}
-    assert "/proc" not in dict(root.rules(("/usr",), "/tmp/x", private=False))
+    assert "/proc" not in dict([*root.rules(("/usr",), private=False), *root.job_rules("/tmp/x", private=False)])
 
 
 def test_rlimits_by_hand() -> None:
     limits = Limits(cpu_s=1.2, memory_mb=100, processes=7, file_mb=3)
-    planned = {r.name: (r.soft, r.hard) for r in rlimits.plan(limits, base_bytes=1000)}
+    planned = rlimits.plan(limits, base_bytes=1000)
     assert planned["AS"] == (1000 + 200 * 2**20,) * 2
     assert planned["CPU"] == (2, 3)
     assert planned["FSIZE"] == (3 * 2**20,) * 2

@@ -164,8 +164,12 @@ def test_closing_ends_every_process_and_descriptor() -> None:
     before = os.listdir("/proc/self/fd")
     sandbox = Sandbox(workers=2)
     sandbox.run(HELLO)
-    pids = [pid for launcher in sandbox.server_pids().values() for pid in (launcher, *descendants(launcher))]
-    assert len(pids) >= 3
+    (launcher,) = sandbox.server_pids().values()
+    (server,) = children(launcher)
+    cages = settled(server)
+    assert cages, "the cage for the next job should wait here"
+    pids = [launcher, *descendants(launcher)]
+    assert set(cages) < set(pids)
     sandbox.close()
     assert gone(pids)
     assert len(os.listdir("/proc/self/fd")) <= len(before)  # other tests' may have been closed meanwhile
