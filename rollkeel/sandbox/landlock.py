@@ -75,14 +75,16 @@ def abi() -> int:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rules whose paths are open already, in the encoding of the kernel. They hold as long as the descriptors do."""
+    """Rules in the encoding of the kernel, with paths that are open already; and rights on folders that are still to come."""
 
-    version: int
     attr: bytes
     encoded: tuple[bytes, ...]
+    later: tuple[int, ...]
 
 
-def prepare(allowed: Sequence[Rule], version: int, lowest: int = 0) -> Prepared:
+def prepare(
+    allowed: Sequence[Rule], version: int, lowest: int = 0, later: Sequence[Sequence[str]] = ()
+) -> Prepared:
     """Open the paths, with numbers from `lowest` on. A path that does not exist, or that other rules keep from this uid
     anyway, is left out: there is nothing to allow."""
     encoded = []
@@ -96,18 +98,19 @@ def prepare(allowed: Sequence[Rule], version: int, lowest: int = 0) -> Prepared:
         if not os.path.isdir(path):
             names = [name for name in names if name in _FOR_FILES]
         encoded.append(path_rule(rights(names, version), descriptor))
-    return Prepared(version, handled(version).encode(), tuple(encoded))
+    return Prepared(handled(version).encode(), tuple(encoded), tuple(rights(names, version) for names in later))
 
 
-def restrict(prepared: Prepared, more: Sequence[Rule] = ()) -> None:
-    """Bind this process and its future children: these paths with their rights, nothing else. Needs no_new_privs.
-
-    The descriptors of `more` stay open, as do those of `prepared`.
-    """
+def restrict(prepared: Prepared, folders: Sequence[str] = ()) -> None:
+    """Bind this process and its future children: the prepared paths and these `folders`, which get the rights of `later`
+    in turn, and nothing else. Needs no_new_privs. Descriptors of paths stay open."""
     ruleset = _call("create_ruleset", prepared.attr, len(prepared.attr), 0)
     try:
-        for encoded in (*prepared.encoded, *prepare(more, prepared.version).encoded):
+        for encoded in prepared.encoded:
             _call("add_rule", ruleset, _RULE_PATH_BENEATH, encoded, 0)
+        for path, allowed in zip(folders, prepared.later, strict=False):
+            descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            _call("add_rule", ruleset, _RULE_PATH_BENEATH, path_rule(allowed, descriptor), 0)
         _call("restrict_self", ruleset, 0)
     finally:
         os.close(ruleset)

@@ -76,7 +76,7 @@ def confine(cage: Cage, *, uid: int, scratch: str) -> None:
     if plan.capabilities:
         libc.clear_capabilities()
     if cage.rules:
-        landlock.restrict(cage.rules, root.job_rules(scratch, private="mount" in plan.namespaces))
+        landlock.restrict(cage.rules, (scratch, "/proc") if "mount" in plan.namespaces else (scratch,))
     libc.close_range(FIRST_LOOSE_FD)
     if cage.seccomp:
         cage.seccomp.install()

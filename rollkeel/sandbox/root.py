@@ -64,10 +64,9 @@ def rules(paths: Sequence[str], *, private: bool) -> list[landlock.Rule]:
     return [*out, ("/", ("read_dir",))] if private else out
 
 
-def job_rules(scratch: str, *, private: bool) -> list[landlock.Rule]:
-    """And what is a job's own. On the host's own root `/proc` stays shut: it shows everybody's processes."""
-    proc: landlock.Rule = ("/proc", ("read_file", "read_dir", "write_file"))
-    return [(scratch, landlock.WRITE), proc] if private else [(scratch, landlock.WRITE)]
+JOB_FOLDERS = (landlock.WRITE, ("read_file", "read_dir", "write_file"))
+"""Rights on what is a job's own: its scratch folder, and its `/proc`. On the host's own root that stays shut: it shows
+everybody's processes."""
 
 
 def enter(paths: Sequence[str]) -> None:

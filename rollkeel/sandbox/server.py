@@ -7,6 +7,7 @@ no job: it passes each cage the socket on which its job will come.
 
 from __future__ import annotations
 
+import _socket
 import gc
 import importlib.util
 import json
@@ -14,6 +15,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 from typing import Any, NoReturn
 
@@ -27,6 +29,7 @@ RULES_FD = 64
 """Paths that Landlock is to allow are kept open from this number on; the cages close everything else."""
 MODULES = {"code": (), "math": ("sympy",), "stem": ("numpy", "scipy")}
 MAX_MESSAGE = 1 << 16
+DESCRIPTOR = struct.Struct("=i")
 
 
 def main(control_fd: int, package_root: str) -> NoReturn:
@@ -85,11 +88,12 @@ def _serve(control: socket.socket, plan: Plan, config: dict[str, Any], package_r
         gc.freeze()  # pages that a collector would write to stay shared with the cages; programs switch it on again
         gc.disable()
         while True:
-            message, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE, 1)
+            message, ancillary, _, _ = control.recvmsg(MAX_MESSAGE, _socket.CMSG_LEN(DESCRIPTOR.size))
             if not message:
                 break
-            for descriptor in descriptors:  # none where this process had no number left for it: the caller sees its end
-                _fork_cage(control, descriptor, cage, int(message))
+            for _, _, data in ancillary:  # none where this process had no number left for it: the caller sees its end
+                (descriptor,) = DESCRIPTOR.unpack(data)
+                _fork_cage(descriptor, cage, int(message))
                 os.close(descriptor)
         code = 0
     except (OSError, ImportError) as error:
@@ -113,7 +117,10 @@ def _prepare(plan: Plan, config: dict[str, Any], package_root: str) -> Cage:
         base = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     sys_path = tuple(p for p in sys.path if p != package_root and os.path.isdir(p))
     private = "mount" in plan.namespaces
-    rules = landlock.prepare(root.rules(paths, private=private), plan.landlock, RULES_FD) if plan.landlock else None
+    rules = None
+    if plan.landlock:
+        allowed = root.rules(paths, private=private)
+        rules = landlock.prepare(allowed, plan.landlock, RULES_FD, root.JOB_FOLDERS)
     if private:
         os.environ.clear()
         os.environ.update(payload.environment(root.SCRATCH))
@@ -133,7 +140,7 @@ def readable_paths() -> tuple[str, ...]:
     return tuple(p for p in (*root.SYSTEM, *root.interpreter_paths()) if os.path.exists(p))
 
 
-def _fork_cage(control: socket.socket, channel_fd: int, cage: Cage, uid: int) -> None:
+def _fork_cage(channel_fd: int, cage: Cage, uid: int) -> None:
     parent, home = os.getpid(), -1
     try:
         if cage.plan.leads:
@@ -152,7 +159,6 @@ def _fork_cage(control: socket.socket, channel_fd: int, cage: Cage, uid: int) ->
             libc.prctl(libc.PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
-        control.detach()
         if channel_fd != CHANNEL_FD:
             os.dup2(channel_fd, CHANNEL_FD, inheritable=False)
         libc.close_range(CHANNEL_FD + 1, RULES_FD - 1)
