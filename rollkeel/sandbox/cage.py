@@ -8,16 +8,17 @@ there, at once and without a race. The fork server itself never sees a job's dat
 
 from __future__ import annotations
 
-import _signal
 import _socket
 import marshal
 import os
 import signal
 import stat
 import struct
+import time
 from typing import NoReturn
 
 from rollkeel.sandbox import identity, libc, payload, rlimits, root, tree, wire
+from rollkeel.sandbox.cgroup import Group, limits_of
 from rollkeel.sandbox.job import MAX_JOB_BYTES, SOURCE_NAMES, Job, Limits, check_name
 from rollkeel.sandbox.payload import Cage
 from rollkeel.sandbox.plan import MAPPED, OWN
@@ -36,18 +37,19 @@ CAGE_PROCESSES = 2
 """Supervisor and init, which share the job's user namespace and so its count of processes."""
 PIPES = ("stdin", "stdout", "stderr", "setup", "order", "status", "go")
 STATUS = struct.Struct("=i")
+Pipes = dict[str, tuple[int, int]]
+"""Name → (read end, write end)."""
 
 
 def supervise(cage: Cage, uid: int) -> NoReturn:
     """Build a cage, run the one job that comes over the channel, answer, and go. Runs in a process of its own.
 
-    The modules with a leading underscore, here and below, do what their public faces do without enumerations and wrappers:
-    every page that those touch is copied in each cage.
+    `_socket` does what `socket` does, without enumerations and wrappers: every page that those touch is copied in each cage.
     """
     code = 1
     channel = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, CHANNEL_FD)
     try:
-        _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
+        libc.on_signal(signal.SIGCHLD, libc.DEFAULT)
         if not cage.plan.leads:
             libc.prctl(libc.PR_SET_CHILD_SUBREAPER, 1)
         own = os.pidfd_open(os.getpid())
@@ -92,6 +94,8 @@ def _serve(channel: _socket.socket, cage: Cage, uid: int) -> None:
         elif job.limits.scratch_mb != Limits.scratch_mb:
             root.resize_scratch(job.limits.scratch_mb)
         _write_files(cage, job, uid, scratch)
+        if child.group:
+            child.group.limit(limits_of(job.limits))
         outcome = watch(child, job, _order(cage, job), active=cage.plan.watch)
         files = collect(job, f"{scratch}/box") if job.collect else {}
     finally:
@@ -206,9 +210,10 @@ def _start(cage: Cage, uid: int, scratch: str) -> Child:
     if leads:
         root.mount_proc()
         libc.prctl(libc.PR_SET_DUMPABLE, 0)
+    group = Group.make(cage.group, f"{uid}-{time.monotonic_ns()}") if cage.group >= 0 else None
     pid = os.fork()
     if pid == 0:
-        (_program if leads else _init)(cage, uid, scratch, pipes)
+        (_program if leads else _init)(cage, uid, scratch, pipes, group)
     for name, (read, write) in pipes.items():
         os.close(read if name in ("stdin", "order", "go") else write)
     child = Child(
@@ -221,6 +226,7 @@ def _start(cage: Cage, uid: int, scratch: str) -> Child:
         order=pipes["order"][1],
         status=-1 if leads else pipes["status"][0],
         alone="pid" in cage.plan.namespaces,
+        group=group,
     )
     if not leads:
         os.write(pipes["go"][1], b"g")
@@ -228,14 +234,14 @@ def _start(cage: Cage, uid: int, scratch: str) -> Child:
     return child
 
 
-def _init(cage: Cage, uid: int, scratch: str, pipes: dict[str, tuple[int, int]]) -> NoReturn:
+def _init(cage: Cage, uid: int, scratch: str, pipes: Pipes, group: Group | None) -> NoReturn:
     """Process 1: dies with the supervisor, shows the job its own `/proc`, and tells how the program ended."""
     try:
         libc.prctl(libc.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.close(pipes["go"][1])
         if os.read(pipes["go"][0], 1) != b"g":  # the supervisor died before the line above took hold
             os._exit(1)
-        _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # process 1 is spared the signals that it has no handler for
+        libc.on_signal(signal.SIGINT, libc.DEFAULT)  # process 1 is spared the signals that it has no handler for
         _volunteer()
         libc.prctl(libc.PR_SET_DUMPABLE, 0)  # closed to the job even where they share a uid
         libc.prctl(libc.PR_SET_CHILD_SUBREAPER, 1)
@@ -243,7 +249,7 @@ def _init(cage: Cage, uid: int, scratch: str, pipes: dict[str, tuple[int, int]])
             root.mount_proc()
         program = os.fork()
         if program == 0:
-            _program(cage, uid, scratch, pipes)
+            _program(cage, uid, scratch, pipes, group)
         status = os.dup2(pipes["status"][1], 0)
         libc.close_range(1)
         while True:
@@ -264,7 +270,7 @@ def _volunteer() -> None:
     os.close(descriptor)
 
 
-def _program(cage: Cage, uid: int, scratch: str, pipes: dict[str, tuple[int, int]]) -> NoReturn:
+def _program(cage: Cage, uid: int, scratch: str, pipes: Pipes, group: Group | None) -> NoReturn:
     try:
         # Pipes were opened in this order after descriptor 3, so that none is overwritten before it has its new number.
         os.dup2(pipes["stdin"][0], 0)
@@ -276,6 +282,8 @@ def _program(cage: Cage, uid: int, scratch: str, pipes: dict[str, tuple[int, int
         try:
             if cage.plan.leads:
                 _volunteer()
+            if group:
+                group.join()
             payload.confine(cage, uid=uid, scratch=scratch)
             order = b"".join(iter(lambda: os.read(ORDER_FD, 1 << 20), b""))
             if not order:  # there will be no job

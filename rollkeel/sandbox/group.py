@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _signal
 import os
 import resource
 import signal
@@ -72,7 +71,7 @@ class Reaper:
         self.pid = pid
         self.how: int | None = None
         """Wait status, None while it runs."""
-        _signal.signal(_signal.SIGCHLD, self._reap_ended)
+        libc.on_signal(signal.SIGCHLD, self._reap_ended)
         self._reap_ended()
 
     def _reap_ended(self, *_signal_and_frame: object) -> None:
@@ -87,7 +86,7 @@ class Reaper:
 
     def kill_all(self) -> None:
         """Kill and reap every other process of the namespace. One call reaches all of them: the kernel lets no fork by."""
-        while libc.kill_others(_signal.SIGKILL):
+        while libc.kill_others(signal.SIGKILL):
             self._reap(0)
 
 

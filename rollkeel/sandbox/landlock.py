@@ -82,9 +82,7 @@ class Prepared:
     later: tuple[int, ...]
 
 
-def prepare(
-    allowed: Sequence[Rule], version: int, lowest: int = 0, later: Sequence[Sequence[str]] = ()
-) -> Prepared:
+def prepare(allowed: Sequence[Rule], version: int, lowest: int = 0, later: Sequence[Sequence[str]] = ()) -> Prepared:
     """Open the paths, with numbers from `lowest` on. A path that does not exist, or that other rules keep from this uid
     anyway, is left out: there is nothing to allow."""
     encoded = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # pyright: ignore[reportMissingImports]
 import ctypes
 import os
 import platform
@@ -41,6 +42,8 @@ _libc.syscall.argtypes = [ctypes.c_long] + [ctypes.c_void_p] * _MOST_ARGUMENTS  
 if sys.platform.startswith("linux"):
     _libc.__errno_location.restype = ctypes.POINTER(ctypes.c_int)
 _wait_status = ctypes.c_int()
+on_signal, DEFAULT = _signal.signal, _signal.SIG_DFL
+"""`signal.signal`, which takes and gives plain integers here, and what restores the default."""
 
 
 def machine() -> str:

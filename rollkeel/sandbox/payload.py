@@ -5,10 +5,10 @@ Part of the fork server, and so without `threading` and `random`: both do work i
 
 from __future__ import annotations
 
-import _signal
 import atexit
 import gc
 import os
+import signal
 import sys
 import traceback
 import types
@@ -41,6 +41,8 @@ class Cage:
     sys_path: tuple[str, ...]
     own_modules: tuple[str, ...]
     """Modules of this package, which a Python program is not to find imported."""
+    group: int
+    """Descriptor of the control group in which jobs get theirs, -1 without."""
     scratch_base: str
     """Where jobs get their folders when they cannot have a file system of their own."""
 
@@ -93,14 +95,14 @@ def run(cage: Cage, kind: str, source: bytes, args: tuple[str, ...], scratch: st
             del sys.modules[name]
         sys.path[:] = [f"{scratch}/box", *cage.sys_path]
         _run_python(source, f"{scratch}/box/{SOURCE_NAMES['python']}", args)
-    for number in (_signal.SIGPIPE, _signal.SIGXFSZ):  # Python ignores them, and an exec would hand that on
-        _signal.signal(number, _signal.SIG_DFL)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and an exec would hand that on
+        libc.on_signal(number, libc.DEFAULT)
     argv = ["sh", SOURCE_NAMES["shell"]] if kind == "shell" else ["sh", "-c", COMPILE[kind], "sh"]
     os.execve("/bin/sh", [*argv, *args], env)
 
 
 def _run_python(source: bytes, path: str, args: tuple[str, ...]) -> NoReturn:
-    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+    libc.on_signal(signal.SIGINT, signal.default_int_handler)
     gc.enable()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # type: ignore[attr-defined]

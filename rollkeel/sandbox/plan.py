@@ -12,8 +12,9 @@ from rollkeel.sandbox.job import Level
 OWN, MAPPED, SHARED = "own", "mapped", "shared"
 """Whose uid a job has: one of its own, the server's behind a user namespace, or plainly the server's."""
 NAMESPACES = ("pid", "mount", "net", "ipc", "uts")
-LAYERS = ("user", *NAMESPACES, "capabilities", "rlimits", "landlock", "seccomp", "watch")
-"""In the order in which they are reported. `user` is the uid, `mount` the private root, `watch` the group's memory and CPU."""
+LAYERS = ("user", *NAMESPACES, "capabilities", "rlimits", "landlock", "seccomp", "watch", "cgroup")
+"""In the order in which they are reported. `user` is the uid, `mount` the private root, `watch` the group's memory and CPU,
+`cgroup` the same and processes, by the kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class Plan:
     """ABI, 0 without."""
     seccomp: bool = True
     watch: bool = True
+    cgroup: bool = False
 
     @property
     def level(self) -> Level:
@@ -59,6 +61,8 @@ class Plan:
             out["seccomp"] = "allow list"
         if self.watch:
             out["watch"] = "memory and CPU of the group, polled"
+        if self.cgroup:
+            out["cgroup"] = "memory and processes of the group, by the kernel"
         return out
 
     def to_json(self) -> dict[str, Any]:
@@ -107,4 +111,5 @@ def choose(findings: Iterable[Finding], *, root: bool, landlock_abi: int, withou
         landlock=landlock_abi if "landlock" in holds - off else 0,
         seccomp="seccomp" in holds - off,
         watch="watch" not in off,
+        cgroup="cgroup" in holds - off,
     )

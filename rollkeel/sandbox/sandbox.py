@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from rollkeel.errors import BadInput
-from rollkeel.sandbox import tree
+from rollkeel.sandbox import cgroup, tree
 from rollkeel.sandbox.client import Broken, CageFailure, ForkServer, Slot
 from rollkeel.sandbox.identity import UidBlock
 from rollkeel.sandbox.job import Job, Level, Refused, Result, Status
@@ -50,6 +50,7 @@ class Sandbox:
         self._base = "" if "mount" in self.plan.namespaces else tempfile.mkdtemp(prefix="rollkeel-")
         if self._base:
             os.chmod(self._base, 0o711)
+        self._group = cgroup.make() if self.plan.cgroup else ""
 
     def __enter__(self) -> Sandbox:
         return self
@@ -100,6 +101,8 @@ class Sandbox:
                 self._uids.close()
             if self._base:
                 tree.remove(self._base)
+            if self._group:
+                cgroup.remove(self._group)
 
     def server_pids(self) -> dict[str, int]:
         """Preload → process id of the launcher of its fork server, for those that were needed so far."""
@@ -126,7 +129,7 @@ class Sandbox:
             if server is None or not server.alive():
                 if server is not None:
                     self._replace(server, preload)
-                server = self._servers[preload] = ForkServer(self.plan, preload, self._base)
+                server = self._servers[preload] = ForkServer(self.plan, preload, self._base, self._group)
             uid = self._uids.take() if self._uids else os.getuid()
             try:
                 return server.order(uid)
@@ -170,7 +173,9 @@ class Sandbox:
             return
         with self._lock:
             slot.close()
-            for spare in self._spare.pop(preload, []):  # of the same server, which may be dying: not for the next attempt
+            for spare in self._spare.pop(
+                preload, []
+            ):  # of the same server, which may be dying: not for the next attempt
                 self._let_go(spare)
             if slot.server.surely_dead and self._uids:
                 self._uids.release(slot.uid)

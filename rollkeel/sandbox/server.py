@@ -8,6 +8,7 @@ no job: it passes each cage the socket on which its job will come.
 from __future__ import annotations
 
 import _socket
+import fcntl
 import gc
 import importlib.util
 import json
@@ -25,8 +26,8 @@ from rollkeel.sandbox.payload import Cage
 from rollkeel.sandbox.plan import MAPPED, Plan
 from rollkeel.sandbox.seccomp import Filter
 
-RULES_FD = 64
-"""Paths that Landlock is to allow are kept open from this number on; the cages close everything else."""
+KEPT_FD = 64
+"""What cages need is open from this number on: a control group and the paths that Landlock is to allow."""
 MODULES = {"code": (), "math": ("sympy",), "stem": ("numpy", "scipy")}
 MAX_MESSAGE = 1 << 16
 DESCRIPTOR = struct.Struct("=i")
@@ -108,6 +109,9 @@ def _prepare(plan: Plan, config: dict[str, Any], package_root: str) -> Cage:
         if importlib.util.find_spec(name):
             importlib.import_module(name)
     paths = readable_paths()
+    group = -1
+    if plan.cgroup:  # before it is out of sight
+        group = fcntl.fcntl(os.open(config["group"], os.O_PATH | os.O_DIRECTORY), fcntl.F_DUPFD_CLOEXEC, KEPT_FD)
     if "mount" in plan.namespaces:
         root.enter(paths)
     if plan.capabilities:
@@ -120,7 +124,7 @@ def _prepare(plan: Plan, config: dict[str, Any], package_root: str) -> Cage:
     rules = None
     if plan.landlock:
         allowed = root.rules(paths, private=private)
-        rules = landlock.prepare(allowed, plan.landlock, RULES_FD, root.JOB_FOLDERS)
+        rules = landlock.prepare(allowed, plan.landlock, KEPT_FD, root.JOB_FOLDERS)
     if private:
         os.environ.clear()
         os.environ.update(payload.environment(root.SCRATCH))
@@ -131,6 +135,7 @@ def _prepare(plan: Plan, config: dict[str, Any], package_root: str) -> Cage:
         base_bytes=base,
         sys_path=sys_path,
         own_modules=tuple(name for name in sys.modules if name.split(".")[0] == "rollkeel"),
+        group=group,
         scratch_base=config["scratch_base"],
     )
 
@@ -161,8 +166,8 @@ def _fork_cage(channel_fd: int, cage: Cage, uid: int) -> None:
                 os._exit(1)
         if channel_fd != CHANNEL_FD:
             os.dup2(channel_fd, CHANNEL_FD, inheritable=False)
-        libc.close_range(CHANNEL_FD + 1, RULES_FD - 1)
-        libc.close_range(RULES_FD + (len(cage.rules.encoded) if cage.rules else 0))
+        libc.close_range(CHANNEL_FD + 1, KEPT_FD - 1)
+        libc.close_range(KEPT_FD + (cage.group >= 0) + (len(cage.rules.encoded) if cage.rules else 0))
         supervise(cage, uid)
     finally:
         os._exit(1)

@@ -9,10 +9,10 @@ import select
 import signal
 import struct
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollkeel.sandbox import group
+from rollkeel.sandbox import cgroup, group
 from rollkeel.sandbox.job import Job, Status
 
 SETUP_DEADLINE_S = 20.0
@@ -37,6 +37,7 @@ class Child:
     order: int
     status: int
     """Where the init says how the program ended; -1 without an init."""
+    group: cgroup.Group | None = None
     alone: bool
     """The job has a process namespace, so that `/proc` shows the job and nobody else."""
 
@@ -125,6 +126,11 @@ def watch(child: Child, job: Job, order: bytes, *, active: bool) -> Outcome:
             os.close(proc)
     wall = time.monotonic() - start
     pumps.drain()
+    if child.group:
+        if verdict is None and child.group.ran_out_of_memory():
+            verdict = Status.MEMORY
+        spent = replace(spent, cpu_s=child.group.cpu_s())
+        child.group.close()
     return _outcome(child, job, pumps, verdict, wall, spent, peak)
 
 
@@ -155,7 +161,7 @@ def _until_end(child: Child, job: Job, pumps: _Pumps, proc: int, start: float) -
             peak = max(peak, usage.memory_bytes)
             if usage.memory_bytes > limits.memory_mb * MB:
                 return Status.MEMORY, peak
-            if usage.cpu_s >= limits.cpu_s:
+            if (child.group.cpu_s() if child.group else usage.cpu_s) >= limits.cpu_s:
                 return Status.CPU, peak
         # Only what is ready is touched: a job that never reads or never stops writing must not hold the clock.
         reading = [child.pidfd, *(d for d in (child.stdout, child.stderr) if d in pumps.open)]

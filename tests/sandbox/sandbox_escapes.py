@@ -339,7 +339,7 @@ CORPUS = (
             pass
         escaped(children) if children >= 24 else print(children)
         """,
-        ("rlimits",),
+        ("rlimits", "cgroup"),
         limits=SMALL,
     ),
     Escape(
@@ -354,13 +354,13 @@ CORPUS = (
             pass
         escaped(started) if started >= 24 else None
         """,
-        ("rlimits",),
+        ("rlimits", "cgroup"),
         limits=SMALL,
     ),
     Escape(
         "memory-bomb",
         "x = bytearray(b'a' * (60 << 20)) + bytearray(b'b' * (60 << 20)); time.sleep(0.3); escaped(len(x))",
-        ("rlimits", "watch"),
+        ("rlimits", "watch", "cgroup"),
         limits=SMALL,
     ),
     Escape(
@@ -372,13 +372,13 @@ CORPUS = (
         time.sleep(1.5)
         escaped()
         """,
-        ("watch",),
+        ("watch", "cgroup"),
         limits=SMALL,
     ),
     Escape(
         "zip-bomb",
         "import zlib; x = zlib.decompress(open('bomb', 'rb').read()); time.sleep(0.3); escaped(len(x))",
-        ("rlimits", "watch"),
+        ("rlimits", "watch", "cgroup"),
         limits=SMALL,
         files={"bomb": BOMB},
     ),
