@@ -124,12 +124,14 @@ def test_uids_of_lost_cages_come_back_with_a_new_server(monkeypatch: pytest.Monk
         for _ in range(8):
             sandbox.run(HELLO)
             server = children(sandbox.server_pids()["code"])[0]
+            while children(server):  # the first job's cage
+                time.sleep(0.01)
             job = Job(source=b"import time; time.sleep(0.4)")
             thread = threading.Thread(target=sandbox.run, args=(job,))
             thread.start()
-            while not children(server) or not descendants(children(server)[0]):
+            while not (supervisors := children(server)):
                 time.sleep(0.01)
-            os.kill(children(server)[0], signal.SIGKILL)
+            os.kill(supervisors[0], signal.SIGKILL)
             thread.join()
         assert sandbox.run(HELLO).status is Status.OK
 
