@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import time
 from dataclasses import dataclass
 
@@ -58,7 +57,7 @@ def make_in(place: str) -> str:
     missing = [name for name in CONTROLLERS if name not in _words(f"{place}/cgroup.controllers")]
     if missing:
         raise OSError(f"without controller {' and '.join(missing)}, which version 1 may hold")
-    path = f"{place}/rollkeel-{os.getpid()}-{secrets.token_hex(4)}"
+    path = f"{place}/rollkeel-{os.getpid()}-{os.urandom(4).hex()}"
     os.mkdir(path)
     wanted = " ".join(f"+{name}" for name in CONTROLLERS)
     try:

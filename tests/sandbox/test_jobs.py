@@ -122,6 +122,10 @@ PROGRAMS: dict[str, tuple[Job, dict]] = {
         python("import os; print(sorted(map(int, os.listdir('/proc/self/fd')))[:-1])"),
         {"stdout": b"[0, 1, 2]\n"},
     ),
+    "no-slow-forks": (  # both do work in every forked child, and come in with an import that looks harmless
+        python("import sys; print({'random', 'threading'} & set(sys.modules))"),
+        {"stdout": b"set()\n"},
+    ),
     "subprocess": (
         python("import subprocess, sys; print(subprocess.check_output([sys.executable, '-c', 'print(5)']))"),
         {"stdout": b"b'5\\n'\n"},
