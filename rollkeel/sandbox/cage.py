@@ -173,6 +173,7 @@ def _init(cage: Cage, job: Job, uid: int, scratch: str, tasks: int, pipes: dict[
         os.close(pipes["go"][1])
         if os.read(pipes["go"][0], 1) != b"g":  # the supervisor died before the line above took hold
             os._exit(1)
+        os.setsid()  # one process group, with the number of the init, for all that does not leave it
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 is spared the signals that it has no handler for
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
             file.write("1000")  # where the machine runs out of memory, a job goes before anything of its owner's
@@ -205,7 +206,6 @@ def _program(cage: Cage, job: Job, uid: int, scratch: str, tasks: int, pipes: di
             os.dup2(descriptor, target, inheritable=True)
         libc.close_range(SETUP_FD + 1)
         os.set_inheritable(SETUP_FD, False)
-        os.setsid()
         try:
             payload.confine(cage, job, uid=uid, scratch=scratch, tasks_of_uid=tasks)
         except OSError as error:

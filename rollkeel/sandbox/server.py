@@ -107,18 +107,23 @@ def _prepare(plan: Plan, config: dict[str, Any], package_root: str) -> Cage:
         root.enter(paths)
     if plan.capabilities:
         identity.forswear()
-    seccomp = Filter(libc.machine()) if plan.seccomp else None
+    seccomp = Filter(libc.machine(), plan) if plan.seccomp else None
     with open("/proc/self/statm", encoding="ascii") as file:
         base = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    sys_path = tuple(p for p in sys.path if p != package_root and os.path.isdir(p))
     return Cage(
         plan=plan,
         paths=paths,
         seccomp=seccomp,
         base_bytes=base,
-        sys_path=sys_path,
+        sys_path=tuple(p for p in without_own(sys.path, package_root) if os.path.isdir(p)),
         scratch_base=config["scratch_base"],
     )
+
+
+def without_own(sys_path: list[str], package_root: str) -> list[str]:
+    """`sys_path` without the entry that was put there for this package; one that an installation has besides stays."""
+    at = sys_path.index(package_root)
+    return sys_path[:at] + sys_path[at + 1 :]
 
 
 def readable_paths() -> tuple[str, ...]:

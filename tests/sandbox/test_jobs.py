@@ -222,6 +222,33 @@ print('done')
     assert marked_processes(mark) == []
 
 
+def test_a_process_that_forks_and_ends_faster_than_one_can_look_is_killed(driver: Here | There, user: str) -> None:
+    mark = f"comet-{time.monotonic_ns()}"
+    source = f"""
+import os, signal, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    for fd in (0, 1, 2):
+        os.close(fd)
+    end = time.monotonic() + 1
+    while time.monotonic() < end:  # at any time one process, and never the same one
+        try:
+            if os.fork() > 0:
+                os._exit(0)
+        except OSError:
+            pass
+    os.execv('/bin/sh', ['sh', '-c', 'sleep 30; : {mark}'])
+time.sleep(0.2)
+print('done')
+"""
+    without = ("pid", "mount", "net", "ipc", "uts") if user == "root" else ("user",)
+    result = driver.run(python(source), without)
+    assert (result.status, result.stdout, result.attempts) == (Status.OK, b"done\n", 1)
+    time.sleep(1)
+    assert marked_processes(mark) == []
+
+
 def test_locked_and_deep_folders_are_removed_without_mounts(driver: Here | There, user: str) -> None:
     source = """
 import os
