@@ -21,6 +21,8 @@ class Process:
     """CPU of its own threads, those that ended included."""
     waited_s: float
     """CPU of the children it waited for, and of theirs."""
+    ended: bool = False
+    """Only its entry is left, for its parent to read."""
     headless: bool = False
     """Its first thread ended while others go on; the kernel then shows no memory under its number."""
 
@@ -36,7 +38,16 @@ def parse_stat(pid: int, text: bytes) -> Process:
     """A line of `/proc/PID/stat`. The name in brackets is the job's to choose and may hold brackets and newlines."""
     rest = text[text.rindex(b")") + 2 :].split()
     own, waited = sum(map(int, rest[11:13])) / TICK, sum(map(int, rest[13:15])) / TICK
-    return Process(pid, int(rest[1]), int(rest[19]), own, waited, headless=rest[0] == b"Z" and int(rest[17]) > 1)
+    zombie, threads = rest[0] in b"ZX", int(rest[17])
+    return Process(
+        pid, int(rest[1]), int(rest[19]), own, waited, ended=zombie and threads <= 1, headless=zombie and threads > 1
+    )
+
+
+def look(proc: int, pid: int) -> Process | None:
+    """One process, None if it is gone."""
+    text = _read(proc, f"{pid}/stat")
+    return parse_stat(pid, text) if text else None
 
 
 def processes(proc: int) -> list[Process]:

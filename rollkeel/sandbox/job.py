@@ -75,7 +75,7 @@ class Limits:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            whole = f.name not in ("wall_s", "cpu_s")
+            whole = not f.name.endswith("_s")
             if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
                 raise BadInput(
                     f"sandbox limit {f.name}: expected {'an integer' if whole else 'a number'}, got {value!r}"

@@ -352,7 +352,8 @@ def test_a_line_of_stat_by_hand() -> None:
     process = group.parse_stat(5, stat_line(5, "S", (tick, tick, 3 * tick, 0)))
     assert process == group.Process(5, 1, 77, 2.0, 3.0, headless=False)
     assert group.parse_stat(5, stat_line(5, "Z", (0, 0, 0, 0), threads=3)).headless
-    assert not group.parse_stat(5, stat_line(5, "Z", (0, 0, 0, 0))).headless
+    gone = group.parse_stat(5, stat_line(5, "Z", (0, 0, 0, 0)))
+    assert (gone.ended, gone.headless) == (True, False)
 
 
 def test_cpu_of_children_nobody_waited_for_is_counted_once() -> None:
