@@ -7,6 +7,7 @@ Whatever a command writes into that pipe can only spoil its own session: it name
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
@@ -30,13 +31,15 @@ done
 """
 """The session's program. Interactive, so that an interrupt ends a command and not the shell; what a shell says at its
 start about a terminal that is none goes nowhere."""
-HELLO = b'exec 2>&5 5>&-; set +o history +o histexpand 2>/dev/null; echo "shell $$" >&4\n'
+HELLO = (b"set +o history +o histexpand\n", b'exec 2>&5 5>&-; echo "shell $$" >&4\n')
+"""The first line is an error, and without effect, where there are no such options."""
+FIONREAD = 0x541B
 NO_TERMINAL = b"] tcsetattr: Inappropriate ioctl for device"
 """End of a line that an interactive bash prints about itself whenever a signal ends a process."""
 MAX_COMMAND = 1 << 20
 INTERRUPT_S, KILL_S, GIVE_UP_S = 0.2, 0.6, 3.0
 """After a command's time: its processes are interrupted, killed, the shell replaced, the session given up."""
-IDLE_LOOK_S = 0.05
+FEED_S, IDLE_LOOK_S = 0.001, 0.05
 MAX_SAID = 1 << 10
 ROUNDS = 200
 
@@ -68,7 +71,11 @@ class _Session:
     active: bool
     start: float = field(default_factory=time.monotonic)
     command: _Command | None = None
-    outgoing: bytes = HELLO
+    outgoing: list[bytes] = field(default_factory=lambda: [*HELLO])
+    """Lines for the shell. Each is sent when it has taken the last: after an error or an interrupt, sh drops what it has
+    read ahead."""
+    sent: int = 0
+    """Bytes of the first of them."""
     heard: bytes = b""
     shell: int = -1
     loop: int = -1
@@ -97,8 +104,9 @@ class _Session:
             if ending:
                 return ending
             listen = [self.child.pidfd, self.channel, self.said, *(d for d in self.taken if d not in self.cut)]
-            wait = watch.POLL_S if self.command else IDLE_LOOK_S
-            ready, room, _ = select.select(listen, [self.child.stdin] if self.outgoing else [], [], wait)
+            sending = bool(self.outgoing) and self._may_send()
+            wait = FEED_S if self.outgoing else watch.POLL_S if self.command else IDLE_LOOK_S
+            ready, room, _ = select.select(listen, [self.child.stdin] if sending else [], [], wait)
             for descriptor in self.taken:
                 if descriptor in ready or descriptor in self.cut:  # what is thrown away is read once per look
                     self._take(descriptor)
@@ -156,15 +164,28 @@ class _Session:
             cpu_s=self.ledger.seen_s,
         )
         quoted = b"'" + blobs[0].replace(b"'", b"'\\''") + b"'"
-        self.outgoing += b"eval %b </dev/null 4>&-\ncommand printf 'done %b %%s\\n' \"$?\" >&4\n" % (quoted, token)
+        self.outgoing.append(b"eval %b </dev/null 4>&-\n" % quoted)
+        self.outgoing.append(b"command printf 'done %b %%s\\n' \"$?\" >&4\n" % token)
+
+    def _may_send(self) -> bool:
+        """A line may be sent, or more of the one that is on its way."""
+        if self.sent:
+            return True
+        waiting = bytearray(4)
+        fcntl.ioctl(self.child.stdin, FIONREAD, waiting)
+        return not any(waiting)
 
     def _feed(self) -> None:
+        line = self.outgoing[0]
         try:
-            self.outgoing = self.outgoing[os.write(self.child.stdin, self.outgoing[: watch.CHUNK]) :]
+            self.sent += os.write(self.child.stdin, line[self.sent : self.sent + watch.CHUNK])
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self.outgoing = b""
+            self.sent = len(line)
+        if self.sent == len(line):
+            self.outgoing.pop(0)
+            self.sent = 0
 
     def _take(self, descriptor: int) -> bool:
         """Read once from a stream; False when nothing was there."""
@@ -194,7 +215,7 @@ class _Session:
                 self._finish(int(rest[-1]))
             elif word == b"ended":
                 self.note = "the shell ended; there is a new one, without the variables and the folder of the last"
-                self.outgoing += HELLO
+                self.outgoing[1 if self.sent else 0 :] = HELLO
                 if self.command:
                     self._finish(int(rest[0]) if rest and rest[0].isdigit() else 1)
 
