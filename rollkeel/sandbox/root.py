@@ -28,7 +28,7 @@ LINKS = {
 }
 SCRATCH_FOLDERS = ("box", "tmp", "shm")
 _NEVER = ("/", "/home", "/root", "/etc", "/var", "/proc", "/sys", "/dev", "/tmp", "/run")
-_INSTALLED = ("bin", "lib", "lib64", "libexec", "include", "share", "pyvenv.cfg")
+_INSTALLED = ("bin", "lib", "lib64", "libexec", "include", "share", "jmods", "conf", "pyvenv.cfg")
 _MOUNT_POINTS = ("/mnt", "/media", "/srv", "/opt", "/run", "/var")
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV, _ATTR_NOEXEC = 1, 2, 4, 8
 
@@ -52,8 +52,18 @@ def interpreter_paths(executable: str = sys.executable) -> tuple[str, ...]:
     Only what an installation consists of: a virtual environment may well be made in somebody's project or home folder.
     """
     real = os.path.dirname(os.path.dirname(os.path.realpath(executable)))
-    prefixes = {sys.prefix, sys.base_prefix, real} - set(_NEVER)
-    return tuple(sorted(os.path.join(prefix, name) for prefix in prefixes for name in _INSTALLED))
+    prefixes = {sys.prefix, sys.base_prefix, real}
+    return tuple(sorted(path for prefix in prefixes for path in installation(prefix)))
+
+
+def installation(prefix: str) -> list[str]:
+    """The folders below a prefix that hold what is installed there."""
+    return [os.path.join(prefix, name) for name in _INSTALLED] if prefix not in _NEVER else []
+
+
+def settings() -> list[str]:
+    """Folders of `/etc` without which an installed runtime does not start: Debian keeps Java's settings there."""
+    return [f"/etc/{name}" for name in os.listdir("/etc") if name.startswith("java-")]
 
 
 def links_and_binds(paths: Sequence[str]) -> tuple[dict[str, str], list[Bind]]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from rollkeel.errors import BadInput
-from rollkeel.sandbox import tree
+from rollkeel.sandbox import kinds, tree
 from rollkeel.sandbox.client import Broken, CageFailure, ForkServer, Slot
 from rollkeel.sandbox.identity import UidBlock
 from rollkeel.sandbox.job import Job, Level, Refused, Result, Status
@@ -56,9 +56,11 @@ class Sandbox:
         self.close()
 
     def run(self, job: Job) -> Result:
-        """Run one job and wait for its end. Raises `CageFailure` when no cage can be built; never for what a program does."""
+        """Run one job and wait for its end. Raises `CageFailure` when no cage can be built and `MissingTool`
+        when this machine cannot run such programs; never for what a program does."""
         if job.untrusted and self.level < self.minimum:
             return Result(status=Status.REFUSED, level=self.level, reason=self._why_refused(), attempts=0)
+        kinds.require(job.kind)
         with self._permits:
             reason = ""
             for attempt in range(1, ATTEMPTS + 1):

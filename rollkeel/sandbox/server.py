@@ -17,7 +17,7 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-from rollkeel.sandbox import identity, libc, root
+from rollkeel.sandbox import identity, kinds, libc, root
 from rollkeel.sandbox.cage import supervise
 from rollkeel.sandbox.payload import Cage
 from rollkeel.sandbox.plan import MAPPED, Plan
@@ -127,8 +127,9 @@ def without_own(sys_path: list[str], package_root: str) -> list[str]:
 
 
 def readable_paths() -> tuple[str, ...]:
-    """The host's folders and files that jobs may read: the system's programs and libraries, and this Python."""
-    return tuple(p for p in (*root.SYSTEM, *root.interpreter_paths()) if os.path.exists(p))
+    """The host's folders and files that jobs may read: the system's programs and libraries, this Python, other tools."""
+    tools = [path for prefix in kinds.prefixes(os.environ["PATH"]) for path in root.installation(prefix)]
+    return tuple(p for p in (*root.SYSTEM, *root.settings(), *root.interpreter_paths(), *tools) if os.path.exists(p))
 
 
 def _fork_cage(control: socket.socket, channel_fd: int, cage: Cage, uid: int) -> None:

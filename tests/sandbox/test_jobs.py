@@ -1,14 +1,13 @@
 """A grader believes what comes out of a job: bytes, codes, limits and files must be exactly what the program did.
 
 Every program runs for real, as root and as an ordinary user. Not covered: escapes (test_escapes.py), servers that die
-(test_servers.py).
+(test_servers.py), languages other than Python and shell (test_kinds.py).
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import shutil
 import signal
 import threading
 import time
@@ -153,13 +152,6 @@ PROGRAMS: dict[str, tuple[Job, dict]] = {
         {"stdout": b"in arg\n", "exit_code": 3},
     ),
 }
-if shutil.which("gcc"):
-    C = b'#include <stdio.h>\nint main(void) { int x; scanf("%d", &x); printf("%d\\n", 2 * x); return 0; }\n'
-    PROGRAMS["c"] = (Job(source=C, kind="c", stdin=b"21", limits=Limits(wall_s=30)), {"stdout": b"42\n"})
-    PROGRAMS["c-error"] = (Job(source=b"int main( {", kind="c", limits=Limits(wall_s=30)), {"status": "error"})
-if shutil.which("g++"):
-    CPP = b"#include <iostream>\nint main() { std::cout << 7 << std::endl; }\n"
-    PROGRAMS["c++"] = (Job(source=CPP, kind="c++", limits=Limits(wall_s=60)), {"stdout": b"7\n"})
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
