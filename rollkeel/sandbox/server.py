@@ -126,9 +126,9 @@ def without_own(sys_path: list[str], package_root: str) -> list[str]:
     return sys_path[:at] + sys_path[at + 1 :]
 
 
-def readable_paths() -> tuple[str, ...]:
+def readable_paths(search_path: str = "") -> tuple[str, ...]:
     """The host's folders and files that jobs may read: the system's programs and libraries, this Python, other tools."""
-    tools = [path for prefix in kinds.prefixes(os.environ["PATH"]) for path in root.installation(prefix)]
+    tools = [path for prefix in kinds.prefixes(search_path or os.environ["PATH"]) for path in root.installation(prefix)]
     return tuple(p for p in (*root.SYSTEM, *root.settings(), *root.interpreter_paths(), *tools) if os.path.exists(p))
 
 
