@@ -165,7 +165,7 @@ CORPUS = (
     Escape(
         "signal-host-process",
         "os.kill(@victim@, signal.SIGTERM); escaped()",
-        PROCESSES,
+        (*PROCESSES, "seccomp"),
         canary="victim_dead",
     ),
     Escape(
@@ -478,7 +478,7 @@ CORPUS = (
     Escape(
         "many-files",
         """
-        for i in range(3000):
+        for i in range(1500):
             open(f'f{i}', 'w').close()
         escaped()
         """,
