@@ -9,6 +9,7 @@ there, at once and without a race. The fork server itself never sees a job's dat
 from __future__ import annotations
 
 import _socket
+import contextlib
 import marshal
 import os
 import signal
@@ -17,9 +18,11 @@ import struct
 import time
 from typing import NoReturn
 
-from rollkeel.sandbox import identity, libc, payload, rlimits, root, tree, wire
+from rollkeel.sandbox import identity, libc, payload, rlimits, root, session, tree, wire
 from rollkeel.sandbox.cgroup import Group, limits_of
+from rollkeel.sandbox.group import Reaper
 from rollkeel.sandbox.job import MAX_JOB_BYTES, SOURCE_NAMES, Job, Limits, check_name
+from rollkeel.sandbox.kinds import KINDS
 from rollkeel.sandbox.payload import Cage
 from rollkeel.sandbox.plan import MAPPED, OWN
 from rollkeel.sandbox.watch import READY, Child, watch
@@ -61,7 +64,7 @@ def supervise(cage: Cage, uid: int) -> NoReturn:
     except (wire.Closed, wire.Late, wire.Mangled):
         code = 0  # the caller is gone or wants no job
     except Exception as error:
-        wire.send(channel, {"failed": f"{type(error).__name__}: {error}"})
+        wire.send(channel, {"failed": f"{type(error).__name__}: {error}"}, codec=wire.TRUSTED)
     finally:
         os._exit(code)
 
@@ -85,7 +88,7 @@ def _serve(channel: _socket.socket, cage: Cage, uid: int) -> None:
     if "mount" in cage.plan.namespaces:  # elsewhere a cage without a job would leave its folder behind
         _make_scratch(cage, uid, scratch)
         child = _start(cage, uid, scratch)
-    header, blobs = wire.receive(channel, timeout_s=None, limit=MAX_JOB_BYTES)
+    header, blobs = wire.receive(channel, timeout_s=None, limit=MAX_JOB_BYTES, codec=wire.TRUSTED)
     job = decode_job(header, blobs)
     try:
         if child is None:
@@ -96,13 +99,21 @@ def _serve(channel: _socket.socket, cage: Cage, uid: int) -> None:
         _write_files(cage, job, uid, scratch)
         if child.group:
             child.group.limit(limits_of(job.limits))
-        outcome = watch(child, job, _order(cage, job), active=cage.plan.watch)
+        if "session" in header:
+            said = session.make_status_pipe(scratch, uid if cage.plan.identity == OWN else None)
+            _tell(child, _order(cage, job))
+            idle_s = header["session"]["idle_s"]
+            session.converse(child, job, channel, idle_s=idle_s, said=said, active=cage.plan.watch)
+            return
+        _tell(child, _order(cage, job))
+        outcome = watch(child, job, active=cage.plan.watch)
         files = collect(job, f"{scratch}/box") if job.collect else {}
     finally:
         if scratch != root.SCRATCH:
             tree.remove(scratch)
     # The last thing to do: whoever has the answer may end this process.
-    wire.send(channel, outcome.header | {"files": list(files)}, [outcome.stdout, outcome.stderr, *files.values()])
+    contents = [outcome.stdout, outcome.stderr, *files.values()]
+    wire.send(channel, outcome.header | {"files": list(files)}, contents, codec=wire.TRUSTED)
 
 
 def decode_job(header: dict, blobs: list[bytes]) -> Job:
@@ -186,9 +197,16 @@ def _order(cage: Cage, job: Job) -> bytes:
     if cage.plan.rlimits:
         beside = {OWN: 0, MAPPED: CAGE_PROCESSES}.get(cage.plan.identity)
         others = _tasks_of(os.getuid()) if beside is None else beside
-        planned = rlimits.plan(job.limits, base_bytes=cage.base_bytes, other_processes=others)
+        base = cage.base_bytes + KINDS[job.kind].address_mb * rlimits.MB
+        planned = rlimits.plan(job.limits, base_bytes=base, other_processes=others)
     source = job.source if job.kind == "python" else b""
     return marshal.dumps((job.kind, source, job.args, planned))
+
+
+def _tell(child: Child, order: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the process died, and has said why on the other pipe
+        _write_all(child.order, order)
+    os.close(child.order)
 
 
 def _tasks_of(uid: int) -> int:
@@ -224,9 +242,10 @@ def _start(cage: Cage, uid: int, scratch: str) -> Child:
         stderr=pipes["stderr"][0],
         setup=pipes["setup"][0],
         order=pipes["order"][1],
-        status=-1 if leads else pipes["status"][0],
+        status=None if leads else pipes["status"][0],
         alone="pid" in cage.plan.namespaces,
         group=group,
+        reaper=Reaper(pid) if leads else None,
     )
     if not leads:
         os.write(pipes["go"][1], b"g")
@@ -241,6 +260,7 @@ def _init(cage: Cage, uid: int, scratch: str, pipes: Pipes, group: Group | None)
         os.close(pipes["go"][1])
         if os.read(pipes["go"][0], 1) != b"g":  # the supervisor died before the line above took hold
             os._exit(1)
+        os.setsid()  # one process group, with the number of the init, for all that does not leave it
         libc.on_signal(signal.SIGINT, libc.DEFAULT)  # process 1 is spared the signals that it has no handler for
         _volunteer()
         libc.prctl(libc.PR_SET_DUMPABLE, 0)  # closed to the job even where they share a uid
@@ -278,7 +298,8 @@ def _program(cage: Cage, uid: int, scratch: str, pipes: Pipes, group: Group | No
         os.dup2(pipes["stderr"][1], 2)
         os.dup2(pipes["setup"][1], SETUP_FD, inheritable=False)
         os.dup2(pipes["order"][0], ORDER_FD, inheritable=False)
-        os.setsid()
+        if cage.plan.leads:
+            os.setsid()
         try:
             if cage.plan.leads:
                 _volunteer()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -49,7 +50,7 @@ class Slot:
                 meanwhile()
             limit = 4 * job.limits.output_bytes + (1 << 20)
             wait = job.limits.wall_s + 2 * GRACE_S
-            header, blobs = wire.receive(self._channel, timeout_s=wait, limit=limit)
+            header, blobs = wire.receive(self._channel, timeout_s=wait, limit=limit, codec=wire.TRUSTED)
         except wire.Closed:
             raise Broken("the cage died") from None
         except (wire.Late, wire.Mangled) as error:
@@ -71,7 +72,7 @@ class Slot:
             raise Broken("the cage died before it was ready")
         self._supervisor = descriptors[0]
 
-    def _send(self, job: Job) -> None:
+    def _send(self, job: Job, **more: Any) -> None:
         self._channel.settimeout(CAGE_DEADLINE_S)
         # Plain types, as subclasses cannot be marshalled.
         header = {
@@ -80,8 +81,38 @@ class Slot:
             "args": tuple(str(argument) for argument in job.args),
             "collect": tuple(str(name) for name in job.collect),
             "limits": {k: int(v) if isinstance(v, int) else float(v) for k, v in vars(job.limits).items()},
+            **more,
         }
-        wire.send(self._channel, header, [job.source, job.stdin, *job.files.values()])
+        wire.send(self._channel, header, [job.source, job.stdin, *job.files.values()], codec=wire.TRUSTED)
+
+    def start_session(self, job: Job, *, idle_s: float) -> None:
+        """Give the cage a job that stays for many exchanges; see `session.py` for the other side."""
+        try:
+            self._await_ready()
+            self._send(job, session={"idle_s": idle_s})
+        except wire.Closed:
+            raise Broken("the cage died") from None
+
+    def exchange(
+        self, header: dict[str, Any], blobs: list[bytes], *, timeout_s: float, limit: int
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        """Send a message and wait for the answer."""
+        try:
+            with contextlib.suppress(wire.Closed):  # what it said before it ended is still to be read
+                wire.send(self._channel, header, blobs, codec=wire.TRUSTED)
+            answer, contents = wire.receive(self._channel, timeout_s=timeout_s, limit=limit, codec=wire.TRUSTED)
+        except wire.Closed:
+            raise Broken("the cage died") from None
+        except (wire.Late, wire.Mangled) as error:
+            raise Broken(f"the cage hung or spoke nonsense ({error})") from None
+        if "failed" in answer:
+            raise CageFailure(f"sandbox: no cage could be built: {answer['failed']} (see rollkeel sandbox doctor)")
+        return answer, contents
+
+    def hang_up(self, timeout_s: float) -> bool:
+        """Close the channel and wait for the supervisor's own end, before which it ends everything in the cage."""
+        self._channel.close()
+        return bool(select.select([self._supervisor], [], [], timeout_s)[0])
 
     def close(self) -> None:
         """Let go of the cage; one that is still at work is killed, and its job with it."""

@@ -17,13 +17,10 @@ from typing import NoReturn
 
 from rollkeel.sandbox import identity, landlock, libc, root
 from rollkeel.sandbox.job import SOURCE_NAMES
+from rollkeel.sandbox.kinds import KINDS
 from rollkeel.sandbox.plan import OWN, Plan
 from rollkeel.sandbox.seccomp import Filter
 
-COMPILE = {
-    "c": 'gcc -O1 -o "$TMPDIR/program" main.c -lm </dev/null && exec "$TMPDIR/program" "$@"',
-    "c++": 'g++ -O1 -o "$TMPDIR/program" main.cpp </dev/null && exec "$TMPDIR/program" "$@"',
-}
 FIRST_LOOSE_FD = 5
 """Of a program's process in the making: its streams, what it says, and its order come before."""
 
@@ -43,14 +40,16 @@ class Cage:
     """Modules of this package, which a Python program is not to find imported."""
     group: int
     """Descriptor of the control group in which jobs get theirs, -1 without."""
+    path: str
+    """Where jobs find programs, this Python's folder aside."""
     scratch_base: str
     """Where jobs get their folders when they cannot have a file system of their own."""
 
 
-def environment(scratch: str) -> dict[str, str]:
+def environment(scratch: str, path: str) -> dict[str, str]:
     """All that a job has in its environment; nothing of the server's."""
     return {
-        "PATH": f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin",
+        "PATH": f"{os.path.dirname(sys.executable)}:{path}",
         "HOME": f"{scratch}/box",
         "TMPDIR": f"{scratch}/tmp",
         "LANG": "C.UTF-8",
@@ -86,7 +85,7 @@ def confine(cage: Cage, *, uid: int, scratch: str) -> None:
 
 def run(cage: Cage, kind: str, source: bytes, args: tuple[str, ...], scratch: str) -> NoReturn:
     """The program itself, in this process; never returns."""
-    env = environment(scratch)
+    env = environment(scratch, cage.path)
     if kind == "python":
         if scratch != root.SCRATCH:  # the fork server's own is that of a job in the private root
             os.environ.clear()
@@ -97,8 +96,7 @@ def run(cage: Cage, kind: str, source: bytes, args: tuple[str, ...], scratch: st
         _run_python(source, f"{scratch}/box/{SOURCE_NAMES['python']}", args)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and an exec would hand that on
         libc.on_signal(number, libc.DEFAULT)
-    argv = ["sh", SOURCE_NAMES["shell"]] if kind == "shell" else ["sh", "-c", COMPILE[kind], "sh"]
-    os.execve("/bin/sh", [*argv, *args], env)
+    os.execve("/bin/sh", ["sh", "-c", KINDS[kind].command, "sh", *args], env)
 
 
 def _run_python(source: bytes, path: str, args: tuple[str, ...]) -> NoReturn:

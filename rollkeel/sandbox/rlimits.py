@@ -32,7 +32,7 @@ def plan(limits: Limits, *, base_bytes: int, other_processes: int = 0) -> Planne
         "FSIZE": (file_bytes, file_bytes),
         "NOFILE": (OPEN_FILES, OPEN_FILES),
         "NPROC": (processes, processes),
-        "CORE": (0, 0),
+        "CORE": (1, 1),  # 0 would still hand a crash to a dump handler behind a pipe, 1 is its word for no
         "MEMLOCK": (0, 0),
         "MSGQUEUE": (0, 0),
         "SIGPENDING": (256, 256),
