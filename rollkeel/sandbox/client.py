@@ -28,6 +28,10 @@ class Broken(Exception):
     """A cage or its server died or hung: nothing is known about the job, which may be run again."""
 
 
+class Unbuilt(Broken):
+    """The cage died before it had the job, which has surely not run."""
+
+
 class CageFailure(RunStopped):
     """A layer that held when it was probed could not be put up. Never a verdict about the program."""
 
@@ -44,7 +48,10 @@ class Slot:
         """Header and byte strings of the result."""
         try:
             self._await_ready()
-            self._send(job)
+            try:
+                self._send(job)
+            except wire.Closed:
+                raise Unbuilt("the cage died before it had the job") from None
             limit = 4 * job.limits.output_bytes + (1 << 20)
             wait = job.limits.wall_s + 2 * GRACE_S
             header, blobs = wire.receive(self._channel, timeout_s=wait, limit=limit)
@@ -64,9 +71,9 @@ class Slot:
             self.server.kill()  # it is the server that did not fork, or could not any more
             raise Broken(f"no cage within {CAGE_DEADLINE_S:g} s") from None
         except ConnectionError:
-            raise Broken("the cage died") from None
+            raise Unbuilt("the cage died") from None
         if not said or not descriptors:
-            raise Broken("the cage died before it was ready")
+            raise Unbuilt("the cage died before it was ready")
         self._supervisor = descriptors[0]
 
     def _send(self, job: Job) -> None:
@@ -79,6 +86,16 @@ class Slot:
             "limits": asdict(job.limits),
         }
         wire.send(self._channel, header, [job.source, job.stdin, *job.files.values()])
+
+    @property
+    def built(self) -> bool:
+        """The fork server has done its part."""
+        return self._supervisor >= 0
+
+    def interrupt(self) -> None:
+        """From another thread: `run` raises `Broken` soon, whatever the cage does."""
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Let go of the cage; one that is still at work is killed, and its job with it."""
