@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rollkeel.errors import BadInput, RollkeelError, nearest
-from rollkeel.sandbox.job import Limits
+from rollkeel.errors import BadInput, nearest
+from rollkeel.sandbox.partition import Full, Partition
 
 MAX_LOSSES = 2
 """A job that lost its worker this often is given up."""
@@ -25,16 +25,6 @@ OPEN_S, BEAT_S = 120.0, 10.0
 SHORTEST_RETRY_S, LONGEST_RETRY_S = 0.05, 60.0
 MEMORY = 0.9
 """Weight of the past in the mean running time of a partition."""
-
-
-class Full(RollkeelError):
-    """The partition's queue is at its bound; the job was not taken."""
-
-    exit_code = 3
-
-    def __init__(self, message: str, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
 
 class Fate(enum.StrEnum):
@@ -53,38 +43,8 @@ class Worker(NamedTuple):
     """One place where jobs run, and which of its lives this is."""
 
     partition: str
-    index: int
+    number: int
     life: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Partition:
-    """A queue with workers of its own."""
-
-    name: str
-    workers: int = 2
-    queue: int = 1000
-    """Jobs that wait at most."""
-    limits: Limits = field(default_factory=Limits)
-    """Of jobs that name none of their own."""
-    ceiling: Limits = field(
-        default_factory=lambda: Limits(
-            wall_s=600.0,
-            cpu_s=1200.0,
-            memory_mb=8192,
-            processes=512,
-            file_mb=1024,
-            scratch_mb=2048,
-            output_bytes=1 << 25,
-        )
-    )
-    """The most that a job may ask for."""
-
-    def __post_init__(self) -> None:
-        if not self.name or len(self.name) > 64 or not all(c.isascii() and (c.isalnum() or c in "-_.") for c in self.name):
-            raise BadInput(f"sandbox partition {self.name[:80]!r}: expected up to 64 of a-z, A-Z, 0-9, '-', '_', '.'")
-        if self.workers < 1 or self.queue < 1:
-            raise BadInput(f"sandbox partition {self.name}: expected at least 1 worker and 1 place in the queue")
 
 
 @dataclass(frozen=True)
@@ -203,9 +163,9 @@ class Broker:
     def open(self, now: float) -> list[Action]:
         """Once, at the start: all workers."""
         return [
-            self._open(Worker(name, index, 0), now)
+            self._open(Worker(name, number, 0), now)
             for name, line in self._lines.items()
-            for index in range(line.config.workers)
+            for number in range(line.config.workers)
         ]
 
     def submit(
@@ -314,6 +274,13 @@ class Broker:
     def counts(self, partition: str) -> Counts:
         return self._lines[partition].counts
 
+    def figures(self, partition: str) -> dict[str, int]:
+        """Gauges and counts of one partition."""
+        line = self._line(partition)
+        counts = {name: getattr(line.counts, name) for name in ("accepted", "refused", "retried", "replaced")}
+        gauges = {"queued": line.waiting, "running": self.running(partition), "workers": line.config.workers}
+        return gauges | counts
+
     def queued(self, partition: str) -> int:
         return self._lines[partition].waiting
 
@@ -325,7 +292,7 @@ class Broker:
         return [
             {
                 "partition": p.worker.partition,
-                "index": p.worker.index,
+                "number": p.worker.number,
                 "state": "busy" if p.busy else "idle" if p.ready else "opening",
                 "lives": p.worker.life + 1,
                 "due_s": round(p.due - now, 3),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollkeel.errors import RollkeelError, RunStopped
+from rollkeel.errors import BadInput, RollkeelError, RunStopped
 from rollkeel.sandbox.client import CageFailure
 from rollkeel.sandbox.codec import decode_job, decode_result, encode_job, encode_result
 from rollkeel.sandbox.job import Job, Result, Status
@@ -23,6 +23,10 @@ MAX_KEPT, MAX_KEPT_BYTES = 50_000, 256 << 20
 
 class Conflict(RollkeelError):
     """An id that belongs to another job."""
+
+
+class Unknown(BadInput):
+    """An id of nothing that is here."""
 
 
 class State(enum.StrEnum):
@@ -71,6 +75,8 @@ class Record:
     state: State = State.QUEUED
     result: Result | None = None
     error: str = ""
+    former: int = 0
+    """How often it was started by servers that ended before it did."""
     broken: str = ""
     """Why its last run has no result, if that says nothing about the program."""
     handle: Handle | None = None
@@ -154,11 +160,12 @@ class Records:
         rows: dict[str, dict[str, Any]] = {}
         for row in self._ledger.load():
             if row["event"] == "accept":
-                rows[row["id"]] = row | {"started": False, "resumes": 0}
+                rows[row["id"]] = row | {"started": False, "resumes": 0, "starts": 0}
             elif row["id"] in rows:
                 known = rows[row["id"]]
                 if row["event"] == "start":
                     known["started"] = True
+                    known["starts"] += 1
                 elif row["event"] == "resume":
                     known["resumes"] += 1
                     known["started"] = False
@@ -216,7 +223,9 @@ class Records:
     def _recovered(self, row: dict[str, Any], now: float) -> Record | None:
         """A record that must run, or None: it ended, or nobody was promised anything."""
         id, end = row["id"], row.get("end")
-        record = Record(id, row["digest"], None, row["partition"], row["priority"], row["queue_s"], row["job"] is not None)
+        record = Record(
+            id, row["digest"], None, row["partition"], row["priority"], row["queue_s"], row["job"] is not None
+        )
         if end and "result" in end:
             self._keep(record, now, State.DONE, decode_result(end["result"]), "")
         elif end and record.kept:
@@ -227,8 +236,19 @@ class Records:
             why = f"it was running at the end of {MAX_RESUMES} servers"
             self.end(record, now, State.DONE, result=Result(status=Status.KILLED, reason=why, attempts=MAX_RESUMES))
         else:
-            record.job = decode_job(row["job"])
+            record.job, record.former = decode_job(row["job"]), row["starts"]
             if row["started"]:
                 self.note(id, "resume")
             return record
         return None
+
+
+def tell(future: Future[View], view: View) -> None:
+    """Nothing if nobody waits there any more."""
+    if future.set_running_or_notify_cancel():
+        future.set_result(view)
+
+
+def fail(future: Future[View], error: Exception) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_exception(error)

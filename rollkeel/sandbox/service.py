@@ -10,42 +10,29 @@ long as that is kept; so whoever lost an answer may ask again without the job ru
 from __future__ import annotations
 
 import contextlib
-import queue
-import re
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rollkeel.errors import BadInput, RollkeelError, RunStopped
-from rollkeel.sandbox.broker import Abandon, Action, Broker, End, Fate, Interrupt, Open, Partition, Start, Worker
-from rollkeel.sandbox.client import CageFailure
+from rollkeel.errors import BadInput, RunStopped
+from rollkeel.sandbox.broker import Abandon, Action, Broker, End, Fate, Interrupt, Open, Start, Worker
 from rollkeel.sandbox.codec import digest
+from rollkeel.sandbox.crew import Crew, Order, Outcome
 from rollkeel.sandbox.job import Job, Level, Limits, Result, Status
 from rollkeel.sandbox.metrics import Timings
-from rollkeel.sandbox.records import Conflict, Record, Records, State, View
-from rollkeel.sandbox.sandbox import Handle, Sandbox
+from rollkeel.sandbox.partition import QUEUE_S, Closing, Partition
+from rollkeel.sandbox.records import Conflict, Record, Records, State, Unknown, View, fail, tell
+from rollkeel.sandbox.sandbox import Handle
 
 GRACE_S = 20.0
 """Seconds beyond its wall limit after which a job's worker counts as hung: building a cage, reading results."""
 TICK_S = 0.1
-SLACK = 8
-"""Threads of workers that were given up and have not come back; with more of them the whole sandbox is replaced."""
-QUEUE_S = 600.0
-MAX_QUEUE_S = 86400.0
-PRIORITIES = range(-1000, 1001)
-ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-
-
-class Closing(RollkeelError):
-    """The service is about to end: it takes no more jobs, and this one has surely no result yet."""
-
-    exit_code = 3
 
 
 class Service:
@@ -66,25 +53,23 @@ class Service:
     ) -> None:
         self._broker = Broker(partitions)
         self._grace_s = grace_s
-        self._permits = sum(p.workers for p in partitions) + SLACK
         self._minimum = minimum
         self._lock = threading.Lock()
         self._after: list[Callable[[], object]] = []
         self._records = Records(state, keep_s=keep_s)
         self._timings = Timings(p.name for p in partitions)
-        self._boxes: dict[Worker, queue.SimpleQueue[tuple[Record, Handle, int] | None]] = {}
-        self._threads: set[threading.Thread] = set()
-        self._stuck: set[Worker] = set()
         self._draining = self._closed = False
         self._ended = threading.Event()
         self.gauges: dict[str, Callable[[], int]] = {}
         """Further figures for `metrics`, by name."""
-        self._sandbox = self._new_sandbox()
+        workers = sum(p.workers for p in partitions)
+        self._crew = Crew(workers, minimum, beat=self._beat, finish=self._finish)
         with self._step() as now:
             self._apply(self._broker.open(now), now)
             for record in self._records.recover(now):
                 self._resume(record, now)
-        self._spawn(self._watch, "watch")
+        self._clock = threading.Thread(target=self._watch, name="sandbox-clock", daemon=True)
+        self._clock.start()
 
     def __enter__(self) -> Service:
         return self
@@ -95,11 +80,12 @@ class Service:
     @property
     def level(self) -> Level:
         """Isolation of every job."""
-        return self._sandbox.level
+        return self._crew.sandbox.level
 
     @property
-    def sandbox(self) -> Sandbox:
-        return self._sandbox
+    def minimum(self) -> Level:
+        """Below it untrusted jobs are refused."""
+        return self._minimum
 
     @property
     def partitions(self) -> list[Partition]:
@@ -115,7 +101,13 @@ class Service:
         return self._config(partition).limits
 
     def run(
-        self, job: Job, *, partition: str | None = None, priority: int = 0, queue_s: float = QUEUE_S, id: str | None = None
+        self,
+        job: Job,
+        *,
+        partition: str | None = None,
+        priority: int = 0,
+        queue_s: float = QUEUE_S,
+        id: str | None = None,
     ) -> Result:
         """Submit and wait. Raises what `submit` raises, and `RunStopped` for a job that has no result."""
         name = self.submit(job, partition=partition, priority=priority, queue_s=queue_s, id=id, kept=False)
@@ -152,12 +144,12 @@ class Service:
         config = self._config(partition)
         names = [uuid.uuid4().hex if name is None else name for name in ids or [None] * len(jobs)]
         for job, name in zip(jobs, names, strict=True):
-            _check(job, name, config, priority, queue_s)
+            config.check(job, name, priority, queue_s)
         if len(set(names)) < len(names):
             raise BadInput("sandbox: two jobs of one request have the same id; give each its own")
         marks = [digest(job, config.name) for job in jobs]
         if any(job.untrusted for job in jobs):
-            self._sandbox.require()
+            self._crew.sandbox.require()
         with self._step() as now:
             if self._draining:
                 raise Closing("sandbox: the service is shutting down; ask again when it is back")
@@ -176,13 +168,23 @@ class Service:
                 self._enter(record, now)
         return names
 
+    def check(self, job: Job, partition: str | None = None) -> None:
+        """Raises what `submit` would raise for this job whatever the queue holds."""
+        self._config(partition).check(job)
+        if job.untrusted:
+            self._crew.sandbox.require()
+        if self._draining:
+            raise Closing("sandbox: the service is shutting down; ask again when it is back")
+
     def watch(self, id: str) -> Future[View]:
-        """How the job ends, when it does. Raises `BadInput` for an unknown id; the future raises `Closing`."""
+        """How the job ends, when it does. Raises `Unknown` for an id that is not here; the future raises `Closing`."""
         future: Future[View] = Future()
         with self._step():
             record = self._record(id)
             if record.ended:
                 future.set_result(record.view())
+            elif self._closed:
+                future.set_exception(Closing("sandbox: the service ended before the job did"))
             else:
                 record.waiters.add(future)
         return future
@@ -198,12 +200,12 @@ class Service:
                 self._apply(self._broker.cancel(now, id), now)
 
     def view(self, id: str) -> View:
-        """The job now. Raises `BadInput` for an unknown id."""
+        """The job now. Raises `Unknown` for an id that is not here."""
         with self._step():
             return self._record(id).view()
 
     def cancel(self, id: str) -> View:
-        """End a job that waits or runs; one that has ended stays as it is. Raises `BadInput` for an unknown id."""
+        """End a job that waits or runs; one that has ended stays as it is. Raises `Unknown` for an id that is not here."""
         with self._step() as now:
             record = self._record(id)
             self._apply(self._broker.cancel(now, id), now)
@@ -215,26 +217,26 @@ class Service:
             workers = self._broker.workers(time.monotonic())
             fault = self._records.fault
             ok = not (self._draining or fault)
-            return {"ok": ok, "draining": self._draining, "fault": fault, "level": _name(self.level), "workers": workers}
+            return {
+                "ok": ok,
+                "draining": self._draining,
+                "fault": fault,
+                "level": self.level.name.lower(),
+                "workers": workers,
+            }
 
     def metrics(self) -> dict[str, Any]:
         """By partition: gauges `queued`, `running`, `workers`; counts since the start; `latency` in seconds by stage."""
         with self._lock:
             rows = {}
             for config in self.partitions:
-                counts = self._broker.counts(config.name)
-                gone = {fate.value: counts.ended[fate] for fate in (Fate.CANCELLED, Fate.EXPIRED)}
-                rows[config.name] = {
-                    "queued": self._broker.queued(config.name),
-                    "running": self._broker.running(config.name),
-                    "workers": config.workers,
-                    "accepted": counts.accepted,
-                    "refused": counts.refused,
-                    "retried": counts.retried,
-                    "replaced": counts.replaced,
-                    "ended": dict(self._timings.statuses[config.name]) | gone,
+                ended = self._broker.counts(config.name).ended
+                gone = {fate.value: ended[fate] for fate in (Fate.CANCELLED, Fate.EXPIRED)}
+                timed = {
+                    "ended": self._timings.statuses[config.name] | gone,
                     "latency": self._timings.summary(config.name),
                 }
+                rows[config.name] = self._broker.figures(config.name) | timed
             kept = self._records.ended
         further = {name: gauge() for name, gauge in self.gauges.items()}
         common = {"kept_results": kept, "level": int(self.level), "started": self._timings.started, "terminals": 0}
@@ -255,14 +257,11 @@ class Service:
                 return
             self._closed = True
             self._ended.set()
+            error = Closing("sandbox: the service ended before the job did")
             for record in self._records.running():
-                for future in record.waiters:
-                    self._after.append(lambda f=future: _fail(f, Closing("sandbox: the service ended before the job did")))
-            for box in self._boxes.values():
-                box.put(None)
-        self._sandbox.close()
-        for thread in list(self._threads):
-            thread.join(timeout=10)
+                self._after.extend(partial(fail, future, error) for future in record.waiters)
+        self._crew.close()
+        self._clock.join(timeout=10)
         self._records.close()
 
     @contextlib.contextmanager
@@ -289,7 +288,7 @@ class Service:
     def _record(self, id: str) -> Record:
         record = self._records.get(id)
         if record is None:
-            raise BadInput(f"sandbox: no job with id {id[:64]!r}; it never was here or is forgotten")
+            raise Unknown(f"sandbox: no job with id {id[:64]!r}; it never was here or is forgotten")
         return record
 
     def _enter(self, record: Record, now: float) -> None:
@@ -329,26 +328,24 @@ class Service:
         for action in actions:
             match action:
                 case Open(worker):
-                    self._boxes[worker] = queue.SimpleQueue()
-                    self._spawn(self._work, "-".join(map(str, worker)), worker, self._boxes[worker])
+                    self._crew.open(worker)
                 case Start(worker, job, attempt):
-                    record = self._record(job)
-                    record.state, record.handle, record.broken = State.RUNNING, Handle(), ""
-                    self._records.note(job, "start", attempt=attempt)
-                    self._boxes[worker].put((record, record.handle, attempt))
+                    self._start(worker, self._record(job), attempt)
                 case Interrupt(_, job):
                     self._interrupt(job, "cancelled")
                 case Abandon(worker, job):
-                    self._boxes.pop(worker).put(None)
-                    self._stuck.add(worker)
+                    self._crew.abandon(worker)
                     if job is not None:
                         self._interrupt(job, "its worker hung")
                 case End():
                     self._end(action, now, result)
-        if len(self._stuck) > SLACK:
-            self._stuck.clear()
-            old, self._sandbox = self._sandbox, self._new_sandbox()
-            self._spawn(old.close, "close")
+
+    def _start(self, worker: Worker, record: Record, attempt: int) -> None:
+        assert record.job is not None
+        record.state, record.handle, record.broken = State.RUNNING, Handle(), ""
+        number = record.former + attempt
+        self._records.note(record.id, "start", attempt=number)
+        self._crew.start(worker, Order(record.id, record.job, record.handle, number))
 
     def _interrupt(self, job: str, why: str) -> None:
         handle = self._record(job).handle
@@ -371,44 +368,20 @@ class Service:
             self._timings.add(end.partition, status, end.waited_s, end.ran_s)
         view = record.view()
         waiters, record.waiters = record.waiters, set()
-        self._after.extend(lambda f=future: _tell(f, view) for future in waiters)
+        self._after.extend(partial(tell, future, view) for future in waiters)
 
-    def _work(self, worker: Worker, box: queue.SimpleQueue[tuple[Record, Handle, int] | None]) -> None:
-        """One life of a worker: a thread, for as long as its reports count."""
-        try:
-            while True:
-                with self._step() as now:
-                    self._apply(self._broker.beat(now, worker), now)
-                try:
-                    order = box.get(timeout=1.0)
-                except queue.Empty:
-                    continue
-                if order is None:
-                    return
-                record, handle, attempt = order
-                result, lost, broken = self._attempt(record, handle, attempt)
-                with self._step() as now:
-                    if self._closed:
-                        return  # what ends now was ended by the end of the service, and is no result
-                    if worker in self._boxes:
-                        record.broken = broken
-                    self._apply(self._broker.finish(now, worker, lost=lost), now, result)
-        finally:
-            with self._lock:
-                self._stuck.discard(worker)
-                self._threads.discard(threading.current_thread())
+    def _beat(self, worker: Worker) -> None:
+        with self._step() as now:
+            self._apply(self._broker.beat(now, worker), now)
 
-    def _attempt(self, record: Record, handle: Handle, attempt: int) -> tuple[Result | None, str, str]:
-        """Result; why there is none; and the same if that says nothing about the program."""
-        assert record.job is not None
-        try:
-            result = self._sandbox.run(record.job, handle)
-        except (RollkeelError, OSError) as error:
-            why = str(error)
-            return None, why, why if isinstance(error, CageFailure) or not handle.reason else ""
-        if result.status is Status.KILLED:
-            return None, result.reason, ""
-        return replace(result, attempts=attempt), "", ""
+    def _finish(self, worker: Worker, order: Order, outcome: Outcome) -> None:
+        with self._step() as now:
+            if self._closed:
+                return
+            record = self._records.get(order.id)
+            if record and record.handle is order.handle:
+                record.broken = outcome.broken
+            self._apply(self._broker.finish(now, worker, lost=outcome.lost), now, outcome.result)
 
     def _watch(self) -> None:
         while not self._ended.wait(TICK_S):
@@ -416,38 +389,3 @@ class Service:
                 if not self._closed:
                     self._apply(self._broker.tick(now), now)
                     self._records.forget(now)
-
-    def _new_sandbox(self) -> Sandbox:
-        return Sandbox(workers=self._permits, minimum=self._minimum, attempts=1)
-
-    def _spawn(self, target: Callable[..., None], name: str, *args: Any) -> None:
-        thread = threading.Thread(target=target, args=args, name=f"sandbox-{name}", daemon=True)
-        self._threads.add(thread)
-        thread.start()
-
-
-def _check(job: Job, name: str, config: Partition, priority: int, queue_s: float) -> None:
-    if not ID.fullmatch(name):
-        raise BadInput("sandbox: id: expected up to 64 of a-z, A-Z, 0-9, '-', '_', '.'")
-    if priority not in PRIORITIES:
-        raise BadInput(f"sandbox: priority: expected {PRIORITIES[0]} to {PRIORITIES[-1]}, got {priority}")
-    if not 0 < queue_s <= MAX_QUEUE_S:
-        raise BadInput(f"sandbox: queue_s: expected seconds up to {MAX_QUEUE_S:g}, got {queue_s}")
-    ceiling = asdict(config.ceiling)
-    for limit, value in asdict(job.limits).items():
-        if value > ceiling[limit]:
-            raise BadInput(f"sandbox: {limit}={value:g} is over the {ceiling[limit]:g} of partition {config.name}; ask for less")
-
-
-def _name(level: Level) -> str:
-    return level.name.lower()
-
-
-def _tell(future: Future[View], view: View) -> None:
-    if future.set_running_or_notify_cancel():
-        future.set_result(view)
-
-
-def _fail(future: Future[View], error: Exception) -> None:
-    if future.set_running_or_notify_cancel():
-        future.set_exception(error)
