@@ -115,6 +115,7 @@ class ForkServer:
         with theirs:
             self._process: subprocess.Popen[bytes] = spawn.python("server", theirs.fileno())
         self._encloses = "pid" in plan.namespaces
+        self._condemned = False
         self.surely_dead = False
         """It has ended, and every process of its cages is known to have ended before."""
         try:
@@ -136,7 +137,12 @@ class ForkServer:
         return self._process.pid
 
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return not self._condemned and self._process.poll() is None
+
+    def condemn(self) -> None:
+        """It hangs: it counts as dead from now on, and soon is. Does not wait for that."""
+        self._condemned = True
+        self._process.kill()  # the launcher, whose death takes the server along
 
     def order(self, uid: int) -> Slot:
         """Ask for a cage; it is built while the caller does something else."""

@@ -31,17 +31,18 @@ class Handle:
         self._slot: Slot | None = None
         self.reason = ""
 
-    def end(self, reason: str) -> None:
+    def end(self, reason: str, *, hung: bool = False) -> None:
+        """Does not wait. `hung`: it should have ended long ago; if it still waits for its cage, the fork server is at fault."""
         with self._lock:
             self.reason = reason
             if self._slot:
                 self._slot.interrupt()
+                if hung and not self._slot.built:
+                    self._slot.server.condemn()
 
     def hold(self, slot: Slot | None) -> None:
         """The cage that the job is in now."""
         with self._lock:
-            if self._slot and not slot and self.reason and not self._slot.built:
-                self._slot.server.kill()  # it is what the job waited for
             self._slot = slot
             if slot and self.reason:
                 slot.interrupt()

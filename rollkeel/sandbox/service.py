@@ -332,11 +332,11 @@ class Service:
                 case Start(worker, job, attempt):
                     self._start(worker, self._record(job), attempt)
                 case Interrupt(_, job):
-                    self._interrupt(job, "cancelled")
+                    self._interrupt(job, "cancelled", hung=False)
                 case Abandon(worker, job):
                     self._crew.abandon(worker)
                     if job is not None:
-                        self._interrupt(job, "its worker hung")
+                        self._interrupt(job, "its worker hung", hung=True)
                 case End():
                     self._end(action, now, result)
 
@@ -347,10 +347,9 @@ class Service:
         self._records.note(record.id, "start", attempt=number)
         self._crew.start(worker, Order(record.id, record.job, record.handle, number))
 
-    def _interrupt(self, job: str, why: str) -> None:
-        handle = self._record(job).handle
-        if handle:
-            self._after.append(lambda: handle.end(why))
+    def _interrupt(self, job: str, why: str, *, hung: bool) -> None:
+        if handle := self._record(job).handle:
+            handle.end(why, hung=hung)
 
     def _end(self, end: End, now: float, result: Result | None) -> None:
         record = self._record(end.job)
