@@ -20,6 +20,7 @@ from rollkeel.errors import BadInput
 MAX_BODY_BYTES = 64 << 20
 BODY_S = 120.0
 """Seconds within which a request's body must have come."""
+DISCARD_BYTES, DISCARD_S = 1 << 28, 10.0
 TOKEN_VARIABLE = "ROLLKEEL_SANDBOX_TOKEN"
 SHORTEST_TOKEN = 16
 
@@ -77,12 +78,13 @@ class Guard:
             return
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if not self._known(headers):
+            await _discard(receive)
             message = "expected the header 'Authorization: Bearer TOKEN' with this server's token"
             await _refuse(send, 401, message, "unauthorized", {"www-authenticate": "Bearer"})
             return
         said = [value for name, value in headers if name == b"content-length"]
         if any(value.isdigit() and int(value[:20]) > self._max_bytes for value in said):
-            await self._too_large(send)
+            await self._too_large(receive, send)
             return
         body = bytearray()
         try:
@@ -93,7 +95,7 @@ class Guard:
                         return
                     body += message.get("body", b"")
                     if len(body) > self._max_bytes:
-                        await self._too_large(send)
+                        await self._too_large(receive, send)
                         return
                     if not message.get("more_body", False):
                         break
@@ -109,9 +111,24 @@ class Guard:
         scheme, _, token = given[0].partition(b" ")
         return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._wanted)
 
-    async def _too_large(self, send: Any) -> None:
+    async def _too_large(self, receive: Any, send: Any) -> None:
+        await _discard(receive)
         message = f"the body is over {self._max_bytes} bytes; send less or raise --max-request-mb"
         await _refuse(send, 413, message, "too_large")
+
+
+async def _discard(receive: Any) -> None:
+    """Read what is still coming, within reason: most clients look at no answer before they have sent everything."""
+    left = DISCARD_BYTES
+    try:
+        async with asyncio.timeout(DISCARD_S):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        return
 
 
 def _again(body: bytes, receive: Any) -> Any:
@@ -129,7 +146,7 @@ def _again(body: bytes, receive: Any) -> Any:
 
 
 async def _refuse(send: Any, status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> None:
-    """The connection is closed after it: what is left of the body is not waited for."""
+    """The connection is closed after it, as the body may not have come to its end."""
     body = error_body(message, code)
     common = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
     pairs = [(k.encode(), v.encode()) for k, v in (common | dict(headers or {})).items()]

@@ -55,7 +55,7 @@ class Server:
         command = [sys.executable, "-m", "rollkeel", "sandbox", "serve", "--port", str(self.port)]
         command += ["--state", str(self.state), "--token-file", str(self.folder / "token"), *self.words]
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd="/")
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0, env=environment, cwd="/")
         assert self.process.stdout is not None
         self.said = []
         while not self.said or not self.said[-1].startswith("state:"):
@@ -64,7 +64,7 @@ class Server:
             )
             line = self.process.stdout.readline()
             assert line, f"the server ended; it said {self.said}"
-            self.said.append(line.strip())
+            self.said.append(line.decode().strip())
 
     @property
     def pid(self) -> int:
