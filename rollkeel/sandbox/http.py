@@ -11,7 +11,6 @@ import contextlib
 import json
 import math
 from collections.abc import AsyncIterator
-from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Path, Query, Request
@@ -23,7 +22,7 @@ from rollkeel import __version__
 from rollkeel.errors import RollkeelError
 from rollkeel.sandbox import cases, metrics
 from rollkeel.sandbox import schemas as s
-from rollkeel.sandbox.codec import decode_bytes, decode_job, encode_bytes, encode_result
+from rollkeel.sandbox.codec import decode_bytes, decode_job, encode_result
 from rollkeel.sandbox.describe import describe
 from rollkeel.sandbox.guard import MAX_BODY_BYTES, Guard, error_body
 from rollkeel.sandbox.job import Job, Refused
@@ -166,9 +165,9 @@ def _terminals(app: FastAPI, service: Service, sessions: Sessions) -> None:
     )
     def open_(body: s.TerminalIn) -> Json:
         """A shell of its own, with a file system that is thrown away; closed when it is not used for long."""
-        job = decode_job({"source": "", "limits": _limits(body.limits)}, service.defaults(body.partition))
-        service.check(job, body.partition)
-        return Json({"id": sessions.open(job.limits)}, 201)
+        asked = _limits(body.limits)
+        service.check(decode_job({"source": "", "limits": asked}), body.partition)
+        return Json({"id": sessions.open(asked)}, 201)
 
     @app.post(
         "/v1/terminals/{id}/exec",
@@ -179,9 +178,11 @@ def _terminals(app: FastAPI, service: Service, sessions: Sessions) -> None:
     def exec_(id: Id, body: s.CommandIn) -> Json:
         """Send one command line and wait for its end."""
         done = sessions.exec(id, body.command, body.timeout_s)
-        return Json(asdict(done) | {"output": encode_bytes(done.output)})
+        return Json(encode_result(done.result) | {"alive": done.alive})
 
-    @app.delete("/v1/terminals/{id}", response_model=s.ClosedOut, responses=answers(404), operation_id="terminal_close")
+    @app.delete(
+        "/v1/terminals/{id}", response_model=s.ClosedOut, responses=answers(404, 409), operation_id="terminal_close"
+    )
     def close(id: Id) -> Json:
         """End the shell and everything in it."""
         sessions.close(id)
@@ -343,7 +344,7 @@ def _plain(data: s.Bytes) -> Any:
     return data if isinstance(data, str) else {"base64": data.base64}
 
 
-def _limits(limits: s.LimitsIn | None) -> dict[str, Any]:
+def _limits(limits: s.LimitsIn | s.TerminalLimitsIn | None) -> dict[str, Any]:
     return limits.model_dump(exclude_none=True) if limits else {}
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import anyio.to_thread
@@ -20,7 +19,7 @@ from starlette.applications import Starlette
 from rollkeel import __version__
 from rollkeel.errors import RollkeelError
 from rollkeel.sandbox import cases
-from rollkeel.sandbox.codec import decode_bytes, decode_job, encode_bytes, encode_result
+from rollkeel.sandbox.codec import decode_bytes, decode_job, encode_result
 from rollkeel.sandbox.describe import describe
 from rollkeel.sandbox.guard import MAX_BODY_BYTES
 from rollkeel.sandbox.job import KINDS, PRELOADS, Job, Result
@@ -119,17 +118,17 @@ def _terminals(server: MCPServer, service: Service, sessions: Sessions) -> None:
     @server.tool()
     async def terminal_open(memory_mb: Memory = None, partition: Where = None) -> dict[str, str]:
         """Open a shell in isolation, with a file system that is thrown away. Returns its id."""
-        job = _job(service, {"source": ""}, None, memory_mb, partition)
+        asked = {} if memory_mb is None else {"memory_mb": memory_mb}
         with _told():
-            service.check(job, partition)
-            return {"id": await anyio.to_thread.run_sync(sessions.open, job.limits)}
+            service.check(decode_job({"source": "", "limits": asked}), partition)
+            return {"id": await anyio.to_thread.run_sync(sessions.open, asked)}
 
     @server.tool()
     async def terminal_exec(id: str, command: str, timeout_s: Annotated[float, Field(gt=0)] = 10.0) -> dict[str, Any]:
         """Send one command line to an open shell and return what it printed and its exit code."""
         with _told():
             done = await anyio.to_thread.run_sync(sessions.exec, id, command, timeout_s)
-        return asdict(done) | {"output": encode_bytes(done.output)}
+        return encode_result(done.result) | {"alive": done.alive}
 
     @server.tool()
     async def terminal_close(id: str) -> dict[str, str]:

@@ -94,9 +94,19 @@ class TestsIn(JobIn, _Placed):
     cases: list[CaseIn] = Field(min_length=1, max_length=MAX_BATCH)
 
 
+class TerminalLimitsIn(_In):
+    """Of the whole session, output of one command. Time is limited by command and by idleness."""
+
+    memory_mb: Amount = None
+    processes: Amount = None
+    file_mb: Amount = None
+    scratch_mb: Amount = None
+    output_bytes: Amount = None
+
+
 class TerminalIn(_In):
-    partition: str | None = Field(default=None, description="Whose limits hold.")
-    limits: LimitsIn | None = None
+    partition: str | None = Field(default=None, description="Whose ceiling holds.")
+    limits: TerminalLimitsIn | None = None
 
 
 class CommandIn(_In):
@@ -152,11 +162,9 @@ class TerminalOut(BaseModel):
     id: str
 
 
-class ExchangeOut(BaseModel):
-    output: Bytes
-    exit_code: int | None
-    timed_out: bool
-    truncated: bool
+class ExchangeOut(ResultOut):
+    """How a command ended, and whether the session takes further ones."""
+
     alive: bool
 
 

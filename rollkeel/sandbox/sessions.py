@@ -6,12 +6,12 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from rollkeel.errors import BadInput
-from rollkeel.sandbox.job import Limits
+from rollkeel.sandbox.job import Result
 from rollkeel.sandbox.partition import Full
 from rollkeel.sandbox.records import Conflict, Unknown
 
@@ -24,13 +24,8 @@ MAX_COMMAND_S = 600.0
 class Exchange:
     """What came of one command."""
 
-    output: bytes
-    """Standard output and standard error as they came."""
-    exit_code: int | None = None
-    """None if the command was still running at its time limit, or ended the session."""
-    timed_out: bool = False
-    truncated: bool = False
-    alive: bool = True
+    result: Result
+    alive: bool
     """The session takes further commands."""
 
 
@@ -50,10 +45,10 @@ class _Open:
 
 
 class Sessions:
-    """By id; thread-safe. `factory` opens one under limits; None where there is none."""
+    """By id; thread-safe. `factory` opens one under the limits it is given; None where there are no sessions."""
 
     def __init__(
-        self, factory: Callable[[Limits], Session] | None, *, most: int = MAX_OPEN, idle_s: float = IDLE_S
+        self, factory: Callable[[Mapping[str, int]], Session] | None, *, most: int = MAX_OPEN, idle_s: float = IDLE_S
     ) -> None:
         self._factory, self._most, self._idle_s = factory, most, idle_s
         self._lock = threading.Lock()
@@ -69,8 +64,8 @@ class Sessions:
     def count(self) -> int:
         return len(self._open) + self._opening
 
-    def open(self, limits: Limits) -> str:
-        """Raises `Full` when as many are open as may be, `Unknown` where there are none at all."""
+    def open(self, limits: Mapping[str, int]) -> str:
+        """`limits`: those that are not the usual ones. Raises `Full` when as many are open as may be, `Unknown` where there are none at all."""
         if self._factory is None or self._most < 1:
             raise Unknown("sandbox: this service has no terminal sessions")
         with self._lock:
@@ -99,32 +94,36 @@ class Sessions:
         with self._using(id) as entry:
             done = entry.session.exec(command, timeout_s)
         if not done.alive:
-            with contextlib.suppress(Unknown):
+            with contextlib.suppress(Unknown, Conflict):
                 self.close(id)
         return done
 
     def close(self, id: str) -> None:
-        """Raises `Unknown` for a session that is not open. One at work is ended as well."""
+        """Raises `Unknown` for a session that is not open, `Conflict` while it is at a command."""
         with self._lock:
-            entry = self._open.pop(id, None)
-        if entry is None:
-            raise Unknown(f"sandbox: no terminal session {id[:64]!r}; it never was open or is closed")
+            entry = self._idle(id)
+            del self._open[id]
         entry.session.close()
 
     def close_all(self) -> None:
         self._ended.set()
         for id in list(self._open):
-            with contextlib.suppress(Unknown):
+            with contextlib.suppress(Unknown, Conflict):  # one at work ends with the sandbox
                 self.close(id)
+
+    def _idle(self, id: str) -> _Open:
+        """Lock held."""
+        entry = self._open.get(id)
+        if entry is None:
+            raise Unknown(f"sandbox: no terminal session {id[:64]!r}; it never was open or is closed")
+        if entry.busy:
+            raise Conflict("sandbox: the session is at another command; wait for its end")
+        return entry
 
     @contextlib.contextmanager
     def _using(self, id: str) -> Iterator[_Open]:
         with self._lock:
-            entry = self._open.get(id)
-            if entry is None:
-                raise Unknown(f"sandbox: no terminal session {id[:64]!r}; it never was open or is closed")
-            if entry.busy:
-                raise Conflict("sandbox: the session is at another command; wait for its end")
+            entry = self._idle(id)
             entry.busy = True
         try:
             yield entry
@@ -137,10 +136,10 @@ class Sessions:
             with self._lock:
                 old = [id for id, entry in self._open.items() if not entry.busy and entry.used < until]
             for id in old:
-                with contextlib.suppress(Unknown):
+                with contextlib.suppress(Unknown, Conflict):
                     self.close(id)
 
 
-def factory(service: object) -> Callable[[Limits], Session] | None:
+def factory(service: object) -> Callable[[Mapping[str, int]], Session] | None:
     """How this version opens terminal sessions; None if it has none."""
     return None
