@@ -15,7 +15,10 @@ from rollkeel.errors import BadInput, nearest
 
 app = typer.Typer(no_args_is_help=True, help="Run programs that nobody has read, away from this machine's files.")
 
-KIND_BY_SUFFIX = {".py": "python", ".sh": "shell", ".c": "c", ".cpp": "c++", ".cc": "c++"}
+KIND_BY_SUFFIX = {
+    ".py": "python", ".sh": "shell", ".c": "c", ".cpp": "c++", ".cc": "c++", ".rs": "rust", ".js": "javascript",
+    ".mjs": "javascript", ".java": "java",
+}  # fmt: skip
 LEVELS = ("none", "restricted", "namespaces", "full")
 REPORT = {
     "timeout": "killed after {limits.wall_s:g} s",
@@ -28,7 +31,7 @@ REPORT = {
 
 @app.command()
 def run(
-    file: Annotated[Path, typer.Argument(help="A program: .py, .sh, .c, .cpp.")],
+    file: Annotated[Path, typer.Argument(help=f"A program: {', '.join(KIND_BY_SUFFIX)}.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="Its arguments.")] = None,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds until it is killed.")] = 10.0,
     memory: Annotated[int, typer.Option(min=1, help="MB of memory for all its processes.")] = 512,
@@ -74,17 +77,24 @@ def run(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> int:
-    """Which layers hold on this machine, each tried for real, and the isolation level. Exit code 1 below `namespaces`."""
-    from rollkeel.sandbox import Level, probe
+    """Which layers hold on this machine, each tried for real, the isolation level, and the kinds of programs it can run.
+
+    Exit code 1 below `namespaces`.
+    """
+    from rollkeel.sandbox import Level, kinds, probe
 
     found = probe()
     level = found.plan().level
+    programs = kinds.doctor()
     if as_json:
         layers = {f.layer: {"holds": f.holds, "how": f.how} for f in found.findings}
-        print(json.dumps({"level": level.name.lower(), "root": found.root, "layers": layers}))
+        able = {name: {"runs": runs, "how": how} for name, (runs, how) in programs.items()}
+        print(json.dumps({"level": level.name.lower(), "root": found.root, "layers": layers, "kinds": able}))
     else:
         for finding in found.findings:
             print(f"{finding.layer:<13} {'yes' if finding.holds else 'no':<4} {finding.how}")
+        for name, (runs, how) in programs.items():
+            print(f"{name:<13} {'yes' if runs else 'no':<4} {how}")
         print(f"isolation level: {level.name.lower()}")
     return 0 if level >= Level.NAMESPACES else 1
 
@@ -104,6 +114,7 @@ def serve(
     ] = None,
     queue: Annotated[int, typer.Option(min=1, help="Jobs that wait in a partition at most.")] = 1000,
     minimum: Annotated[str, typer.Option(help="Refuse below this level: restricted, namespaces, full.")] = "namespaces",
+    backend: Annotated[str, typer.Option(help="auto, native, bubblewrap, gvisor.")] = "auto",
     state: Annotated[Path | None, typer.Option(help="Folder for what must outlive a restart.")] = None,
     terminals: Annotated[int, typer.Option(min=0, help="Terminal sessions open at most.")] = 8,
     max_request_mb: Annotated[int, typer.Option(min=1, max=1024, help="Largest request.")] = 64,
@@ -124,6 +135,7 @@ def serve(
             partitions=tuple(partition or ()),
             queue=queue,
             minimum=minimum,
+            backend=backend,
             state=state,
             terminals=terminals,
             max_request_mb=max_request_mb,

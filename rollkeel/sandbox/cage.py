@@ -13,13 +13,13 @@ import signal
 import socket
 import stat
 import struct
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from rollkeel.sandbox import identity, libc, payload, root, tree, wire
+from rollkeel.sandbox import identity, libc, payload, root, session, tree, wire
 from rollkeel.sandbox.job import MAX_JOB_BYTES, SOURCE_NAMES, Job, Limits
 from rollkeel.sandbox.payload import Cage
 from rollkeel.sandbox.plan import MAPPED, OWN
-from rollkeel.sandbox.watch import READY, Child, Outcome, watch
+from rollkeel.sandbox.watch import READY, Child, watch
 
 NAMESPACE_FLAG = {
     "pid": libc.CLONE_NEWPID,
@@ -70,7 +70,10 @@ def _serve(channel: socket.socket, cage: Cage, uid: int) -> None:
     scratch = _scratch(cage, job, uid)
     try:
         _write_files(cage, job, uid, scratch)
-        outcome = _run(cage, job, uid, scratch)
+        if "session" in header:
+            _converse(channel, cage, job, uid, scratch, header["session"])
+            return
+        outcome = watch(_start(cage, job, uid, scratch), job, active=cage.plan.watch)
         files = collect(job, f"{scratch}/box") if job.collect else {}
     finally:
         if scratch != root.SCRATCH:
@@ -128,8 +131,15 @@ def _write_files(cage: Cage, job: Job, uid: int, scratch: str) -> None:
             os.chown(path, uid, uid, follow_symlinks=False)
 
 
-def _run(cage: Cage, job: Job, uid: int, scratch: str) -> Outcome:
-    """Fork the init, see the program started, watch it to its end. Afterwards no process of the job is left."""
+def _converse(channel: socket.socket, cage: Cage, job: Job, uid: int, scratch: str, how: dict[str, Any]) -> None:
+    """A terminal session in place of a job that is watched to its end."""
+    said = session.make_status_pipe(scratch, uid if cage.plan.identity == OWN else None)
+    child = _start(cage, job, uid, scratch)
+    session.converse(child, job, channel, idle_s=how["idle_s"], said=said, active=cage.plan.watch)
+
+
+def _start(cage: Cage, job: Job, uid: int, scratch: str) -> Child:
+    """Fork the init and have it start the program."""
     pipes = {name: os.pipe2(os.O_CLOEXEC) for name in ("stdin", "stdout", "stderr", "setup", "status", "go")}
     tasks = 0 if cage.plan.identity != "shared" else _tasks_of(os.getuid())
     pid = os.fork()
@@ -151,7 +161,7 @@ def _run(cage: Cage, job: Job, uid: int, scratch: str) -> Outcome:
     )
     os.write(pipes["go"][1], b"g")
     os.close(pipes["go"][1])
-    return watch(child, job, active=cage.plan.watch)
+    return child
 
 
 def _tasks_of(uid: int) -> int:
@@ -173,6 +183,7 @@ def _init(cage: Cage, job: Job, uid: int, scratch: str, tasks: int, pipes: dict[
         os.close(pipes["go"][1])
         if os.read(pipes["go"][0], 1) != b"g":  # the supervisor died before the line above took hold
             os._exit(1)
+        os.setsid()  # one process group, with the number of the init, for all that does not leave it
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 is spared the signals that it has no handler for
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
             file.write("1000")  # where the machine runs out of memory, a job goes before anything of its owner's
@@ -205,7 +216,6 @@ def _program(cage: Cage, job: Job, uid: int, scratch: str, tasks: int, pipes: di
             os.dup2(descriptor, target, inheritable=True)
         libc.close_range(SETUP_FD + 1)
         os.set_inheritable(SETUP_FD, False)
-        os.setsid()
         try:
             payload.confine(cage, job, uid=uid, scratch=scratch, tasks_of_uid=tasks)
         except OSError as error:

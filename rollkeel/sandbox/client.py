@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import time
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 from rollkeel.errors import RunStopped
 from rollkeel.sandbox import spawn, wire
-from rollkeel.sandbox.job import Job
+from rollkeel.sandbox.job import Job, Limits
 from rollkeel.sandbox.plan import Plan
 
 START_DEADLINE_S = 120.0
@@ -76,14 +77,15 @@ class Slot:
             raise Unbuilt("the cage died before it was ready")
         self._supervisor = descriptors[0]
 
-    def _send(self, job: Job) -> None:
+    def _send(self, job: Job, **more: Any) -> None:
         self._channel.settimeout(CAGE_DEADLINE_S)
         header = {
             "kind": job.kind,
             "files": list(job.files),
             "args": job.args,
             "collect": job.collect,
-            "limits": asdict(job.limits),
+            "limits": {field.name: getattr(job.limits, field.name) for field in fields(Limits)},
+            **more,
         }
         wire.send(self._channel, header, [job.source, job.stdin, *job.files.values()])
 
@@ -96,6 +98,35 @@ class Slot:
         """From another thread: `run` raises `Broken` soon, whatever the cage does."""
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
+
+    def start_session(self, job: Job, *, idle_s: float) -> None:
+        """Give the cage a job that stays for many exchanges; see `session.py` for the other side."""
+        try:
+            self._await_ready()
+            self._send(job, session={"idle_s": idle_s})
+        except wire.Closed:
+            raise Broken("the cage died") from None
+
+    def exchange(
+        self, header: dict[str, Any], blobs: list[bytes], *, timeout_s: float, limit: int
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        """Send a message and wait for the answer."""
+        try:
+            with contextlib.suppress(wire.Closed):  # what it said before it ended is still to be read
+                wire.send(self._channel, header, blobs)
+            answer, contents = wire.receive(self._channel, timeout_s=timeout_s, limit=limit)
+        except wire.Closed:
+            raise Broken("the cage died") from None
+        except (wire.Late, wire.Mangled) as error:
+            raise Broken(f"the cage hung or spoke nonsense ({error})") from None
+        if "failed" in answer:
+            raise CageFailure(f"sandbox: no cage could be built: {answer['failed']} (see rollkeel sandbox doctor)")
+        return answer, contents
+
+    def hang_up(self, timeout_s: float) -> bool:
+        """Close the channel and wait for the supervisor's own end, before which it ends everything in the cage."""
+        self._channel.close()
+        return bool(select.select([self._supervisor], [], [], timeout_s)[0])
 
     def close(self) -> None:
         """Let go of the cage; one that is still at work is killed, and its job with it."""

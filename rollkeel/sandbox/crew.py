@@ -47,11 +47,12 @@ class Crew:
         self,
         workers: int,
         minimum: Level,
+        backend: str,
         *,
         beat: Callable[[Worker], None],
         finish: Callable[[Worker, Order, Outcome], None],
     ) -> None:
-        self._permits, self._minimum = workers + SLACK, minimum
+        self._permits, self._minimum, self._backend = workers + SLACK, minimum, backend
         self._beat, self._finish = beat, finish
         self._lock = threading.Lock()
         self._boxes: dict[Worker, queue.SimpleQueue[Order | None]] = {}
@@ -122,7 +123,7 @@ class Crew:
         return Outcome(result=replace(result, attempts=order.attempt))
 
     def _new_sandbox(self) -> Sandbox:
-        return Sandbox(workers=self._permits, minimum=self._minimum, attempts=1)
+        return Sandbox(workers=self._permits, minimum=self._minimum, backend=self._backend, attempts=1)
 
     def _spawn(self, target: Callable[..., None], *args: Any) -> None:
         name = "-".join(("sandbox", *map(str, args[0] if args else ())))

@@ -26,6 +26,7 @@ from rollkeel.sandbox.codec import decode_bytes, decode_job, encode_result
 from rollkeel.sandbox.describe import describe
 from rollkeel.sandbox.guard import MAX_BODY_BYTES, Guard, error_body
 from rollkeel.sandbox.job import Job, Refused
+from rollkeel.sandbox.kinds import MissingTool
 from rollkeel.sandbox.partition import Closing, Full
 from rollkeel.sandbox.records import Conflict, State, Unknown, View
 from rollkeel.sandbox.service import Service
@@ -34,6 +35,12 @@ from rollkeel.sandbox.sessions import Sessions
 MAX_WAIT_S = 60.0
 Id = Annotated[str, Path(pattern=s.ID_PATTERN)]
 CODES = {400: "malformed", 404: "unknown", 405: "method", 422: "invalid"}
+KINDS_OF_ERRORS = (
+    (Conflict, 409, "conflict"),
+    (Refused, 403, "refused"),
+    (Unknown, 404, "unknown"),
+    (MissingTool, 422, "missing_tool"),
+)
 WHEN = {
     400: "The body is no JSON.",
     401: "No token or a wrong one.",
@@ -246,7 +253,7 @@ def problem(error: RollkeelError) -> Response:
         return _error(429, str(error), "full", retry_after_s=error.retry_after_s)
     if isinstance(error, Closing):
         return _error(503, str(error), "closing", retry_after_s=1.0)
-    for kind, status, code in ((Conflict, 409, "conflict"), (Refused, 403, "refused"), (Unknown, 404, "unknown")):
+    for kind, status, code in KINDS_OF_ERRORS:
         if isinstance(error, kind):
             return _error(status, str(error), code)
     return (

@@ -17,13 +17,10 @@ from typing import NoReturn
 
 from rollkeel.sandbox import identity, landlock, libc, rlimits, root
 from rollkeel.sandbox.job import SOURCE_NAMES, Job
+from rollkeel.sandbox.kinds import KINDS, STANDARD_PATH
 from rollkeel.sandbox.plan import MAPPED, OWN, Plan
 from rollkeel.sandbox.seccomp import Filter
 
-COMPILE = {
-    "c": 'gcc -O1 -o "$TMPDIR/program" main.c -lm </dev/null && exec "$TMPDIR/program" "$@"',
-    "c++": 'g++ -O1 -o "$TMPDIR/program" main.cpp </dev/null && exec "$TMPDIR/program" "$@"',
-}
 CAGE_PROCESSES = 2
 """Supervisor and init, which share the job's user namespace and so its count of processes."""
 
@@ -46,7 +43,7 @@ class Cage:
 def environment(scratch: str) -> dict[str, str]:
     """All that a job has in its environment; nothing of the server's."""
     return {
-        "PATH": f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin",
+        "PATH": f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', STANDARD_PATH)}",
         "HOME": f"{scratch}/box",
         "TMPDIR": f"{scratch}/tmp",
         "LANG": "C.UTF-8",
@@ -67,7 +64,8 @@ def confine(cage: Cage, job: Job, *, uid: int, scratch: str, tasks_of_uid: int) 
     os.chdir(f"{scratch}/box")
     if plan.rlimits:
         allowed = job.limits.processes + {OWN: 0, MAPPED: CAGE_PROCESSES}.get(plan.identity, tasks_of_uid)
-        rlimits.apply(rlimits.plan(replace(job.limits, processes=allowed), base_bytes=cage.base_bytes))
+        base = cage.base_bytes + KINDS[job.kind].address_mb * rlimits.MB
+        rlimits.apply(rlimits.plan(replace(job.limits, processes=allowed), base_bytes=base))
     identity.become(uid if plan.identity == OWN else None)
     libc.prctl(libc.PR_SET_DUMPABLE, 1)  # lost with the uid; without it a process may not look into its own /proc/self
     if (
@@ -91,8 +89,7 @@ def run(cage: Cage, job: Job, scratch: str) -> NoReturn:
         _run_python(job, f"{scratch}/box/{SOURCE_NAMES['python']}", [f"{scratch}/box", *cage.sys_path])
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and an exec would hand that on
         signal.signal(number, signal.SIG_DFL)
-    argv = ["sh", SOURCE_NAMES["shell"]] if job.kind == "shell" else ["sh", "-c", COMPILE[job.kind], "sh"]
-    os.execve("/bin/sh", [*argv, *job.args], env)
+    os.execve("/bin/sh", ["sh", "-c", KINDS[job.kind].command, "sh", *job.args], env)
 
 
 def _run_python(job: Job, path: str, sys_path: list[str]) -> NoReturn:

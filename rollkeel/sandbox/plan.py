@@ -12,6 +12,8 @@ from rollkeel.sandbox.job import Level
 OWN, MAPPED, SHARED = "own", "mapped", "shared"
 """Whose uid a job has: one of its own, the server's behind a user namespace, or plainly the server's."""
 NAMESPACES = ("pid", "mount", "net", "ipc", "uts")
+TRUNCATION_SINCE = 3
+"""Landlock ABI before which any file of the same user can be emptied by its path."""
 LAYERS = ("user", *NAMESPACES, "capabilities", "rlimits", "landlock", "seccomp", "watch")
 """In the order in which they are reported. `user` is the uid, `mount` the private root, `watch` the group's memory and CPU."""
 
@@ -35,7 +37,7 @@ class Plan:
         walls = self.seccomp and self.rlimits and self.capabilities and self.watch
         if walls and self.namespaces >= set(NAMESPACES) and self.identity != SHARED:
             return Level.FULL if self.identity == OWN else Level.NAMESPACES
-        return Level.RESTRICTED if walls and self.landlock else Level.NONE
+        return Level.RESTRICTED if walls and self.landlock >= TRUNCATION_SINCE else Level.NONE
 
     def isolation(self, uid: int) -> dict[str, str]:
         """Layer → how it holds, for a job with this uid on the host."""

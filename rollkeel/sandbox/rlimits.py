@@ -33,7 +33,7 @@ def plan(limits: Limits, *, base_bytes: int) -> tuple[Rlimit, ...]:
         Rlimit("FSIZE", file_bytes, file_bytes),
         Rlimit("NOFILE", OPEN_FILES, OPEN_FILES),
         Rlimit("NPROC", limits.processes, limits.processes),
-        Rlimit("CORE", 0, 0),
+        Rlimit("CORE", 1, 1),  # 0 would still hand a crash to a dump handler behind a pipe, 1 is its word for no
         Rlimit("MEMLOCK", 0, 0),
         Rlimit("MSGQUEUE", 0, 0),
         Rlimit("SIGPENDING", 256, 256),

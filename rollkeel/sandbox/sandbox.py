@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from rollkeel.errors import BadInput
-from rollkeel.sandbox import tree
+from rollkeel.sandbox import enclosure, kinds, tree
 from rollkeel.sandbox.client import Broken, CageFailure, ForkServer, Slot, Unbuilt
+from rollkeel.sandbox.enclosure import Box, Boxes, Enclosure
 from rollkeel.sandbox.identity import UidBlock
 from rollkeel.sandbox.job import Job, Level, Refused, Result, Status
-from rollkeel.sandbox.plan import OWN
+from rollkeel.sandbox.plan import OWN, Plan
 from rollkeel.sandbox.probing import probe
 
 ATTEMPTS = 2
@@ -28,7 +29,7 @@ class Handle:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._slot: Slot | None = None
+        self._slot: Slot | Box | None = None
         self.reason = ""
 
     def end(self, reason: str, *, hung: bool = False) -> None:
@@ -37,10 +38,10 @@ class Handle:
             self.reason = reason
             if self._slot:
                 self._slot.interrupt()
-                if hung and not self._slot.built:
+                if hung and isinstance(self._slot, Slot) and not self._slot.built:
                     self._slot.server.condemn()
 
-    def hold(self, slot: Slot | None) -> None:
+    def hold(self, slot: Slot | Box | None) -> None:
         """The cage that the job is in now."""
         with self._lock:
             self._slot = slot
@@ -52,7 +53,9 @@ class Sandbox:
     """Runs jobs, at most `workers` at a time; `run` may be called from any number of threads.
 
     `minimum` is the level below which untrusted jobs are refused. `without` leaves layers out, to measure them and to
-    show what they are for; it lowers the level as a missing layer would. `attempts`: how often a job is run that loses its cage.
+    show what they are for; it lowers the level as a missing layer would. `backend`: `native` builds its own cages,
+    `bubblewrap` and `gvisor` have those programs build one for each job; `auto` is native, or the one with the highest level
+    where native gives less than `namespaces`. `attempts`: how often a job is run that loses its cage.
     """
 
     def __init__(
@@ -62,20 +65,21 @@ class Sandbox:
         minimum: Level = Level.NAMESPACES,
         without: Sequence[str] = (),
         warm: bool = True,
+        backend: str = "auto",
         attempts: int = ATTEMPTS,
     ) -> None:
         if workers < 1:
             raise BadInput(f"sandbox: expected at least one worker, got {workers}")
-        self.plan = probe().plan(tuple(without))
+        self.plan = choose_plan(backend, tuple(without))
         self.level = self.plan.level
         self.minimum = minimum
         self._warm, self._attempts = warm, attempts
         self._permits = threading.BoundedSemaphore(workers)
         self._lock = threading.Lock()
-        self._servers: dict[str, ForkServer] = {}
-        self._spare: dict[str, list[Slot]] = {}
+        self._servers: dict[str, ForkServer | Boxes] = {}
+        self._spare: dict[str, list[Slot | Box]] = {}
         self._uids = UidBlock() if self.plan.identity == OWN else None
-        self._lost: dict[ForkServer, list[int]] = {}
+        self._lost: dict[ForkServer | Boxes, list[int]] = {}
         self._closed = False
         # Without mounts jobs work in folders of the host: all in one, so that none is left behind.
         self._base = "" if "mount" in self.plan.namespaces else tempfile.mkdtemp(prefix="rollkeel-")
@@ -89,9 +93,11 @@ class Sandbox:
         self.close()
 
     def run(self, job: Job, handle: Handle | None = None) -> Result:
-        """Run one job and wait for its end. Raises `CageFailure` when no cage can be built; never for what a program does."""
+        """Run one job and wait for its end. Raises `CageFailure` when no cage can be built and `MissingTool`
+        when this machine cannot run such programs; never for what a program does."""
         if job.untrusted and self.level < self.minimum:
             return Result(status=Status.REFUSED, level=self.level, reason=self._why_refused(), attempts=0)
+        kinds.require(job.kind)
         handle = handle or Handle()
         with self._permits:
             attempt, unbuilt, reason = 1, 0, ""
@@ -119,7 +125,7 @@ class Sandbox:
         reason = handle.reason or (reason if attempts == 1 else f"{reason}, {attempts} times")
         return Result(status=Status.KILLED, level=self.level, reason=reason, attempts=attempts)
 
-    def _held(self, slot: Slot, job: Job, handle: Handle) -> tuple[dict, list[bytes]]:
+    def _held(self, slot: Slot | Box, job: Job, handle: Handle) -> tuple[dict, list[bytes]]:
         handle.hold(slot)
         try:
             return slot.run(job)
@@ -157,7 +163,7 @@ class Sandbox:
             f" {self.level.name.lower()}; see rollkeel sandbox doctor"
         )
 
-    def _take(self, preload: str) -> Slot:
+    def _take(self, preload: str) -> Slot | Box:
         with self._lock:
             if self._closed:
                 raise BadInput("sandbox: it is closed; open a new one")
@@ -166,14 +172,14 @@ class Sandbox:
                 self._let_go(spare.pop())  # no process has had a job in it
             return spare.pop() if spare else self._order(preload)
 
-    def _order(self, preload: str) -> Slot:
+    def _order(self, preload: str) -> Slot | Box:
         """A cage from a server that lives; the lock is held."""
         for _ in range(ATTEMPTS):
             server = self._servers.get(preload)
             if server is None or not server.alive():
                 if server is not None:
                     self._replace(server, preload)
-                server = self._servers[preload] = ForkServer(self.plan, preload, self._base)
+                server = self._servers[preload] = self._start_server(preload)
             uid = self._uids.take() if self._uids else os.getuid()
             try:
                 return server.order(uid)
@@ -183,7 +189,12 @@ class Sandbox:
                 server.kill()
         raise Broken("the fork server dies as soon as it is started")
 
-    def _replace(self, server: ForkServer, preload: str) -> None:
+    def _start_server(self, preload: str) -> ForkServer | Boxes:
+        if isinstance(self.plan, Enclosure):
+            return Boxes(self.plan.backend, own_uids=self.plan.identity == OWN)
+        return ForkServer(self.plan, preload, self._base)
+
+    def _replace(self, server: ForkServer | Boxes, preload: str) -> None:
         """End a server; uids of cages that were lost come back if all their processes are surely dead."""
         server.kill()
         for slot in self._spare.pop(preload, []):
@@ -192,13 +203,13 @@ class Sandbox:
             for uid in self._lost.pop(server, []):
                 self._uids.release(uid)
 
-    def _let_go(self, slot: Slot) -> None:
+    def _let_go(self, slot: Slot | Box) -> None:
         """A cage whose processes are known to be dead, or that never had a job."""
         slot.close()
         if self._uids:
             self._uids.release(slot.uid)
 
-    def _finish(self, slot: Slot, preload: str) -> None:
+    def _finish(self, slot: Slot | Box, preload: str) -> None:
         """The supervisor has reaped all of the job before it answered: its uid may be used again."""
         with self._lock:
             self._let_go(slot)
@@ -208,7 +219,7 @@ class Sandbox:
                 except Broken:
                     return  # the next job finds out, and has its own attempts
 
-    def _discard(self, slot: Slot | None, preload: str) -> None:
+    def _discard(self, slot: Slot | Box | None, preload: str) -> None:
         """Nothing is known about this cage's processes: its uid is not used again before its server is surely dead."""
         if slot is None:
             return
@@ -236,3 +247,19 @@ class Sandbox:
             isolation=self.plan.isolation(uid),
             attempts=attempt,
         )
+
+
+def choose_plan(backend: str, without: tuple[str, ...]) -> Plan | Enclosure:
+    """What jobs get. Leaving layers out is for the native backend alone."""
+    enclosure.check(backend)
+    if backend in enclosure.PROGRAMS:
+        if without:
+            raise BadInput(f"sandbox: without={without}: layers can be left out with backend native only")
+        found = enclosure.probe(backend)
+        if found.level is Level.NONE:
+            raise Refused(f"sandbox: backend {backend} cannot be used here: {found.why_not}")
+        return found
+    plan = probe().plan(without)
+    if backend == "native" or without or plan.level >= Level.NAMESPACES:
+        return plan
+    return max([plan, *map(enclosure.probe, enclosure.PROGRAMS)], key=lambda p: p.level)

@@ -34,6 +34,7 @@ class Options:
     """`NAME=WORKERS` or `NAME`; none at all is one named `default`."""
     queue: int = 1000
     minimum: str = "namespaces"
+    backend: str = "auto"
     state: Path | None = None
     """None: a folder of the cache named by the port; nothing is kept with port 0."""
     terminals: int = 8
@@ -68,7 +69,7 @@ def serve(options: Options) -> int:
         port = sock.getsockname()[1]
         state = options.state or (_default_state(port) if options.port else None)
         token, where = load_token(options.token_file, state)
-        with Service(wanted, minimum=Level[options.minimum.upper()], state=state) as service:
+        with Service(wanted, minimum=Level[options.minimum.upper()], backend=options.backend, state=state) as service:
             sessions = Sessions(factory(service), most=options.terminals)
             service.gauges["terminals"] = sessions.count
             shown = f"[{options.host}]" if ":" in options.host else options.host
@@ -118,7 +119,9 @@ def _run(options: Options, service: Service, sessions: Sessions, token: str, soc
 def _stdio(options: Options, wanted: list[Partition]) -> int:
     from rollkeel.sandbox.mcp import make
 
-    with Service(wanted, minimum=Level[options.minimum.upper()], state=options.state) as service:
+    with Service(
+        wanted, minimum=Level[options.minimum.upper()], backend=options.backend, state=options.state
+    ) as service:
         print(f"sandbox: MCP on stdio; isolation level: {service.level.name.lower()}", file=sys.stderr, flush=True)
         sessions = Sessions(factory(service), most=options.terminals)
         try:

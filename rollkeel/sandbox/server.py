@@ -17,7 +17,7 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-from rollkeel.sandbox import identity, libc, root
+from rollkeel.sandbox import identity, kinds, libc, root
 from rollkeel.sandbox.cage import supervise
 from rollkeel.sandbox.payload import Cage
 from rollkeel.sandbox.plan import MAPPED, Plan
@@ -107,23 +107,29 @@ def _prepare(plan: Plan, config: dict[str, Any], package_root: str) -> Cage:
         root.enter(paths)
     if plan.capabilities:
         identity.forswear()
-    seccomp = Filter(libc.machine()) if plan.seccomp else None
+    seccomp = Filter(libc.machine(), plan) if plan.seccomp else None
     with open("/proc/self/statm", encoding="ascii") as file:
         base = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    sys_path = tuple(p for p in sys.path if p != package_root and os.path.isdir(p))
     return Cage(
         plan=plan,
         paths=paths,
         seccomp=seccomp,
         base_bytes=base,
-        sys_path=sys_path,
+        sys_path=tuple(p for p in without_own(sys.path, package_root) if os.path.isdir(p)),
         scratch_base=config["scratch_base"],
     )
 
 
-def readable_paths() -> tuple[str, ...]:
-    """The host's folders and files that jobs may read: the system's programs and libraries, and this Python."""
-    return tuple(p for p in (*root.SYSTEM, *root.interpreter_paths()) if os.path.exists(p))
+def without_own(sys_path: list[str], package_root: str) -> list[str]:
+    """`sys_path` without the entry that was put there for this package; one that an installation has besides stays."""
+    at = sys_path.index(package_root)
+    return sys_path[:at] + sys_path[at + 1 :]
+
+
+def readable_paths(search_path: str = "") -> tuple[str, ...]:
+    """The host's folders and files that jobs may read: the system's programs and libraries, this Python, other tools."""
+    tools = [path for prefix in kinds.prefixes(search_path or os.environ["PATH"]) for path in root.installation(prefix)]
+    return tuple(p for p in (*root.SYSTEM, *root.settings(), *root.interpreter_paths(), *tools) if os.path.exists(p))
 
 
 def _fork_cage(control: socket.socket, channel_fd: int, cage: Cage, uid: int) -> None:

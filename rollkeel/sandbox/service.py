@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from rollkeel.errors import BadInput, RunStopped
+from rollkeel.sandbox import kinds
 from rollkeel.sandbox.broker import Abandon, Action, Broker, End, Fate, Interrupt, Open, Start, Worker
 from rollkeel.sandbox.codec import digest
 from rollkeel.sandbox.crew import Crew, Order, Outcome
@@ -28,7 +29,7 @@ from rollkeel.sandbox.job import Job, Level, Limits, Result, Status
 from rollkeel.sandbox.metrics import Timings
 from rollkeel.sandbox.partition import QUEUE_S, Closing, Partition
 from rollkeel.sandbox.records import Conflict, Record, Records, State, Unknown, View, fail, tell
-from rollkeel.sandbox.sandbox import Handle
+from rollkeel.sandbox.sandbox import Handle, Sandbox
 
 GRACE_S = 20.0
 """Seconds beyond its wall limit after which a job's worker counts as hung: building a cage, reading results."""
@@ -47,6 +48,7 @@ class Service:
         partitions: Sequence[Partition] = (Partition(name="default"),),
         *,
         minimum: Level = Level.NAMESPACES,
+        backend: str = "auto",
         state: Path | None = None,
         grace_s: float = GRACE_S,
         keep_s: float = 900.0,
@@ -63,7 +65,7 @@ class Service:
         self.gauges: dict[str, Callable[[], int]] = {}
         """Further figures for `metrics`, by name."""
         workers = sum(p.workers for p in partitions)
-        self._crew = Crew(workers, minimum, beat=self._beat, finish=self._finish)
+        self._crew = Crew(workers, minimum, backend, beat=self._beat, finish=self._finish)
         with self._step() as now:
             self._apply(self._broker.open(now), now)
             for record in self._records.recover(now):
@@ -81,6 +83,11 @@ class Service:
     def level(self) -> Level:
         """Isolation of every job."""
         return self._crew.sandbox.level
+
+    @property
+    def sandbox(self) -> Sandbox:
+        """In which everything runs; after too many hung workers it is another one."""
+        return self._crew.sandbox
 
     @property
     def minimum(self) -> Level:
@@ -145,11 +152,10 @@ class Service:
         names = [uuid.uuid4().hex if name is None else name for name in ids or [None] * len(jobs)]
         for job, name in zip(jobs, names, strict=True):
             config.check(job, name, priority, queue_s)
+            self._possible(job)
         if len(set(names)) < len(names):
             raise BadInput("sandbox: two jobs of one request have the same id; give each its own")
         marks = [digest(job, config.name) for job in jobs]
-        if any(job.untrusted for job in jobs):
-            self._crew.sandbox.require()
         with self._step() as now:
             if self._draining:
                 raise Closing("sandbox: the service is shutting down; ask again when it is back")
@@ -171,8 +177,7 @@ class Service:
     def check(self, job: Job, partition: str | None = None) -> None:
         """Raises what `submit` would raise for this job whatever the queue holds."""
         self._config(partition).check(job)
-        if job.untrusted:
-            self._crew.sandbox.require()
+        self._possible(job)
         if self._draining:
             raise Closing("sandbox: the service is shutting down; ask again when it is back")
 
@@ -217,13 +222,8 @@ class Service:
             workers = self._broker.workers(time.monotonic())
             fault = self._records.fault
             ok = not (self._draining or fault)
-            return {
-                "ok": ok,
-                "draining": self._draining,
-                "fault": fault,
-                "level": self.level.name.lower(),
-                "workers": workers,
-            }
+            level = self.level.name.lower()
+            return {"ok": ok, "draining": self._draining, "fault": fault, "level": level, "workers": workers}
 
     def metrics(self) -> dict[str, Any]:
         """By partition: gauges `queued`, `running`, `workers`; counts since the start; `latency` in seconds by stage."""
@@ -281,6 +281,11 @@ class Service:
             record.kept = True
             if not record.ended:
                 self._records.add(record)
+
+    def _possible(self, job: Job) -> None:
+        kinds.require(job.kind)
+        if job.untrusted:
+            self._crew.sandbox.require()
 
     def _config(self, partition: str | None) -> Partition:
         return self._broker.config(self.partitions[0].name if partition is None else partition)

@@ -14,6 +14,8 @@ from rollkeel.errors import BadInput
 from rollkeel.sandbox.job import Result
 from rollkeel.sandbox.partition import Full
 from rollkeel.sandbox.records import Conflict, Unknown
+from rollkeel.sandbox.service import Service
+from rollkeel.sandbox.terminal import SessionEnded, Terminal, TerminalLimits
 
 MAX_OPEN, IDLE_S = 8, 600.0
 SWEEP_S = 1.0
@@ -140,6 +142,23 @@ class Sessions:
                     self.close(id)
 
 
-def factory(service: object) -> Callable[[Mapping[str, int]], Session] | None:
-    """How this version opens terminal sessions; None if it has none."""
-    return None
+def factory(service: Service) -> Callable[[Mapping[str, int]], Session]:
+    """How a service opens terminal sessions: shells in cages of its sandbox, beside its workers."""
+    return lambda limits: _Shell(Terminal(service.sandbox, TerminalLimits(idle_s=2 * IDLE_S, **limits)))
+
+
+class _Shell:
+    """A `Terminal` as a session."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+
+    def exec(self, command: str, timeout_s: float) -> Exchange:
+        try:
+            result = self._terminal.run(command, timeout_s)
+        except SessionEnded as error:
+            raise Unknown(f"sandbox: {error}") from None
+        return Exchange(result=result, alive=self._terminal.alive)
+
+    def close(self) -> None:
+        self._terminal.close()

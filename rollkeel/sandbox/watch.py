@@ -7,7 +7,7 @@ import select
 import signal
 import struct
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollkeel.sandbox import group
@@ -106,19 +106,20 @@ class _Pumps:
 
 def watch(child: Child, job: Job, *, active: bool) -> Outcome:
     """See a job through; when this returns or raises, all its processes are dead. OSError: a layer failed, nothing ran."""
-    proc = -1
+    proc, ledger = -1, group.Ledger()
     try:
         _await_setup(child)
         start = time.monotonic()
         proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         pumps = _Pumps(child, memoryview(job.stdin), job.limits.output_bytes)
-        verdict, peak = _until_end(child, job, pumps, proc if active else -1, start)
+        verdict, peak = _until_end(child, job, pumps, proc if active else -1, start, ledger)
     finally:
         spent = _end(child)
         if proc >= 0:
             os.close(proc)
     wall = time.monotonic() - start
     pumps.drain()
+    spent = replace(spent, cpu_s=max(spent.cpu_s, ledger.seen_s))
     return _outcome(child, job, pumps, verdict, wall, spent, peak)
 
 
@@ -131,7 +132,9 @@ def _await_setup(child: Child) -> None:
         raise OSError(said.decode("utf-8", "replace") or "the program's process died before its last layer stood")
 
 
-def _until_end(child: Child, job: Job, pumps: _Pumps, proc: int, start: float) -> tuple[Status | None, int]:
+def _until_end(
+    child: Child, job: Job, pumps: _Pumps, proc: int, start: float, ledger: group.Ledger
+) -> tuple[Status | None, int]:
     """Why the job has to be killed (None: it ended by itself), and the most memory seen."""
     limits, peak, seen_at = job.limits, 0, start
     while True:
@@ -140,7 +143,7 @@ def _until_end(child: Child, job: Job, pumps: _Pumps, proc: int, start: float) -
             return Status.TIMEOUT, peak
         if proc >= 0 and now - seen_at >= POLL_S:
             seen_at = now
-            usage = _usage(child, proc, limits.memory_mb * MB)
+            usage = _usage(child, proc, limits.memory_mb * MB, ledger)
             peak = max(peak, usage.memory_bytes)
             if usage.memory_bytes > limits.memory_mb * MB:
                 return Status.MEMORY, peak
@@ -160,11 +163,11 @@ def _until_end(child: Child, job: Job, pumps: _Pumps, proc: int, start: float) -
             return None, peak
 
 
-def _usage(child: Child, proc: int, limit: int) -> group.Usage:
+def _usage(child: Child, proc: int, limit: int, ledger: group.Ledger) -> group.Usage:
     members = group.processes(proc)
     if not child.alone:
         members = group.below(child.pid, members)
-    return group.usage(proc, members, limit // 2)
+    return group.usage(proc, members, limit // 2, ledger)
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,9 @@ class _Spent:
 def _end(child: Child) -> _Spent:
     """Kill what is left of the job and reap it. In a process namespace the init's death is everybody's."""
     signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+    if not child.alone:
+        # What stayed in the group dies at once. It has the number of the init, which nobody else gets before it is reaped in the next line.
+        group.kill_all(child.pid)
     _, _, used = os.wait4(child.pid, 0)
     if not child.alone and not group.kill_descendants():
         raise OSError("some processes of the job could not be killed")

@@ -11,11 +11,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from rollkeel.sandbox import Job, Level, Result, Sandbox
+from rollkeel.sandbox import Job, Level, Result, Sandbox, Terminal, TerminalLimits
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
@@ -27,9 +28,23 @@ class Here:
         self._open: dict[tuple[str, ...], Sandbox] = {}
 
     def run(self, job: Job, without: tuple[str, ...] = ()) -> Result:
+        return self._sandbox(without).run(job)
+
+    def converse(
+        self,
+        commands: list[tuple[str, float]],
+        limits: TerminalLimits,
+        files: dict[str, bytes],
+        without: tuple[str, ...],
+    ) -> list[Result]:
+        """Commands with their times, in one terminal session."""
+        with Terminal(self._sandbox(without), limits, files=files) as terminal:
+            return [terminal.run(*command) for command in commands]
+
+    def _sandbox(self, without: tuple[str, ...]) -> Sandbox:
         if without not in self._open:
             self._open[without] = Sandbox(workers=1, minimum=Level.NONE, without=without, warm=False)
-        return self._open[without].run(job)
+        return self._open[without]
 
     def close(self) -> None:
         for sandbox in self._open.values():
@@ -55,7 +70,19 @@ class There:
         ours.close()
 
     def run(self, job: Job, without: tuple[str, ...] = ()) -> Result:
-        pickle.dump((job, without), self._pipe)
+        return self._ask("run", job, without)
+
+    def converse(
+        self,
+        commands: list[tuple[str, float]],
+        limits: TerminalLimits,
+        files: dict[str, bytes],
+        without: tuple[str, ...],
+    ) -> list[Result]:
+        return self._ask("converse", commands, limits, files, without)
+
+    def _ask(self, *message: object) -> Any:
+        pickle.dump(message, self._pipe)
         self._pipe.flush()
         result = pickle.load(self._pipe)
         if isinstance(result, Exception):
@@ -72,11 +99,11 @@ def serve(descriptor: int) -> None:
     with socket.socket(fileno=descriptor) as sock, sock.makefile("rwb") as pipe:
         while True:
             try:
-                job, without = pickle.load(pipe)
+                what, *arguments = pickle.load(pipe)
             except EOFError:
                 break
             try:
-                answer: Result | Exception = here.run(job, without)
+                answer: object = getattr(here, what)(*arguments)
             except Exception as error:
                 answer = error
             pickle.dump(answer, pipe)

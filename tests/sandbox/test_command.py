@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollkeel.sandbox import Level, probe
+from rollkeel.sandbox.job import KINDS
 
 pytestmark = pytest.mark.skipif(probe().plan().level < Level.NAMESPACES, reason="namespaces do not hold here")
 
@@ -64,5 +65,7 @@ def test_doctor() -> None:
     assert done.returncode == 0
     assert found["layers"]["seccomp"] == {"holds": True, "how": "allow list"}
     assert found["level"] == probe().plan().level.name.lower()
+    assert found["kinds"]["python"]["runs"]
+    assert set(found["kinds"]) == set(KINDS)
     text = command("doctor").stdout.decode()
     assert text.splitlines()[-1] == f"isolation level: {found['level']}"

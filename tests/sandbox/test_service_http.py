@@ -172,6 +172,27 @@ def test_a_client_that_hangs_up_ends_its_job(server: Server) -> None:
     assert server.ask("POST", "/v1/run", {"source": "print(1)", "partition": "eval"})[1]["stdout"] == "1\n"
 
 
+def test_terminal_sessions(server: Server) -> None:
+    status, opened = server.ask("POST", "/v1/terminals", {"limits": {"memory_mb": 256}})
+    assert status == 201
+    path = f"/v1/terminals/{opened['id']}"
+    assert server.ask("POST", f"{path}/exec", {"command": "x=41; echo $((x + 1)) > f"})[1]["status"] == "ok"
+    status, done = server.ask("POST", f"{path}/exec", {"command": "cat f; echo $x; false"})
+    assert (status, done["stdout"], done["status"], done["exit_code"], done["alive"]) == (
+        200,
+        "42\n41\n",
+        "error",
+        1,
+        True,
+    )
+    status, done = server.ask("POST", f"{path}/exec", {"command": "sleep 9", "timeout_s": 0.3})
+    assert (status, done["status"]) == (200, "timeout")
+    assert server.ask("GET", "/v1/metrics")[1]["terminals"] == 1
+    assert server.ask("DELETE", path) == (200, {"closed": opened["id"]})
+    assert server.ask("POST", f"{path}/exec", {"command": "ls"})[0] == 404
+    assert server.ask("POST", "/v1/terminals", {"limits": {"memory_mb": 1 << 20}})[0] == 422
+
+
 def test_about(server: Server) -> None:
     _, found = server.ask("GET", "/v1/capabilities")
     assert [p["name"] for p in found["partitions"]] == ["train", "eval"]
@@ -222,10 +243,9 @@ def test_nothing_that_its_own_document_allows_or_forbids_breaks_it(server: Serve
     assert server.ask("GET", "/v1/health")[1]["ok"]
 
 
-async def use(client: Client, terminals: bool) -> None:
+async def use(client: Client) -> None:
     tools = {tool.name for tool in (await client.list_tools()).tools}
-    assert tools >= {"run_code", "run_tests", "doctor"}
-    assert ("terminal_exec" in tools) == terminals
+    assert tools == {"run_code", "run_tests", "doctor", "terminal_open", "terminal_exec", "terminal_close"}
     done = await client.call_tool("run_code", {"source": "print(input()[::-1])", "stdin": "abc", "timeout_s": 5})
     assert (done.structured_content["status"], done.structured_content["stdout"]) == ("ok", "cba\n")
     tests = [{"stdin": "2", "expected": "4"}, {"stdin": "3", "expected": "7"}]
@@ -234,6 +254,12 @@ async def use(client: Client, terminals: bool) -> None:
     wrong = await client.call_tool("run_code", {"source": "1", "kind": "pyhton"})
     assert wrong.is_error
     assert "did you mean python?" in wrong.content[0].text
+    opened = await client.call_tool("terminal_open", {})
+    name = opened.structured_content["id"]
+    done = await client.call_tool("terminal_exec", {"id": name, "command": "cd /tmp; pwd"})
+    assert (done.structured_content["stdout"], done.structured_content["alive"]) == ("/tmp\n", True)
+    assert not (await client.call_tool("terminal_close", {"id": name})).is_error
+    assert (await client.call_tool("terminal_exec", {"id": name, "command": "ls"})).is_error
     found = await client.call_tool("doctor", {})
     assert found.structured_content["level"] == probe().plan().level.name.lower()
 
@@ -250,7 +276,7 @@ def test_mcp_over_http_by_the_official_client(server: Server) -> None:
             httpx2.AsyncClient(headers=headers, timeout=30, event_hooks={"response": [note]}) as http,
             Client(streamable_http_client(f"{server.url}/mcp", http_client=http)) as client,
         ):
-            await use(client, server.ask("GET", "/v1/capabilities")[1]["terminals"])
+            await use(client)
 
     asyncio.run(session(TOKEN))
     assert set(statuses) <= {200, 202}
@@ -266,7 +292,7 @@ def test_mcp_over_stdio_by_the_official_client() -> None:
         environment = {"PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1"}
         words = ["-m", "rollkeel", "sandbox", "serve", "--stdio", "--workers", "1"]
         async with Client(StdioServerParameters(command=sys.executable, args=words, env=environment)) as client:
-            await use(client, terminals=False)
+            await use(client)
 
     asyncio.run(session())
 
