@@ -7,7 +7,6 @@ import binascii
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from rollkeel.errors import BadInput
@@ -42,7 +41,7 @@ def encode_job(job: Job) -> dict[str, Any]:
         "files": {name: encode_bytes(data) for name, data in job.files.items()},
         "args": list(job.args),
         "collect": list(job.collect),
-        "limits": asdict(job.limits),
+        "limits": dict(vars(job.limits)),  # `asdict` copies deeply, which takes longer than all else here
     }
 
 
@@ -57,7 +56,7 @@ def decode_job(value: Mapping[str, Any], defaults: Limits | None = None) -> Job:
         files={name: decode_bytes(data) for name, data in value.get("files", {}).items()},
         args=tuple(value.get("args", ())),
         collect=tuple(value.get("collect", ())),
-        limits=Limits(**(asdict(defaults or Limits()) | asked)),
+        limits=Limits(**(vars(defaults or Limits()) | asked)),
     )
 
 

@@ -43,9 +43,12 @@ def load_token(file: Path | None, folder: Path | None) -> tuple[str, str]:
     token = secrets.token_urlsafe(32)
     if made is None:
         return token, f"{token} (made for this run, shown once)"
-    made.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as out:
-        out.write(token + "\n")
+    try:
+        made.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as out:
+            out.write(token + "\n")
+    except OSError as error:
+        raise BadInput(f"sandbox: state folder {folder}: {error.strerror}; name another with --state") from None
     return token, f"{token} (shown once; kept in {made})"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from rollkeel.errors import BadInput, RollkeelError
 from rollkeel.sandbox.job import Job, Limits
@@ -71,8 +71,8 @@ class Partition:
             raise BadInput(f"sandbox: priority: expected {PRIORITIES[0]} to {PRIORITIES[-1]}, got {priority}")
         if not 0 < queue_s <= MAX_QUEUE_S:
             raise BadInput(f"sandbox: queue_s: expected seconds up to {MAX_QUEUE_S:g}, got {queue_s}")
-        most = asdict(self.ceiling)
-        for limit, value in asdict(job.limits).items():
+        most = vars(self.ceiling)
+        for limit, value in vars(job.limits).items():
             if value > most[limit]:
                 raise BadInput(
                     f"sandbox: {limit}={value:g} is over the {most[limit]:g} of partition {self.name}; ask for less"

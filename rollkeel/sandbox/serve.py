@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import sys
@@ -105,6 +106,7 @@ def _run(options: Options, service: Service, sessions: Sessions, token: str, soc
         timeout_graceful_shutdown=max(1, round(options.drain_s)),
         limit_concurrency=MAX_CONNECTIONS,
     )
+    _allow_descriptors()
     # The server passes a signal on to whoever had it before; that it has ended well is told by the exit code instead.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
@@ -129,6 +131,12 @@ def _stdio(options: Options, wanted: list[Partition]) -> int:
         finally:
             sessions.close_all()
     return 0
+
+
+def _allow_descriptors() -> None:
+    """A connection takes one and a running job some: as many as this user may have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _listen(host: str, port: int) -> socket.socket:

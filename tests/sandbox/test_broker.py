@@ -126,6 +126,12 @@ class Machine(RuleBasedStateMachine):
         if live and lost and self.starts[job] < 2:
             assert job in self.jobs, "its retry was forgotten"
 
+    @precondition(lambda self: self.ready - set(self.running))
+    @rule(data=st.data())
+    def speak_twice(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.ready - set(self.running))))
+        assert self.broker.finish(self.now, worker) == []
+
     @precondition(lambda self: self.dead)
     @rule(data=st.data())
     def speak_from_the_grave(self, data: st.DataObject) -> None:
