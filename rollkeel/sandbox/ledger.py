@@ -7,6 +7,7 @@ as soon as no job that is still known has a line in it. Oldest first, or the end
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -56,7 +57,10 @@ class Ledger:
                 out.append(row)
             self._pieces.append((path, known))
         self._old = []
-        self._next_piece()
+        try:
+            self._next_piece()
+        except OSError as error:
+            raise BadInput(f"sandbox: state folder {self._folder}: {error.strerror}; name another") from None
         return out
 
     def append(self, id: str, event: str, **fields: Any) -> None:
@@ -72,7 +76,8 @@ class Ledger:
         self._size += written
         self._pieces[-1][1].add(id)
         if self._size >= PIECE_BYTES:
-            self._next_piece()
+            with contextlib.suppress(OSError):  # then this piece grows on
+                self._next_piece()
 
     def forget(self, id: str) -> None:
         """Nobody will ask for this job again: pieces that held only such jobs are deleted."""
@@ -88,10 +93,9 @@ class Ledger:
         self._file = self._lock = -1
 
     def _next_piece(self) -> None:
+        path = self._folder / f"{PREFIX}{self._number + 1:08d}{SUFFIX}"
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         if self._file >= 0:
             os.close(self._file)
-        self._number += 1
-        path = self._folder / f"{PREFIX}{self._number:08d}{SUFFIX}"
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._size = 0
+        self._file, self._size, self._number = file, 0, self._number + 1
         self._pieces.append((path, set()))
