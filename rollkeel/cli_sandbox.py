@@ -37,6 +37,7 @@ def run(
     memory: Annotated[int, typer.Option(min=1, help="MB of memory for all its processes.")] = 512,
     stdin: Annotated[Path | None, typer.Option(help="File that it reads as standard input (nothing).")] = None,
     minimum: Annotated[str, typer.Option(help="Refuse below this level: restricted, namespaces, full.")] = "namespaces",
+    backend: Annotated[str, typer.Option(help="auto, native, bubblewrap, gvisor.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON instead.")] = False,
 ) -> int:
     """Run one file and print what it printed. Exit code: the program's own, 124 for a limit, 128 + number for a signal."""
@@ -57,7 +58,7 @@ def run(
         args=tuple(arguments or ()),
         limits=limits,
     )
-    with Sandbox(workers=1, minimum=Level[minimum.upper()], warm=False) as sandbox:
+    with Sandbox(workers=1, minimum=Level[minimum.upper()], warm=False, backend=backend) as sandbox:
         sandbox.require()
         result = sandbox.run(job)
     if as_json:
@@ -81,20 +82,24 @@ def doctor(
 
     Exit code 1 below `namespaces`.
     """
-    from rollkeel.sandbox import Level, kinds, probe
+    from rollkeel.sandbox import Level, enclosure, kinds, probe
 
     found = probe()
     level = found.plan().level
-    programs = kinds.doctor()
+    programs, backends = kinds.doctor(), enclosure.doctor()
     if as_json:
         layers = {f.layer: {"holds": f.holds, "how": f.how} for f in found.findings}
         able = {name: {"runs": runs, "how": how} for name, (runs, how) in programs.items()}
-        print(json.dumps({"level": level.name.lower(), "root": found.root, "layers": layers, "kinds": able}))
+        others = {name: {"level": reached, "how": how} for name, (reached, how) in backends.items()}
+        report = {"level": level.name.lower(), "root": found.root, "layers": layers, "kinds": able, "backends": others}
+        print(json.dumps(report))
     else:
         for finding in found.findings:
             print(f"{finding.layer:<13} {'yes' if finding.holds else 'no':<4} {finding.how}")
         for name, (runs, how) in programs.items():
             print(f"{name:<13} {'yes' if runs else 'no':<4} {how}")
+        for name, (reached, how) in backends.items():
+            print(f"{name:<13} {reached:<4} {how}")
         print(f"isolation level: {level.name.lower()}")
     return 0 if level >= Level.NAMESPACES else 1
 

@@ -10,8 +10,9 @@ from types import TracebackType
 
 from rollkeel.errors import BadInput
 from rollkeel.sandbox import enclosure, kinds, tree
+from rollkeel.sandbox.boxes import Box, Boxes
 from rollkeel.sandbox.client import Broken, CageFailure, ForkServer, Slot, Unbuilt
-from rollkeel.sandbox.enclosure import Box, Boxes, Enclosure
+from rollkeel.sandbox.enclosure import Enclosure
 from rollkeel.sandbox.identity import UidBlock
 from rollkeel.sandbox.job import Job, Level, Refused, Result, Status
 from rollkeel.sandbox.plan import OWN, Plan

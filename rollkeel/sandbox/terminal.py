@@ -15,6 +15,7 @@ from types import TracebackType
 
 from rollkeel.errors import BadInput, RunStopped
 from rollkeel.sandbox import client
+from rollkeel.sandbox.enclosure import Enclosure
 from rollkeel.sandbox.job import Job, Limits, Result, Status
 from rollkeel.sandbox.sandbox import ATTEMPTS, Sandbox
 from rollkeel.sandbox.session import GIVE_UP_S, MAX_COMMAND, SHELL
@@ -53,6 +54,8 @@ class Terminal:
         files: Mapping[str, bytes] | None = None,
         untrusted: bool = True,
     ) -> None:
+        if isinstance(sandbox.plan, Enclosure):
+            raise BadInput(f"terminal: sessions need backend native, not {sandbox.plan.backend}")
         if untrusted:
             sandbox.require()
         self.limits = limits or TerminalLimits()
@@ -60,14 +63,19 @@ class Terminal:
         self._ended = ""
         job = Job(source=SHELL, kind="shell", files=files or {}, limits=self.limits)
         for attempt in range(1, ATTEMPTS + 1):
-            self._slot = sandbox._take("code")
+            slot = sandbox._take("code")
+            assert isinstance(slot, client.Slot)
+            self._slot = slot
             try:
-                self._slot.start_session(job, idle_s=self.limits.idle_s)
+                slot.start_session(job, idle_s=self.limits.idle_s)
                 break
             except client.Broken as error:
-                sandbox._discard(self._slot, "code")
+                sandbox._discard(slot, "code")
                 if attempt == ATTEMPTS:
                     raise client.CageFailure(f"sandbox: no cage for a terminal session: {error}") from None
+            except BaseException:
+                sandbox._discard(slot, "code")
+                raise
 
     def __enter__(self) -> Terminal:
         return self

@@ -16,7 +16,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from rollkeel.sandbox import Job, Level, Result, Sandbox, Terminal, TerminalLimits
+from rollkeel.sandbox import Job, Level, Result, Sandbox, Terminal, TerminalLimits, enclosure
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
@@ -27,8 +27,8 @@ class Here:
     def __init__(self) -> None:
         self._open: dict[tuple[str, ...], Sandbox] = {}
 
-    def run(self, job: Job, without: tuple[str, ...] = ()) -> Result:
-        return self._sandbox(without).run(job)
+    def run(self, job: Job, without: tuple[str, ...] = (), backend: str = "native") -> Result:
+        return self._sandbox(without, backend).run(job)
 
     def converse(
         self,
@@ -41,10 +41,14 @@ class Here:
         with Terminal(self._sandbox(without), limits, files=files) as terminal:
             return [terminal.run(*command) for command in commands]
 
-    def _sandbox(self, without: tuple[str, ...]) -> Sandbox:
-        if without not in self._open:
-            self._open[without] = Sandbox(workers=1, minimum=Level.NONE, without=without, warm=False)
-        return self._open[without]
+    def level(self, backend: str) -> Level:
+        return enclosure.probe(backend).level
+
+    def _sandbox(self, without: tuple[str, ...], backend: str = "native") -> Sandbox:
+        key = (backend, *without)
+        if key not in self._open:
+            self._open[key] = Sandbox(workers=1, minimum=Level.NONE, without=without, warm=False, backend=backend)
+        return self._open[key]
 
     def close(self) -> None:
         for sandbox in self._open.values():
@@ -69,8 +73,11 @@ class There:
         self._pipe = ours.makefile("rwb")
         ours.close()
 
-    def run(self, job: Job, without: tuple[str, ...] = ()) -> Result:
-        return self._ask("run", job, without)
+    def run(self, job: Job, without: tuple[str, ...] = (), backend: str = "native") -> Result:
+        return self._ask("run", job, without, backend)
+
+    def level(self, backend: str) -> Level:
+        return self._ask("level", backend)
 
     def converse(
         self,

@@ -46,11 +46,10 @@ GROWS = {
     "rust": b"fn main() { let mut v = Vec::new(); loop { v.push(vec![1u8; 1 << 20]); } }",
     "javascript": b"const v = []; for (;;) v.push(new Uint8Array(1 << 20).fill(1))",
 }
-SLOW = {"c++", "rust", "java"}
 
 
-def every(programs: dict[str, bytes]) -> list:
-    return [pytest.param(k, marks=[pytest.mark.slow] if k in SLOW else []) for k in programs]
+def every(programs: dict[str, bytes], *quick: str) -> list:
+    return [pytest.param(k, marks=[] if k in quick else [pytest.mark.slow]) for k in programs]
 
 
 def run(driver: Here | There, kind: str, source: bytes, limits: Limits = LIMITS, without: tuple[str, ...] = ()):
@@ -63,14 +62,14 @@ def run(driver: Here | There, kind: str, source: bytes, limits: Limits = LIMITS,
     return result
 
 
-@pytest.mark.parametrize("kind", every(ECHO))
+@pytest.mark.parametrize("kind", every(ECHO, "c", "javascript"))
 def test_a_program_reads_prints_and_returns(kind: str, driver: Here | There) -> None:
     result = run(driver, kind, ECHO[kind])
     assert (result.status, result.exit_code, result.stdout) == (Status.ERROR, 3, b"fed a b\n"), result
     assert result.stderr == b""
 
 
-@pytest.mark.parametrize("kind", every(WRONG))
+@pytest.mark.parametrize("kind", every(WRONG, "c"))
 def test_a_program_that_does_not_compile_says_so(kind: str, driver: Here | There) -> None:
     result = run(driver, kind, WRONG[kind])
     assert result.status is Status.ERROR
@@ -78,7 +77,7 @@ def test_a_program_that_does_not_compile_says_so(kind: str, driver: Here | There
     assert b"program" not in result.stderr.lower().split(b"rror")[0]  # nothing was run
 
 
-@pytest.mark.parametrize("kind", every(GROWS))
+@pytest.mark.parametrize("kind", every(GROWS, "javascript"))
 def test_it_is_held_to_the_memory_limit(kind: str, driver: Here | There) -> None:
     memory_mb = 512 if kind == "rust" else 256  # its compiler counts too
     result = run(driver, kind, GROWS[kind], Limits(wall_s=60, cpu_s=60, memory_mb=memory_mb))
@@ -94,7 +93,7 @@ def test_java_is_held_to_its_heap(driver: Here | There) -> None:
 
 
 @pytest.mark.skipif(probe().landlock_abi < 6, reason="Landlock does not hold well enough on this machine")
-@pytest.mark.parametrize("kind", ["c", "javascript", pytest.param("java", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", every({k: ECHO[k] for k in ("c", "javascript", "java")}, "c"))
 def test_it_runs_where_namespaces_are_blocked(kind: str, driver: Here | There, user: str) -> None:
     result = run(driver, kind, ECHO[kind], without=NAMESPACES if user == "root" else ("user",))
     assert (result.exit_code, result.stdout, result.level) == (3, b"fed a b\n", Level.RESTRICTED), result

@@ -115,6 +115,7 @@ def test_a_job_that_loses_its_cage_twice_is_reported() -> None:
         assert "2 times" in result.reason
 
 
+@pytest.mark.slow
 def test_uids_of_lost_cages_come_back_with_a_new_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "BLOCK", 6)
     monkeypatch.setattr(module, "MAX_LOST", 2)

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(probe().plan().level < Level.NAMESPACES, reason=
 SMALL = TerminalLimits(wall_s=20, cpu_s=20, memory_mb=256, output_bytes=10_000)
 
 
-@pytest.fixture(params=["namespaces", "restricted"])
+@pytest.fixture(params=["namespaces", pytest.param("restricted", marks=pytest.mark.slow)])
 def without(request: pytest.FixtureRequest, user: str) -> tuple[str, ...]:
     if request.param == "namespaces":
         return ()
@@ -124,22 +124,23 @@ def test_a_shell_that_ends_is_replaced(driver: Here | There) -> None:
 
 
 LIMITS = {
-    "cpu": ("while :; do :; done", {"cpu_s": 0.5}, Status.CPU, "used 0.5 s of CPU"),
-    "memory": ("x=$(head -c 200000000 /dev/zero | tr '\\0' a)", {"memory_mb": 64}, Status.MEMORY, "more than 64 MB"),
-    "wall": ("sleep 9", {"wall_s": 0.5}, Status.TIMEOUT, "open for 0.5 s"),
+    "cpu": ("while :; do :; done", {"cpu_s": 0.2}, Status.CPU, "used 0.2 s of CPU"),
+    "memory": ("x=$(head -c 200000000 /dev/zero | tr '\\0' a)", {"memory_mb": 32}, Status.MEMORY, "more than 32 MB"),
+    "wall": ("sleep 9", {"wall_s": 0.2}, Status.TIMEOUT, "open for 0.2 s"),
 }
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_a_limit_of_the_session_ends_it(driver: Here | There, limit: str) -> None:
+def test_a_limit_of_the_session_ends_it(limit: str) -> None:
     command, fields, status, reason = LIMITS[limit]
     limits = TerminalLimits(**({"wall_s": 10, "cpu_s": 10, "memory_mb": 256} | fields))
-    (result,) = driver.converse([(command, 8.0)], limits, {}, ())
-    assert result.status is status
-    assert f"the session ended: it {'was' if limit == 'wall' else 'used'}" in result.reason
-    assert reason in result.reason
-    with pytest.raises(SessionEnded, match=reason):
-        driver.converse([(command, 8.0), ("echo", 1.0)], limits, {}, ())
+    with Sandbox(workers=1, warm=False) as sandbox, Terminal(sandbox, limits) as terminal:
+        result = terminal.run(command, 8.0)
+        assert result.status is status
+        assert f"the session ended: it {'was' if limit == 'wall' else 'used'}" in result.reason
+        assert reason in result.reason
+        with pytest.raises(SessionEnded, match=reason):
+            terminal.run("echo")
 
 
 def test_processes_are_limited(driver: Here | There) -> None:
