@@ -104,6 +104,52 @@ def doctor(
     return 0 if level >= Level.NAMESPACES else 1
 
 
+@app.command()
+def serve(
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; others than this machine need 0.0.0.0.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8787,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token (one is made and kept).")] = None,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Jobs at a time in a partition that does not say.")
+    ] = os.cpu_count() or 2,
+    partition: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=WORKERS", help="A queue with workers of its own; repeat for more.")
+    ] = None,
+    queue: Annotated[int, typer.Option(min=1, help="Jobs that wait in a partition at most.")] = 1000,
+    minimum: Annotated[str, typer.Option(help="Refuse below this level: restricted, namespaces, full.")] = "namespaces",
+    backend: Annotated[str, typer.Option(help="auto, native, bubblewrap, gvisor.")] = "auto",
+    state: Annotated[Path | None, typer.Option(help="Folder for what must outlive a restart.")] = None,
+    terminals: Annotated[int, typer.Option(min=0, help="Terminal sessions open at most.")] = 8,
+    max_request_mb: Annotated[int, typer.Option(min=1, max=1024, help="Largest request.")] = 64,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds that running jobs have left at Ctrl-C.")] = 10.0,
+    stdio: Annotated[bool, typer.Option("--stdio", help="Speak MCP on standard input and output instead.")] = False,
+) -> int:
+    """The sandbox as a service: HTTP and MCP behind a token. Ctrl-C or SIGTERM ends it after the jobs that run."""
+    from rollkeel.sandbox.serve import Options, serve
+
+    if minimum not in LEVELS[1:]:
+        raise BadInput(f"--minimum {minimum!r}: no such level{nearest(minimum, LEVELS[1:])}")
+    return serve(
+        Options(
+            host=host,
+            port=port,
+            token_file=token_file,
+            workers=workers,
+            partitions=tuple(partition or ()),
+            queue=queue,
+            minimum=minimum,
+            backend=backend,
+            state=state,
+            terminals=terminals,
+            max_request_mb=max_request_mb,
+            drain_s=drain,
+            stdio=stdio,
+        )
+    )
+
+
 def _plain(result: dict) -> dict:
     """Bytes as text: what is no UTF-8 as escapes."""
     out = {k: v.decode("utf-8", "backslashreplace") if isinstance(v, bytes) else v for k, v in result.items()}

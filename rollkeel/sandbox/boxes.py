@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import threading
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -57,8 +58,8 @@ class Box:
     def built(self) -> bool:
         return True
 
-    def run(self, job: Job, *_hooks: object) -> tuple[dict[str, Any], list[bytes]]:
-        """Header and byte strings of the result."""
+    def run(self, job: Job, meanwhile: Callable[[], None] | None = None) -> tuple[dict[str, Any], list[bytes]]:
+        """Header and byte strings of the result. `meanwhile` is called once the sandbox has its job."""
         if job.limits.scratch_mb != self._scratch_mb:  # the size is given when it is built
             self._take_down()
             self._scratch_mb = job.limits.scratch_mb
@@ -73,6 +74,8 @@ class Box:
         }
         try:
             wire.send(channel, header, [job.source, job.stdin, *job.files.values()])
+            if meanwhile:
+                meanwhile()
             limit = 4 * job.limits.output_bytes + (1 << 20)
             wait = job.limits.wall_s + 2 * client.GRACE_S
             answer, blobs = wire.receive(channel, timeout_s=wait, limit=limit)

@@ -310,7 +310,7 @@ def _program(cage: Cage, uid: int, scratch: str, pipes: Pipes, group: Group | No
             if not order:  # there will be no job
                 os._exit(0)
             kind, source, args, limits = marshal.loads(order)
-            rlimits.apply(limits)
+            payload.seal(cage, limits)
         except OSError as error:
             os.write(SETUP_FD, str(error).encode()[:4096])
             os._exit(1)

@@ -29,6 +29,10 @@ class Broken(Exception):
     """A cage or its server died or hung: nothing is known about the job, which may be run again."""
 
 
+class Unbuilt(Broken):
+    """The cage died before it had the job, which has surely not run."""
+
+
 class CageFailure(RunStopped):
     """A layer that held when it was probed could not be put up. Never a verdict about the program."""
 
@@ -45,7 +49,10 @@ class Slot:
         """Header and byte strings of the result. `meanwhile` is called once the cage has its job."""
         try:
             self._await_ready()
-            self._send(job)
+            try:
+                self._send(job)
+            except wire.Closed:
+                raise Unbuilt("the cage died before it had the job") from None
             if meanwhile:
                 meanwhile()
             limit = 4 * job.limits.output_bytes + (1 << 20)
@@ -67,9 +74,9 @@ class Slot:
             self.server.kill()  # it is the server that did not fork, or could not any more
             raise Broken(f"no cage within {CAGE_DEADLINE_S:g} s") from None
         except ConnectionError:
-            raise Broken("the cage died") from None
+            raise Unbuilt("the cage died") from None
         if not said or not descriptors:
-            raise Broken("the cage died before it was ready")
+            raise Unbuilt("the cage died before it was ready")
         self._supervisor = descriptors[0]
 
     def _send(self, job: Job, **more: Any) -> None:
@@ -84,6 +91,16 @@ class Slot:
             **more,
         }
         wire.send(self._channel, header, [job.source, job.stdin, *job.files.values()], codec=wire.TRUSTED)
+
+    @property
+    def built(self) -> bool:
+        """The fork server has done its part."""
+        return self._supervisor >= 0
+
+    def interrupt(self) -> None:
+        """From another thread: `run` raises `Broken` soon, whatever the cage does."""
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
 
     def start_session(self, job: Job, *, idle_s: float) -> None:
         """Give the cage a job that stays for many exchanges; see `session.py` for the other side."""
@@ -132,6 +149,7 @@ class ForkServer:
         with theirs:
             self._process: subprocess.Popen[bytes] = spawn.python("server", theirs.fileno())
         self._encloses = "pid" in plan.namespaces
+        self._condemned = False
         self.surely_dead = False
         """It has ended, and every process of its cages is known to have ended before."""
         try:
@@ -154,7 +172,12 @@ class ForkServer:
         return self._process.pid
 
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return not self._condemned and self._process.poll() is None
+
+    def condemn(self) -> None:
+        """It hangs: it counts as dead from now on, and soon is. Does not wait for that."""
+        self._condemned = True
+        self._process.kill()  # the launcher, whose death takes the server along
 
     def order(self, uid: int) -> Slot:
         """Ask for a cage; it is built while the caller does something else."""

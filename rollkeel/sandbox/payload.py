@@ -15,7 +15,7 @@ import types
 from dataclasses import dataclass
 from typing import NoReturn
 
-from rollkeel.sandbox import identity, landlock, libc, root
+from rollkeel.sandbox import identity, landlock, libc, rlimits, root
 from rollkeel.sandbox.job import SOURCE_NAMES
 from rollkeel.sandbox.kinds import KINDS
 from rollkeel.sandbox.plan import OWN, Plan
@@ -60,10 +60,9 @@ def environment(scratch: str, path: str) -> dict[str, str]:
 
 
 def confine(cage: Cage, *, uid: int, scratch: str) -> None:
-    """From here on this process can do what a job can. The order matters: each step needs what a later one takes away.
+    """Take away what a job may not have. The order matters: each step needs what a later one takes away.
 
-    The uid first (which needs capabilities), then capabilities, then Landlock, descriptors, and the filter last, as it
-    forbids most of the calls before it. Limits, which are the job's own, need no privilege and follow.
+    The uid first (which needs capabilities), then capabilities, then Landlock and descriptors. What remains is `seal`.
     """
     plan = cage.plan
     os.umask(0o022)
@@ -79,6 +78,11 @@ def confine(cage: Cage, *, uid: int, scratch: str) -> None:
     if cage.rules:
         landlock.restrict(cage.rules, (scratch, "/proc") if "mount" in plan.namespaces else (scratch,))
     libc.close_range(FIRST_LOOSE_FD)
+
+
+def seal(cage: Cage, limits: rlimits.Planned) -> None:
+    """The job's own limits, and the filter, which no longer lets all of them be set."""
+    rlimits.apply(limits)
     if cage.seccomp:
         cage.seccomp.install()
 

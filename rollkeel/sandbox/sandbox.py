@@ -12,7 +12,7 @@ from types import TracebackType
 from rollkeel.errors import BadInput
 from rollkeel.sandbox import cgroup, enclosure, kinds, tree
 from rollkeel.sandbox.boxes import Box, Boxes
-from rollkeel.sandbox.client import Broken, CageFailure, ForkServer, Slot
+from rollkeel.sandbox.client import Broken, CageFailure, ForkServer, Slot, Unbuilt
 from rollkeel.sandbox.enclosure import Enclosure
 from rollkeel.sandbox.identity import UidBlock
 from rollkeel.sandbox.job import Job, Level, Refused, Result, Status
@@ -22,6 +22,33 @@ from rollkeel.sandbox.probing import probe
 ATTEMPTS = 2
 MAX_LOST = 64
 """Uids of lost cages, after which their server is replaced to get them back."""
+MAX_UNBUILT = 16
+"""Cages in a row that may die before they have their job: the spare ones of a server that was killed."""
+
+
+class Handle:
+    """Ends, from another thread, a job that `Sandbox.run` waits for: `run` then returns `killed` with the reason."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slot: Slot | Box | None = None
+        self.reason = ""
+
+    def end(self, reason: str, *, hung: bool = False) -> None:
+        """Does not wait. `hung`: it should have ended long ago; if it still waits for its cage, the fork server is at fault."""
+        with self._lock:
+            self.reason = reason
+            if self._slot:
+                self._slot.interrupt()
+                if hung and isinstance(self._slot, Slot) and not self._slot.built:
+                    self._slot.server.condemn()
+
+    def hold(self, slot: Slot | Box | None) -> None:
+        """The cage that the job is in now."""
+        with self._lock:
+            self._slot = slot
+            if slot and self.reason:
+                slot.interrupt()
 
 
 class Sandbox:
@@ -30,7 +57,7 @@ class Sandbox:
     `minimum` is the level below which untrusted jobs are refused. `without` leaves layers out, to measure them and to
     show what they are for; it lowers the level as a missing layer would. `backend`: `native` builds its own cages,
     `bubblewrap` and `gvisor` have those programs build one for each job; `auto` is native, or the one with the highest level
-    where native gives less than `namespaces`.
+    where native gives less than `namespaces`. `attempts`: how often a job is run that loses its cage.
     """
 
     def __init__(
@@ -41,14 +68,14 @@ class Sandbox:
         without: Sequence[str] = (),
         warm: bool = True,
         backend: str = "auto",
+        attempts: int = ATTEMPTS,
     ) -> None:
         if workers < 1:
             raise BadInput(f"sandbox: expected at least one worker, got {workers}")
         self.plan = choose_plan(backend, tuple(without))
         self.level = self.plan.level
         self.minimum = minimum
-        self._warm = warm
-        self._workers = workers
+        self._warm, self._attempts, self._workers = warm, attempts, workers
         self._permits = threading.BoundedSemaphore(workers)
         self._lock = threading.Lock()
         self._servers: dict[str, ForkServer | Boxes] = {}
@@ -68,31 +95,45 @@ class Sandbox:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def run(self, job: Job) -> Result:
+    def run(self, job: Job, handle: Handle | None = None) -> Result:
         """Run one job and wait for its end. Raises `CageFailure` when no cage can be built and `MissingTool`
         when this machine cannot run such programs; never for what a program does."""
         if job.untrusted and self.level < self.minimum:
             return Result(status=Status.REFUSED, level=self.level, reason=self._why_refused(), attempts=0)
         kinds.require(job.kind)
+        handle = handle or Handle()
         with self._permits:
-            reason = ""
-            for attempt in range(1, ATTEMPTS + 1):
+            attempt, unbuilt, reason = 1, 0, ""
+            while attempt <= self._attempts and not handle.reason:
                 slot = None
                 try:
                     slot = self._take(job.preload)
-                    header, blobs = slot.run(job, lambda: self._refill(job.preload))
+                    header, blobs = self._held(slot, job, handle)
                 except (Broken, CageFailure) as error:
                     reason = str(error)
                     self._discard(slot, job.preload)
-                    if attempt == ATTEMPTS and isinstance(error, CageFailure):
+                    if isinstance(error, Unbuilt) and unbuilt < MAX_UNBUILT:
+                        unbuilt += 1
+                        continue
+                    if attempt == self._attempts and isinstance(error, CageFailure):
                         raise
+                    attempt += 1
                     continue
                 except BaseException:
                     self._discard(slot, job.preload)
                     raise
                 self._finish(slot)
                 return self._result(header, blobs, slot.uid, attempt)
-        return Result(status=Status.KILLED, level=self.level, reason=f"{reason}, {ATTEMPTS} times", attempts=ATTEMPTS)
+        attempts = min(attempt, self._attempts)
+        reason = handle.reason or (reason if attempts == 1 else f"{reason}, {attempts} times")
+        return Result(status=Status.KILLED, level=self.level, reason=reason, attempts=attempts)
+
+    def _held(self, slot: Slot | Box, job: Job, handle: Handle) -> tuple[dict, list[bytes]]:
+        handle.hold(slot)
+        try:
+            return slot.run(job, lambda: self._refill(job.preload))
+        finally:
+            handle.hold(None)
 
     def require(self) -> None:
         """Raise `Refused` if untrusted jobs would be."""
@@ -132,6 +173,8 @@ class Sandbox:
             if self._closed:
                 raise BadInput("sandbox: it is closed; open a new one")
             spare = self._spare.get(preload, [])
+            while spare and not spare[-1].server.alive():
+                self._let_go(spare.pop())  # no process has had a job in it
             return spare.pop() if spare else self._order(preload)
 
     def _order(self, preload: str) -> Slot | Box:
