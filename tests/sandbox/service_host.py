@@ -15,6 +15,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from rollkeel.sandbox import cage
+
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 TOKEN = "a-token-of-the-tests-0123456789"
 START_S = 60.0
@@ -33,6 +35,18 @@ def children(pid: int) -> list[int]:
             out += map(int, (task / "children").read_text().split())
         except OSError:
             continue
+    return out
+
+
+def at_work(server: int) -> list[int]:
+    """Supervisors below a fork server whose job's program has started: it no longer holds the pipe of its orders."""
+    out = []
+    for supervisor in children(server):
+        last = supervisor
+        while below := children(last):  # an init stands between in some cages
+            last = below[0]
+        if last != supervisor and not os.path.lexists(f"/proc/{last}/fd/{cage.ORDER_FD}"):
+            out.append(supervisor)
     return out
 
 

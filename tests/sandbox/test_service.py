@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from service_host import children
+from service_host import at_work, children
 
 from rollkeel.errors import BadInput, RunStopped
 from rollkeel.sandbox import Job, Level, Limits, Refused, Result, Status, metrics, probe
@@ -154,10 +154,10 @@ def test_a_hung_worker_is_replaced_within_its_deadline_and_its_job_run_once_more
             if done.attempts > 1:
                 break
     else:
-        until(lambda: not any(children(pid) for pid in children(server)))  # those of other tests
+        until(lambda: not at_work(server))  # those of other tests
         name = service.submit(job, partition="hung")
-        until(lambda: any(children(pid) for pid in children(server)))
-        (busy,) = [pid for pid in children(server) if children(pid)]
+        until(lambda: at_work(server))
+        (busy,) = at_work(server)
         os.kill(busy, signal.SIGSTOP)
         started = time.monotonic()
         done = service.watch(name).result(timeout=20).require()
@@ -179,9 +179,8 @@ def test_a_job_that_loses_its_worker_twice_is_given_up(service: Service) -> None
         while not done.is_set():
             for launcher in launchers(service):
                 for server in children(launcher):
-                    for cage in children(server):
-                        if children(cage):
-                            os.kill(cage, signal.SIGKILL)
+                    for cage in at_work(server):
+                        os.kill(cage, signal.SIGKILL)
             time.sleep(0.02)
 
     thread = threading.Thread(target=stop_cages)
