@@ -45,7 +45,8 @@ def at_work(server: int) -> list[int]:
         last = supervisor
         while below := children(last):  # an init stands between in some cages
             last = below[0]
-        if last != supervisor and not os.path.lexists(f"/proc/{last}/fd/{cage.ORDER_FD}"):
+        ordered = not os.path.lexists(f"/proc/{last}/fd/{cage.ORDER_FD}")
+        if last != supervisor and ordered and os.path.lexists(f"/proc/{last}/fd/1"):  # not on its way out
             out.append(supervisor)
     return out
 
