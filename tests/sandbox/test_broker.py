@@ -189,7 +189,7 @@ class Machine(RuleBasedStateMachine):
         assert len(self.ended) == self.accepted
 
 
-Machine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestMachine = Machine.TestCase
 
 

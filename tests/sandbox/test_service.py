@@ -38,7 +38,7 @@ from rollkeel.sandbox.service import Service
 
 holds = pytest.mark.skipif(probe().plan().level < Level.NAMESPACES, reason="namespaces do not hold here")
 NONCE = Job(source=b"import os; print(os.urandom(8).hex())")
-FAST = Limits(wall_s=1.0)
+FAST = Limits(wall_s=0.7)
 
 
 def sleeper(seconds: float = 30.0) -> Job:
@@ -146,7 +146,7 @@ def test_a_hung_worker_is_replaced_within_its_deadline_and_its_job_run_once_more
     (launcher,) = launchers(service)
     (server,) = children(launcher)
     old = set(children(server))
-    job = Job(source=b"import time; time.sleep(0.5); print('done')", limits=FAST)
+    job = Job(source=b"import time; time.sleep(0.3); print('done')", limits=FAST)
     if victim == "fork server":
         os.kill(server, signal.SIGSTOP)
         for _ in range(len(old) + 2):  # cages that were ready still work; the next one must come from the hung server
@@ -215,7 +215,7 @@ def test_sixty_jobs_while_fork_servers_are_killed(service: Service) -> None:
 def test_what_was_promised_outlives_the_service(tmp_path: Path) -> None:
     with Service([Partition(name="a", workers=1)], state=tmp_path) as service:
         known = service.run(NONCE, id="known")
-        kept = service.submit(Job(source=b"import time; time.sleep(1); print('late')"), id="kept")
+        kept = service.submit(Job(source=b"import time; time.sleep(0.4); print('late')"), id="kept")
         queued = service.submit(Job(source=b"print('queued')"), id="queued", priority=-1)
         service.submit(Job(source=b"print('waited')"), id="waited", kept=False, priority=-2)
         gone = service.submit(NONCE, id="gone", priority=-3)
