@@ -503,12 +503,12 @@ CORPUS = (
         for _ in range(3):
             pid = os.fork()
             if pid == 0:
-                burn(0.7); os._exit(0)
+                burn(0.3); os._exit(0)
             os.waitpid(pid, 0)
         escaped()
         """,
         ("watch",),
-        limits=Limits(wall_s=15, cpu_s=1),
+        limits=Limits(wall_s=15, cpu_s=0.5),
     ),
     Escape(
         "cpu-of-children-that-nobody-waits-for",
