@@ -14,10 +14,15 @@ if TYPE_CHECKING:
     from rollkeel.sandbox.job import Job, Level, Limits, Refused, Result, Status, display
     from rollkeel.sandbox.probing import probe
     from rollkeel.sandbox.sandbox import Sandbox
+    from rollkeel.sandbox.terminal import SessionEnded, Terminal, TerminalLimits
 
-__all__ = ["CageFailure", "Job", "Level", "Limits", "Refused", "Result", "Sandbox", "Status", "display", "probe"]
+__all__ = [
+    "CageFailure", "Job", "Level", "Limits", "Refused", "Result", "Sandbox", "SessionEnded", "Status", "Terminal",
+    "TerminalLimits", "display", "probe",
+]  # fmt: skip
 
 _HOME = {"CageFailure": "client", "probe": "probing", "Sandbox": "sandbox"}
+_HOME |= dict.fromkeys(("SessionEnded", "Terminal", "TerminalLimits"), "terminal")
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 NUMBER_AT, ARCH_AT, ARGUMENTS_AT = 0, 4, 16
 """Offsets in the kernel's `struct seccomp_data`."""
 ALLOW, KILL = 0x7FFF0000, 0x80000000
@@ -52,7 +52,34 @@ class NoneOf:
     otherwise: int
 
 
-Condition = Equals | NoBits | NoneOf
+@dataclass(frozen=True, kw_only=True)
+class NotAllBits:
+    """Allowed unless the low 32 bits of an argument have all of `bits`."""
+
+    argument: int
+    bits: int
+    otherwise: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Null:
+    """Allowed when all 64 bits of an argument, a pointer, are zero."""
+
+    argument: int
+    otherwise: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class When:
+    """`then` decides when the low 32 bits of an argument are `value`, else `otherwise` does: conditions on two arguments."""
+
+    argument: int
+    value: int
+    then: Rule
+    otherwise: Rule
+
+
+Condition = Equals | NoBits | NoneOf | NotAllBits | Null | When
 Rule = int | Condition
 
 
@@ -64,7 +91,17 @@ def block(rule: Rule) -> list[Instruction]:
     """Instructions that decide one call and always return. The kernel looks at 32 bits of these arguments as well."""
     if isinstance(rule, int):
         return [_returns(rule)]
-    load = (LOAD, 0, 0, ARGUMENTS_AT + 8 * rule.argument)
+    at = ARGUMENTS_AT + 8 * rule.argument
+    load = (LOAD, 0, 0, at)
+    if isinstance(rule, When):
+        then = block(rule.then)
+        return [load, (JUMP_EQUAL, 0, len(then), rule.value), *then, *block(rule.otherwise)]
+    if isinstance(rule, Null):
+        halves = [load, (JUMP_EQUAL, 0, 2, 0), (LOAD, 0, 0, at + 4), (JUMP_EQUAL, 1, 0, 0)]
+        return [*halves, _returns(rule.otherwise), _returns(ALLOW)]
+    if isinstance(rule, NotAllBits):
+        masked = [load, (AND, 0, 0, rule.bits), (JUMP_EQUAL, 0, 1, rule.bits)]
+        return [*masked, _returns(rule.otherwise), _returns(ALLOW)]
     if isinstance(rule, NoBits):
         return [load, (JUMP_ANY_BIT, 0, 1, rule.bits), _returns(rule.otherwise), _returns(ALLOW)]
     hit, miss = (ALLOW, rule.otherwise) if isinstance(rule, Equals) else (rule.otherwise, ALLOW)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import time
-from dataclasses import asdict
+from collections.abc import Callable
 from typing import Any
 
 from rollkeel.errors import RunStopped
@@ -28,6 +29,10 @@ class Broken(Exception):
     """A cage or its server died or hung: nothing is known about the job, which may be run again."""
 
 
+class Unbuilt(Broken):
+    """The cage died before it had the job, which has surely not run."""
+
+
 class CageFailure(RunStopped):
     """A layer that held when it was probed could not be put up. Never a verdict about the program."""
 
@@ -40,14 +45,19 @@ class Slot:
         self._channel = channel
         self._supervisor = -1
 
-    def run(self, job: Job) -> tuple[dict[str, Any], list[bytes]]:
-        """Header and byte strings of the result."""
+    def run(self, job: Job, meanwhile: Callable[[], None] | None = None) -> tuple[dict[str, Any], list[bytes]]:
+        """Header and byte strings of the result. `meanwhile` is called once the cage has its job."""
         try:
             self._await_ready()
-            self._send(job)
+            try:
+                self._send(job)
+            except wire.Closed:
+                raise Unbuilt("the cage died before it had the job") from None
+            if meanwhile:
+                meanwhile()
             limit = 4 * job.limits.output_bytes + (1 << 20)
             wait = job.limits.wall_s + 2 * GRACE_S
-            header, blobs = wire.receive(self._channel, timeout_s=wait, limit=limit)
+            header, blobs = wire.receive(self._channel, timeout_s=wait, limit=limit, codec=wire.TRUSTED)
         except wire.Closed:
             raise Broken("the cage died") from None
         except (wire.Late, wire.Mangled) as error:
@@ -64,21 +74,62 @@ class Slot:
             self.server.kill()  # it is the server that did not fork, or could not any more
             raise Broken(f"no cage within {CAGE_DEADLINE_S:g} s") from None
         except ConnectionError:
-            raise Broken("the cage died") from None
+            raise Unbuilt("the cage died") from None
         if not said or not descriptors:
-            raise Broken("the cage died before it was ready")
+            raise Unbuilt("the cage died before it was ready")
         self._supervisor = descriptors[0]
 
-    def _send(self, job: Job) -> None:
+    def _send(self, job: Job, **more: Any) -> None:
         self._channel.settimeout(CAGE_DEADLINE_S)
+        # Plain types, as subclasses cannot be marshalled.
         header = {
-            "kind": job.kind,
-            "files": list(job.files),
-            "args": job.args,
-            "collect": job.collect,
-            "limits": asdict(job.limits),
+            "kind": str(job.kind),
+            "files": [str(name) for name in job.files],
+            "args": tuple(str(argument) for argument in job.args),
+            "collect": tuple(str(name) for name in job.collect),
+            "limits": {k: int(v) if isinstance(v, int) else float(v) for k, v in vars(job.limits).items()},
+            **more,
         }
-        wire.send(self._channel, header, [job.source, job.stdin, *job.files.values()])
+        wire.send(self._channel, header, [job.source, job.stdin, *job.files.values()], codec=wire.TRUSTED)
+
+    @property
+    def built(self) -> bool:
+        """The fork server has done its part."""
+        return self._supervisor >= 0
+
+    def interrupt(self) -> None:
+        """From another thread: `run` raises `Broken` soon, whatever the cage does."""
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+
+    def start_session(self, job: Job, *, idle_s: float) -> None:
+        """Give the cage a job that stays for many exchanges; see `session.py` for the other side."""
+        try:
+            self._await_ready()
+            self._send(job, session={"idle_s": idle_s})
+        except wire.Closed:
+            raise Broken("the cage died") from None
+
+    def exchange(
+        self, header: dict[str, Any], blobs: list[bytes], *, timeout_s: float, limit: int
+    ) -> tuple[dict[str, Any], list[bytes]]:
+        """Send a message and wait for the answer."""
+        try:
+            with contextlib.suppress(wire.Closed):  # what it said before it ended is still to be read
+                wire.send(self._channel, header, blobs, codec=wire.TRUSTED)
+            answer, contents = wire.receive(self._channel, timeout_s=timeout_s, limit=limit, codec=wire.TRUSTED)
+        except wire.Closed:
+            raise Broken("the cage died") from None
+        except (wire.Late, wire.Mangled) as error:
+            raise Broken(f"the cage hung or spoke nonsense ({error})") from None
+        if "failed" in answer:
+            raise CageFailure(f"sandbox: no cage could be built: {answer['failed']} (see rollkeel sandbox doctor)")
+        return answer, contents
+
+    def hang_up(self, timeout_s: float) -> bool:
+        """Close the channel and wait for the supervisor's own end, before which it ends everything in the cage."""
+        self._channel.close()
+        return bool(select.select([self._supervisor], [], [], timeout_s)[0])
 
     def close(self) -> None:
         """Let go of the cage; one that is still at work is killed, and its job with it."""
@@ -93,15 +144,17 @@ class Slot:
 class ForkServer:
     """A running fork server for one plan and one set of preloaded modules."""
 
-    def __init__(self, plan: Plan, preload: str, scratch_base: str) -> None:
+    def __init__(self, plan: Plan, preload: str, scratch_base: str, group: str = "") -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process: subprocess.Popen[bytes] = spawn.python("server", theirs.fileno())
         self._encloses = "pid" in plan.namespaces
+        self._condemned = False
         self.surely_dead = False
         """It has ended, and every process of its cages is known to have ended before."""
         try:
             config = {"caller": os.getpid(), "plan": plan.to_json(), "preload": preload, "scratch_base": scratch_base}
+            config["group"] = group
             self._control.send(json.dumps(config).encode())
             self._control.settimeout(START_DEADLINE_S)
             answer = json.loads(self._control.recv(1 << 16) or b'{"failed": "it died while starting"}')
@@ -119,7 +172,12 @@ class ForkServer:
         return self._process.pid
 
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return not self._condemned and self._process.poll() is None
+
+    def condemn(self) -> None:
+        """It hangs: it counts as dead from now on, and soon is. Does not wait for that."""
+        self._condemned = True
+        self._process.kill()  # the launcher, whose death takes the server along
 
     def order(self, uid: int) -> Slot:
         """Ask for a cage; it is built while the caller does something else."""

@@ -71,7 +71,11 @@ def forswear() -> None:
                 break
             if error.errno != errno.EPERM:  # without CAP_SETPCAP there is nothing to give up either
                 raise
-    libc.prctl(libc.PR_CAP_AMBIENT, libc.PR_CAP_AMBIENT_CLEAR_ALL)
+    try:
+        libc.prctl(libc.PR_CAP_AMBIENT, libc.PR_CAP_AMBIENT_CLEAR_ALL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel without them has none
+            raise
 
 
 def become(uid: int | None) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from rollkeel.errors import BadInput, RollkeelError, nearest
+from rollkeel.sandbox import kinds
 
-KINDS = ("python", "shell", "c", "c++")
+KINDS = tuple(kinds.KINDS)
 PRELOADS = ("code", "math", "stem")
-SOURCE_NAMES = {"python": "main.py", "shell": "main.sh", "c": "main.c", "c++": "main.cpp"}
+SOURCE_NAMES = {name: kind.source for name, kind in kinds.KINDS.items()}
 MAX_NAME_BYTES = 255
 MAX_JOB_BYTES = 1 << 28
 PAGE = 4096
@@ -75,7 +76,7 @@ class Limits:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            whole = f.name not in ("wall_s", "cpu_s")
+            whole = not f.name.endswith("_s")
             if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
                 raise BadInput(
                     f"sandbox limit {f.name}: expected {'an integer' if whole else 'a number'}, got {value!r}"
@@ -90,7 +91,7 @@ class Job:
 
     source: bytes
     kind: str = "python"
-    """`python`, `shell` (sh), `c` or `c++` (compiled inside with the machine's compiler, within the same limits)."""
+    """One of `KINDS`. Compilers and interpreters are the machine's, and run inside within the same limits."""
     preload: str = "code"
     """Python only: what is imported already when the program starts: `code` nothing, `math` sympy, `stem` numpy, scipy."""
     stdin: bytes = b""

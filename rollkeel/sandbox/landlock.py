@@ -5,6 +5,7 @@ A second wall behind the private root, and the first one where namespaces are bl
 
 from __future__ import annotations
 
+import fcntl
 import os
 import struct
 from collections.abc import Sequence
@@ -27,6 +28,10 @@ WRITE = (*READ, "write_file", "remove_dir", "remove_file", "make_dir", "make_reg
 DEVICE = ("read_file", "write_file", "ioctl_dev")
 _FOR_FILES = ("execute", "write_file", "read_file", "truncate", "ioctl_dev")
 _RULE_PATH_BENEATH = 1
+
+
+Rule = tuple[str, Sequence[str]]
+"""A path and what may be done there and below."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,32 +73,45 @@ def abi() -> int:
         return 0
 
 
-def restrict(allowed: Sequence[tuple[str, Sequence[str]]], version: int) -> None:
-    """Bind this process and its future children: the paths with their rights, nothing else. Needs no_new_privs.
+@dataclass(frozen=True)
+class Prepared:
+    """Rules in the encoding of the kernel, with paths that are open already; and rights on folders that are still to come."""
 
-    A path that does not exist, or that other rules keep from this uid anyway, is left out: there is nothing to allow.
-    """
-    attr = handled(version).encode()
-    ruleset = _call("create_ruleset", attr, len(attr), 0)
+    attr: bytes
+    encoded: tuple[bytes, ...]
+    later: tuple[int, ...]
+
+
+def prepare(allowed: Sequence[Rule], version: int, lowest: int = 0, later: Sequence[Sequence[str]] = ()) -> Prepared:
+    """Open the paths, with numbers from `lowest` on. A path that does not exist, or that other rules keep from this uid
+    anyway, is left out: there is nothing to allow."""
+    encoded = []
+    for path, names in allowed:
+        try:
+            opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except (FileNotFoundError, PermissionError):
+            continue
+        descriptor = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, lowest)
+        os.close(opened)
+        if not os.path.isdir(path):
+            names = [name for name in names if name in _FOR_FILES]
+        encoded.append(path_rule(rights(names, version), descriptor))
+    return Prepared(handled(version).encode(), tuple(encoded), tuple(rights(names, version) for names in later))
+
+
+def restrict(prepared: Prepared, folders: Sequence[str] = ()) -> None:
+    """Bind this process and its future children: the prepared paths and these `folders`, which get the rights of `later`
+    in turn, and nothing else. Needs no_new_privs. Descriptors of paths stay open."""
+    ruleset = _call("create_ruleset", prepared.attr, len(prepared.attr), 0)
     try:
-        for path, names in allowed:
-            _allow(ruleset, path, names, version)
+        for encoded in prepared.encoded:
+            _call("add_rule", ruleset, _RULE_PATH_BENEATH, encoded, 0)
+        for path, allowed in zip(folders, prepared.later, strict=False):
+            descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            _call("add_rule", ruleset, _RULE_PATH_BENEATH, path_rule(allowed, descriptor), 0)
         _call("restrict_self", ruleset, 0)
     finally:
         os.close(ruleset)
-
-
-def _allow(ruleset: int, path: str, names: Sequence[str], version: int) -> None:
-    try:
-        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except (FileNotFoundError, PermissionError):
-        return
-    try:
-        if not os.path.isdir(path):
-            names = [name for name in names if name in _FOR_FILES]
-        _call("add_rule", ruleset, _RULE_PATH_BENEATH, path_rule(rights(names, version), descriptor), 0)
-    finally:
-        os.close(descriptor)
 
 
 def _call(name: str, *arguments: int | bytes | None) -> int:

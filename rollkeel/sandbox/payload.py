@@ -12,20 +12,17 @@ import signal
 import sys
 import traceback
 import types
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
 from rollkeel.sandbox import identity, landlock, libc, rlimits, root
-from rollkeel.sandbox.job import SOURCE_NAMES, Job
-from rollkeel.sandbox.plan import MAPPED, OWN, Plan
+from rollkeel.sandbox.job import SOURCE_NAMES
+from rollkeel.sandbox.kinds import KINDS
+from rollkeel.sandbox.plan import OWN, Plan
 from rollkeel.sandbox.seccomp import Filter
 
-COMPILE = {
-    "c": 'gcc -O1 -o "$TMPDIR/program" main.c -lm </dev/null && exec "$TMPDIR/program" "$@"',
-    "c++": 'g++ -O1 -o "$TMPDIR/program" main.cpp </dev/null && exec "$TMPDIR/program" "$@"',
-}
-CAGE_PROCESSES = 2
-"""Supervisor and init, which share the job's user namespace and so its count of processes."""
+FIRST_LOOSE_FD = 5
+"""Of a program's process in the making: its streams, what it says, and its order come before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,20 +30,26 @@ class Cage:
     """What the fork server prepared once for all its jobs."""
 
     plan: Plan
-    paths: tuple[str, ...]
-    """Host paths that jobs may read."""
+    rules: landlock.Prepared | None
+    """Landlock's, on what all jobs may read."""
     seccomp: Filter | None
     base_bytes: int
     """Address space of the fork server."""
     sys_path: tuple[str, ...]
+    own_modules: tuple[str, ...]
+    """Modules of this package, which a Python program is not to find imported."""
+    group: int
+    """Descriptor of the control group in which jobs get theirs, -1 without."""
+    path: str
+    """Where jobs find programs, this Python's folder aside."""
     scratch_base: str
     """Where jobs get their folders when they cannot have a file system of their own."""
 
 
-def environment(scratch: str) -> dict[str, str]:
+def environment(scratch: str, path: str) -> dict[str, str]:
     """All that a job has in its environment; nothing of the server's."""
     return {
-        "PATH": f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin",
+        "PATH": f"{os.path.dirname(sys.executable)}:{path}",
         "HOME": f"{scratch}/box",
         "TMPDIR": f"{scratch}/tmp",
         "LANG": "C.UTF-8",
@@ -56,18 +59,14 @@ def environment(scratch: str) -> dict[str, str]:
     }
 
 
-def confine(cage: Cage, job: Job, *, uid: int, scratch: str, tasks_of_uid: int) -> None:
-    """From here on this process can do what a job can. The order matters: each step needs what a later one takes away.
+def confine(cage: Cage, *, uid: int, scratch: str) -> None:
+    """Take away what a job may not have. The order matters: each step needs what a later one takes away.
 
-    Limits and files first, then the uid (which needs capabilities), then capabilities, then Landlock, and the filter last,
-    as it forbids most of the calls before it.
+    The uid first (which needs capabilities), then capabilities, then Landlock and descriptors. What remains is `seal`.
     """
     plan = cage.plan
     os.umask(0o022)
     os.chdir(f"{scratch}/box")
-    if plan.rlimits:
-        allowed = job.limits.processes + {OWN: 0, MAPPED: CAGE_PROCESSES}.get(plan.identity, tasks_of_uid)
-        rlimits.apply(rlimits.plan(replace(job.limits, processes=allowed), base_bytes=cage.base_bytes))
     identity.become(uid if plan.identity == OWN else None)
     libc.prctl(libc.PR_SET_DUMPABLE, 1)  # lost with the uid; without it a process may not look into its own /proc/self
     if (
@@ -76,41 +75,47 @@ def confine(cage: Cage, job: Job, *, uid: int, scratch: str, tasks_of_uid: int) 
         libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
     if plan.capabilities:
         libc.clear_capabilities()
-    if plan.landlock:
-        landlock.restrict(root.rules(cage.paths, scratch, private="mount" in plan.namespaces), plan.landlock)
+    if cage.rules:
+        landlock.restrict(cage.rules, (scratch, "/proc") if "mount" in plan.namespaces else (scratch,))
+    libc.close_range(FIRST_LOOSE_FD)
+
+
+def seal(cage: Cage, limits: rlimits.Planned) -> None:
+    """The job's own limits, and the filter, which no longer lets all of them be set."""
+    rlimits.apply(limits)
     if cage.seccomp:
         cage.seccomp.install()
 
 
-def run(cage: Cage, job: Job, scratch: str) -> NoReturn:
+def run(cage: Cage, kind: str, source: bytes, args: tuple[str, ...], scratch: str) -> NoReturn:
     """The program itself, in this process; never returns."""
-    env = environment(scratch)
-    if job.kind == "python":
-        os.environ.clear()
-        os.environ.update(env)
-        _run_python(job, f"{scratch}/box/{SOURCE_NAMES['python']}", [f"{scratch}/box", *cage.sys_path])
+    env = environment(scratch, cage.path)
+    if kind == "python":
+        if scratch != root.SCRATCH:  # the fork server's own is that of a job in the private root
+            os.environ.clear()
+            os.environ.update(env)
+        for name in cage.own_modules:
+            del sys.modules[name]
+        sys.path[:] = [f"{scratch}/box", *cage.sys_path]
+        _run_python(source, f"{scratch}/box/{SOURCE_NAMES['python']}", args)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and an exec would hand that on
-        signal.signal(number, signal.SIG_DFL)
-    argv = ["sh", SOURCE_NAMES["shell"]] if job.kind == "shell" else ["sh", "-c", COMPILE[job.kind], "sh"]
-    os.execve("/bin/sh", [*argv, *job.args], env)
+        libc.on_signal(number, libc.DEFAULT)
+    os.execve("/bin/sh", ["sh", "-c", KINDS[kind].command, "sh", *args], env)
 
 
-def _run_python(job: Job, path: str, sys_path: list[str]) -> NoReturn:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def _run_python(source: bytes, path: str, args: tuple[str, ...]) -> NoReturn:
+    libc.on_signal(signal.SIGINT, signal.default_int_handler)
     gc.enable()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # type: ignore[attr-defined]
     module = types.ModuleType("__main__")
     module.__dict__.update(__file__=path, __builtins__=__builtins__)
-    for name in [n for n in sys.modules if n.split(".")[0] == "rollkeel"]:
-        del sys.modules[name]
     sys.modules["__main__"] = module
-    sys.argv = [path, *job.args]
-    sys.path[:] = sys_path
+    sys.argv = [path, *args]
     code = 1
     try:
         try:
-            exec(compile(job.source, path, "exec", dont_inherit=True), module.__dict__)
+            exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
             code = 0
         except SystemExit as error:
             code = _exit_code(error.code)

@@ -12,8 +12,11 @@ from rollkeel.sandbox.job import Level
 OWN, MAPPED, SHARED = "own", "mapped", "shared"
 """Whose uid a job has: one of its own, the server's behind a user namespace, or plainly the server's."""
 NAMESPACES = ("pid", "mount", "net", "ipc", "uts")
-LAYERS = ("user", *NAMESPACES, "capabilities", "rlimits", "landlock", "seccomp", "watch")
-"""In the order in which they are reported. `user` is the uid, `mount` the private root, `watch` the group's memory and CPU."""
+TRUNCATION_SINCE = 3
+"""Landlock ABI before which any file of the same user can be emptied by its path."""
+LAYERS = ("user", *NAMESPACES, "capabilities", "rlimits", "landlock", "seccomp", "watch", "cgroup")
+"""In the order in which they are reported. `user` is the uid, `mount` the private root, `watch` the group's memory and CPU,
+`cgroup` the same and processes, by the kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +32,19 @@ class Plan:
     """ABI, 0 without."""
     seccomp: bool = True
     watch: bool = True
+    cgroup: bool = False
 
     @property
     def level(self) -> Level:
         walls = self.seccomp and self.rlimits and self.capabilities and self.watch
         if walls and self.namespaces >= set(NAMESPACES) and self.identity != SHARED:
             return Level.FULL if self.identity == OWN else Level.NAMESPACES
-        return Level.RESTRICTED if walls and self.landlock else Level.NONE
+        return Level.RESTRICTED if walls and self.landlock >= TRUNCATION_SINCE else Level.NONE
+
+    @property
+    def leads(self) -> bool:
+        """A job's supervisor is itself process 1 of the job's process namespace: where their uids keep the job off it."""
+        return self.identity == OWN and "pid" in self.namespaces
 
     def isolation(self, uid: int) -> dict[str, str]:
         """Layer → how it holds, for a job with this uid on the host."""
@@ -54,6 +63,8 @@ class Plan:
             out["seccomp"] = "allow list"
         if self.watch:
             out["watch"] = "memory and CPU of the group, polled"
+        if self.cgroup:
+            out["cgroup"] = "memory and processes of the group, by the kernel"
         return out
 
     def to_json(self) -> dict[str, Any]:
@@ -102,4 +113,5 @@ def choose(findings: Iterable[Finding], *, root: bool, landlock_abi: int, withou
         landlock=landlock_abi if "landlock" in holds - off else 0,
         seccomp="seccomp" in holds - off,
         watch="watch" not in off,
+        cgroup="cgroup" in holds - off,
     )

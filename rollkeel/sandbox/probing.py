@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 from rollkeel.errors import RunStopped
-from rollkeel.sandbox import identity, landlock, libc, rlimits, root, spawn
+from rollkeel.sandbox import cgroup, identity, landlock, libc, rlimits, root, spawn
 from rollkeel.sandbox.cage import NAMESPACE_FLAG
 from rollkeel.sandbox.job import Limits
 from rollkeel.sandbox.plan import NAMESPACES, Finding, Plan, choose
@@ -72,7 +72,13 @@ def main(descriptor: int, _package_root: str) -> NoReturn:
 def _try_all() -> list[Finding]:
     trials: dict[str, Callable[[], str]] = {"user": _user}
     trials |= {name: functools.partial(_namespace, name) for name in NAMESPACES}
-    trials |= {"capabilities": _capabilities, "rlimits": _rlimits, "landlock": _landlock, "seccomp": _seccomp}
+    trials |= {
+        "capabilities": _capabilities,
+        "rlimits": _rlimits,
+        "landlock": _landlock,
+        "seccomp": _seccomp,
+        "cgroup": _cgroup,
+    }
     return [_in_child(layer, trial) for layer, trial in trials.items()]
 
 
@@ -169,8 +175,8 @@ def _capabilities() -> str:
 def _rlimits() -> str:
     planned = rlimits.plan(Limits(memory_mb=64), base_bytes=1 << 31)
     rlimits.apply(planned)
-    for limit in planned:
-        _expect(resource.getrlimit(getattr(resource, f"RLIMIT_{limit.name}"))[1] <= limit.hard, f"{limit.name} not set")
+    for name, (_, hard) in planned.items():
+        _expect(resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[1] <= hard, f"{name} not set")
     return f"{len(planned)} limits per process"
 
 
@@ -178,7 +184,7 @@ def _landlock() -> str:
     version = landlock.abi()
     _expect(version > 0, "the kernel has no Landlock, or it is switched off")
     libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
-    landlock.restrict([("/dev/null", landlock.DEVICE)], version)
+    landlock.restrict(landlock.prepare([("/dev/null", landlock.DEVICE)], version))
     _refused(errno.EACCES, lambda: os.listdir("/"))
     os.close(os.open("/dev/null", os.O_RDWR))
     missing = [name for name, since in (("TCP", 4), ("abstract sockets and signals", 6)) if version < since]
@@ -191,6 +197,38 @@ def _seccomp() -> str:
     _refused(errno.EPERM, lambda: libc.unshare(libc.CLONE_NEWUSER))
     _refused(errno.EAFNOSUPPORT, lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM))
     return "allow list"
+
+
+def _cgroup() -> str:
+    """A job's group that is too small for what its process does: the kernel must kill it, and refuse it a child."""
+    path = cgroup.make()
+    try:
+        parent = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        group = cgroup.Group.make(parent, "probe")
+        group.limit(cgroup.limits_of(Limits(memory_mb=8, scratch_mb=1, processes=1)))
+        refused = _in_group(group, lambda: _refused(errno.EAGAIN, os.fork))
+        _expect(refused == 0, "a process more than allowed was not refused")
+        killed = _in_group(group, lambda: bytearray(b"x") * (128 << 20))
+        _expect(killed == -signal.SIGKILL and group.ran_out_of_memory(), "memory over the limit was not refused")
+        _expect(group.cpu_s() > 0, "CPU time is not counted")
+        group.close()
+    finally:
+        cgroup.remove(path)
+    return "memory and processes of the group, by the kernel"
+
+
+def _in_group(group: cgroup.Group, attempt: Callable[[], object]) -> int:
+    """How a child that joins the group and tries something ends: 0, 1 for an error, or the signal that killed it, negative."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            group.join()
+            attempt()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _refused(number: int, attempt: Callable[[], object]) -> None:

@@ -15,7 +15,8 @@ from rollkeel.sandbox import landlock, libc
 
 SCRATCH = "/scratch"
 BOX = f"{SCRATCH}/box"
-DEVICES = ("null", "zero", "full", "random", "urandom")
+DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
+"""Name → whose node it is. `full` reads as zeros too, but cannot be mapped: memory shared through `zero` stays out of every count."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache", "/etc/alternatives")
 LINKS = {
     "/dev/fd": "/proc/self/fd",
@@ -27,42 +28,68 @@ LINKS = {
 }
 SCRATCH_FOLDERS = ("box", "tmp", "shm")
 _NEVER = ("/", "/home", "/root", "/etc", "/var", "/proc", "/sys", "/dev", "/tmp", "/run")
+_INSTALLED = ("bin", "lib", "lib64", "libexec", "include", "share", "jmods", "conf", "pyvenv.cfg")
 _MOUNT_POINTS = ("/mnt", "/media", "/srv", "/opt", "/run", "/var")
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV, _ATTR_NOEXEC = 1, 2, 4, 8
 
 
 @dataclass(frozen=True)
 class Bind:
-    """`source` of the host appears at the same path, read-only, with everything mounted below it."""
+    """`source` of the host appears at the same path (or `at`), read-only, with everything mounted below it."""
 
     source: str
     device: bool = False
+    at: str = ""
+
+    @property
+    def target(self) -> str:
+        return self.at or self.source
 
 
 def interpreter_paths(executable: str = sys.executable) -> tuple[str, ...]:
-    """Folders without which this Python does not start: its prefix, and that of the Python under a virtual environment."""
+    """What this Python needs of its prefix, and of that of the Python under a virtual environment.
+
+    Only what an installation consists of: a virtual environment may well be made in somebody's project or home folder.
+    """
     real = os.path.dirname(os.path.dirname(os.path.realpath(executable)))
-    return tuple(sorted({sys.prefix, sys.base_prefix, real} - set(_NEVER)))
+    prefixes = {sys.prefix, sys.base_prefix, real}
+    return tuple(sorted(path for prefix in prefixes for path in installation(prefix)))
+
+
+def installation(prefix: str) -> list[str]:
+    """The folders below a prefix that hold what is installed there."""
+    return [os.path.join(prefix, name) for name in _INSTALLED] if prefix not in _NEVER else []
+
+
+def settings() -> list[str]:
+    """Folders of `/etc` without which an installed runtime does not start: Debian keeps Java's settings there."""
+    return [f"/etc/{name}" for name in os.listdir("/etc") if name.startswith("java-")]
 
 
 def links_and_binds(paths: Sequence[str]) -> tuple[dict[str, str], list[Bind]]:
     """What the tree holds: symlinks of the host's top level kept as such, folders bound; none inside another one."""
-    links, binds = dict(LINKS), [Bind(f"/dev/{name}", device=True) for name in DEVICES]
+    links, binds = dict(LINKS), [Bind(f"/dev/{node}", device=True, at=f"/dev/{name}") for name, node in DEVICES.items()]
     for path in sorted(paths):
+        if any(path.startswith(f"{b.source}/") or path == b.source for b in binds):
+            continue
         if os.path.islink(path):
             links[path] = os.readlink(path)
-        elif os.path.exists(path) and not any(path.startswith(f"{b.source}/") or path == b.source for b in binds):
+        elif os.path.exists(path):
             binds.append(Bind(path))
     return links, binds
 
 
-def rules(paths: Sequence[str], scratch: str, *, private: bool) -> list[tuple[str, Sequence[str]]]:
-    """Landlock's view of the same tree. On the host's own root `/proc` stays shut: it shows everybody's processes."""
-    out: list[tuple[str, Sequence[str]]] = [(path, landlock.READ) for path in paths]
-    out += [(f"/dev/{name}", landlock.DEVICE) for name in DEVICES]
-    out.append((scratch, landlock.WRITE))
+def rules(paths: Sequence[str], *, private: bool) -> list[landlock.Rule]:
+    """Landlock's view of the same tree, as far as it is the same for all jobs."""
+    out: list[landlock.Rule] = [(path, landlock.READ) for path in paths]
+    out += [(f"/dev/{name}", landlock.DEVICE) for name, node in DEVICES.items() if private or name == node]
     # In a private root names are no secret, and programs list `/`.
-    return [*out, ("/", ("read_dir",)), ("/proc", ("read_file", "read_dir", "write_file"))] if private else out
+    return [*out, ("/", ("read_dir",))] if private else out
+
+
+JOB_FOLDERS = (landlock.WRITE, ("read_file", "read_dir", "write_file"))
+"""Rights on what is a job's own: its scratch folder, and its `/proc`. On the host's own root that stays shut: it shows
+everybody's processes."""
 
 
 def enter(paths: Sequence[str]) -> None:
@@ -94,9 +121,16 @@ def mount_proc() -> None:
 
 def mount_scratch(size_mb: int, uid: int, gid: int) -> None:
     """An empty folder of limited size and number of files that goes with the job's mount namespace."""
-    inodes = 1024 + 64 * size_mb
-    data = f"size={size_mb}m,nr_inodes={inodes},mode=0700,uid={uid},gid={gid}"
+    data = f"{_size(size_mb)},mode=0700,uid={uid},gid={gid}"
     libc.mount("tmpfs", SCRATCH, "tmpfs", libc.MS_NOSUID | libc.MS_NODEV, data)
+
+
+def resize_scratch(size_mb: int) -> None:
+    libc.mount("tmpfs", SCRATCH, "", libc.MS_REMOUNT | libc.MS_NOSUID | libc.MS_NODEV, _size(size_mb))
+
+
+def _size(size_mb: int) -> str:
+    return f"size={size_mb}m,nr_inodes={1024 + 64 * size_mb}"
 
 
 def _mount_point(sources: Sequence[str]) -> str:
@@ -112,7 +146,7 @@ def _mount_point(sources: Sequence[str]) -> str:
 
 
 def _bind(bind: Bind, base: str) -> None:
-    target = base + bind.source
+    target = base + bind.target
     if os.path.isdir(bind.source):
         os.makedirs(target, exist_ok=True)
     else:

@@ -7,6 +7,8 @@ no job: it passes each cage the socket on which its job will come.
 
 from __future__ import annotations
 
+import _socket
+import fcntl
 import gc
 import importlib.util
 import json
@@ -14,18 +16,21 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 from typing import Any, NoReturn
 
-from rollkeel.sandbox import identity, libc, root
-from rollkeel.sandbox.cage import supervise
+from rollkeel.sandbox import identity, kinds, landlock, libc, payload, root
+from rollkeel.sandbox.cage import CHANNEL_FD, supervise
 from rollkeel.sandbox.payload import Cage
 from rollkeel.sandbox.plan import MAPPED, Plan
 from rollkeel.sandbox.seccomp import Filter
 
+KEPT_FD = 64
+"""What cages need is open from this number on: a control group and the paths that Landlock is to allow."""
 MODULES = {"code": (), "math": ("sympy",), "stem": ("numpy", "scipy")}
-CHANNEL_FD = 3
 MAX_MESSAGE = 1 << 16
+DESCRIPTOR = struct.Struct("=i")
 
 
 def main(control_fd: int, package_root: str) -> NoReturn:
@@ -84,11 +89,12 @@ def _serve(control: socket.socket, plan: Plan, config: dict[str, Any], package_r
         gc.freeze()  # pages that a collector would write to stay shared with the cages; programs switch it on again
         gc.disable()
         while True:
-            message, descriptors, _, _ = socket.recv_fds(control, MAX_MESSAGE, 1)
+            message, ancillary, _, _ = control.recvmsg(MAX_MESSAGE, _socket.CMSG_LEN(DESCRIPTOR.size))
             if not message:
                 break
-            for descriptor in descriptors:  # none where this process had no number left for it: the caller sees its end
-                _fork_cage(control, descriptor, cage, int(message))
+            for _, _, data in ancillary:  # none where this process had no number left for it: the caller sees its end
+                (descriptor,) = DESCRIPTOR.unpack(data)
+                _fork_cage(descriptor, cage, int(message))
                 os.close(descriptor)
         code = 0
     except (OSError, ImportError) as error:
@@ -103,44 +109,73 @@ def _prepare(plan: Plan, config: dict[str, Any], package_root: str) -> Cage:
         if importlib.util.find_spec(name):
             importlib.import_module(name)
     paths = readable_paths()
+    group = -1
+    if plan.cgroup:  # before it is out of sight
+        group = fcntl.fcntl(os.open(config["group"], os.O_PATH | os.O_DIRECTORY), fcntl.F_DUPFD_CLOEXEC, KEPT_FD)
     if "mount" in plan.namespaces:
         root.enter(paths)
     if plan.capabilities:
         identity.forswear()
-    seccomp = Filter(libc.machine()) if plan.seccomp else None
+    seccomp = Filter(libc.machine(), plan) if plan.seccomp else None
     with open("/proc/self/statm", encoding="ascii") as file:
         base = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    sys_path = tuple(p for p in sys.path if p != package_root and os.path.isdir(p))
+    private = "mount" in plan.namespaces
+    rules = None
+    if plan.landlock:
+        allowed = root.rules(paths, private=private)
+        rules = landlock.prepare(allowed, plan.landlock, KEPT_FD, root.JOB_FOLDERS)
+    path = os.environ["PATH"]
+    if private:
+        os.environ.clear()
+        os.environ.update(payload.environment(root.SCRATCH, path))
     return Cage(
         plan=plan,
-        paths=paths,
+        rules=rules,
         seccomp=seccomp,
         base_bytes=base,
-        sys_path=sys_path,
+        sys_path=tuple(p for p in without_own(sys.path, package_root) if os.path.isdir(p)),
+        own_modules=tuple(name for name in sys.modules if name.split(".")[0] == "rollkeel"),
+        path=path,
+        group=group,
         scratch_base=config["scratch_base"],
     )
 
 
-def readable_paths() -> tuple[str, ...]:
-    """The host's folders and files that jobs may read: the system's programs and libraries, and this Python."""
-    return tuple(p for p in (*root.SYSTEM, *root.interpreter_paths()) if os.path.exists(p))
+def without_own(sys_path: list[str], package_root: str) -> list[str]:
+    """`sys_path` without the entry that was put there for this package; one that an installation has besides stays."""
+    at = sys_path.index(package_root)
+    return sys_path[:at] + sys_path[at + 1 :]
 
 
-def _fork_cage(control: socket.socket, channel_fd: int, cage: Cage, uid: int) -> None:
-    parent = os.getpid()
+def readable_paths(search_path: str = "") -> tuple[str, ...]:
+    """The host's folders and files that jobs may read: the system's programs and libraries, this Python, other tools."""
+    tools = [path for prefix in kinds.prefixes(search_path or os.environ["PATH"]) for path in root.installation(prefix)]
+    return tuple(p for p in (*root.SYSTEM, *root.settings(), *root.interpreter_paths(), *tools) if os.path.exists(p))
+
+
+def _fork_cage(channel_fd: int, cage: Cage, uid: int) -> None:
+    parent, home = os.getpid(), -1
     try:
-        if os.fork() > 0:
-            return
+        if cage.plan.leads:
+            home = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+            libc.unshare(libc.CLONE_NEWPID)  # where the next child is process 1
+        child = os.fork()
     except OSError:
-        return  # no memory or no process left now: the socket closes, and the caller tries again
+        child = -1  # no memory or no process left now: the socket closes, and the caller tries again
+    if child:
+        if home >= 0:
+            libc.set_namespace(home, libc.CLONE_NEWPID)
+            os.close(home)
+        return
     try:
-        libc.prctl(libc.PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-        control.detach()
+        if not cage.plan.leads:  # whose process namespace ends with this server's
+            libc.prctl(libc.PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
         if channel_fd != CHANNEL_FD:
             os.dup2(channel_fd, CHANNEL_FD, inheritable=False)
-        libc.close_range(CHANNEL_FD + 1)
-        supervise(socket.socket(fileno=CHANNEL_FD), cage, uid)
+        libc.close_range(CHANNEL_FD + 1, KEPT_FD - 1)
+        libc.close_range(KEPT_FD + (cage.group >= 0) + (len(cage.rules.encoded) if cage.rules else 0))
+        supervise(cage, uid)
     finally:
         os._exit(1)

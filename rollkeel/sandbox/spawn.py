@@ -6,15 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rollkeel.sandbox import kinds
+
 PACKAGE_ROOT = str(Path(__file__).resolve().parent.parent.parent)
 _CODE = "import sys; sys.path.insert(0, sys.argv[1]); from rollkeel.sandbox.{} import main; main(int(sys.argv[2]), sys.argv[1])"
 ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
-"""All of it: a job can read the environment its server was started with in `/proc/self/environ`."""
+"""All of it but the PATH of jobs: a job can read the environment its server was started with in `/proc/self/environ`."""
 
 
 def python(module: str, descriptor: int) -> subprocess.Popen[bytes]:
@@ -22,7 +23,7 @@ def python(module: str, descriptor: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-I", "-X", "utf8", "-c", _CODE.format(module), PACKAGE_ROOT, str(descriptor)]
     return subprocess.Popen(
         command,
-        env=ENVIRONMENT,
+        env=ENVIRONMENT | {"PATH": kinds.search_path()},
         cwd="/",
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

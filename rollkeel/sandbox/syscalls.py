@@ -23,7 +23,7 @@ FILES = _names(
 
 MEMORY = _names(
     """
-    brk madvise membarrier mincore mlock mlock2 mlockall mmap mprotect mremap msync munlock munlockall munmap
+    brk membarrier mincore mlock mlock2 mlockall mprotect mremap msync munlock munlockall munmap
     pkey_alloc pkey_free pkey_mprotect
     """
 )
@@ -33,11 +33,11 @@ PROCESSES = _names(
     """
     arch_prctl capget execve execveat exit exit_group fork futex futex_waitv get_robust_list getcpu getegid
     geteuid getgid getgroups getpgid getpgrp getpid getppid getpriority getrandom getresgid getresuid getrlimit
-    getrusage getsid gettid getuid pidfd_open pidfd_send_signal prctl restart_syscall rseq
+    getrusage getsid gettid getuid pidfd_open pidfd_send_signal restart_syscall rseq
     sched_get_priority_max sched_get_priority_min sched_getaffinity sched_getattr sched_getparam
     sched_getscheduler sched_rr_get_interval sched_setaffinity sched_setparam sched_setscheduler sched_yield
     set_robust_list set_tid_address setfsgid setfsuid setgid setgroups setpgid setpriority setregid setresgid
-    setresuid setreuid setrlimit setsid setuid sysinfo times uname vfork wait4 waitid
+    setresuid setreuid setsid setuid sysinfo times uname vfork wait4 waitid
     """
 )
 """Processes, threads, their identity and limits. `set*id` is harmless without capabilities."""
@@ -61,14 +61,14 @@ CLOCKS = _names(
 SOCKETS = _names(
     """
     accept accept4 bind connect getpeername getsockname getsockopt listen recvfrom recvmmsg recvmsg sendmmsg
-    sendmsg sendto setsockopt shutdown
+    sendmsg sendto shutdown
     """
 )
 """What is done with a socket once there is one; which kinds there are is decided where one is made."""
 
 CONDITIONAL = _names(
     """
-    clone ioctl personality prlimit64 socket socketpair
+    clone ioctl madvise mmap personality prctl prlimit64 setrlimit setsockopt socket socketpair
     """
 )
 """Allowed for some arguments: see `seccomp.conditions`."""
@@ -94,6 +94,16 @@ ABSENT = _names(
 )
 """Answered ENOSYS so that libraries fall back: clone3 hides its flags from a filter, memory files and pipes fed by
 reference hide memory."""
+
+ATTRIBUTES = _names(
+    """
+    chmod chown fchmod fchmodat fchmodat2 fchown fchownat futimesat lchown utime utimensat utimes
+    """
+)
+"""Mode, owner and times of files, at which Landlock does not look."""
+
+SENDING = _names("kill pidfd_send_signal rt_sigqueueinfo rt_tgsigqueueinfo tgkill tkill")
+"""Signals to others."""
 
 ALLOWED = FILES | MEMORY | PROCESSES | SIGNALS | CLOCKS | SOCKETS
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 import struct
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollkeel.sandbox import group
+from rollkeel.sandbox import cgroup, group
 from rollkeel.sandbox.job import Job, Status
 
 SETUP_DEADLINE_S = 20.0
@@ -23,17 +24,23 @@ MB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Child:
-    """A job's init and the supervisor's ends of its pipes."""
+    """The process on which a job hangs, and the supervisor's ends of its pipes."""
 
     pid: int
+    """Of the init, or of the program itself where the supervisor is process 1."""
     pidfd: int
     stdin: int
     stdout: int
     stderr: int
     setup: int
-    status: int
+    order: int
+    status: int | None
+    """Where the init says how the program ended; None without an init."""
+    reaper: group.Reaper | None = None
+    """Reaps the job where the supervisor is process 1."""
+    group: cgroup.Group | None = None
     alone: bool
-    """It is process 1 of a process namespace, so that `/proc` shows the job and nobody else."""
+    """The job has a process namespace, so that `/proc` shows the job and nobody else."""
 
 
 @dataclass(frozen=True)
@@ -106,19 +113,22 @@ class _Pumps:
 
 def watch(child: Child, job: Job, *, active: bool) -> Outcome:
     """See a job through; when this returns or raises, all its processes are dead. OSError: a layer failed, nothing ran."""
-    proc = -1
+    proc, ledger = -1, group.Ledger()
     try:
         _await_setup(child)
         start = time.monotonic()
         proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         pumps = _Pumps(child, memoryview(job.stdin), job.limits.output_bytes)
-        verdict, peak = _until_end(child, job, pumps, proc if active else -1, start)
+        verdict, peak = _until_end(child, job, pumps, proc if active else -1, start, ledger)
     finally:
         spent = _end(child)
         if proc >= 0:
             os.close(proc)
     wall = time.monotonic() - start
     pumps.drain()
+    if verdict is None and spent.out_of_memory:
+        verdict = Status.MEMORY
+    spent = replace(spent, cpu_s=max(spent.cpu_s, ledger.seen_s))
     return _outcome(child, job, pumps, verdict, wall, spent, peak)
 
 
@@ -131,7 +141,9 @@ def _await_setup(child: Child) -> None:
         raise OSError(said.decode("utf-8", "replace") or "the program's process died before its last layer stood")
 
 
-def _until_end(child: Child, job: Job, pumps: _Pumps, proc: int, start: float) -> tuple[Status | None, int]:
+def _until_end(
+    child: Child, job: Job, pumps: _Pumps, proc: int, start: float, ledger: group.Ledger
+) -> tuple[Status | None, int]:
     """Why the job has to be killed (None: it ended by itself), and the most memory seen."""
     limits, peak, seen_at = job.limits, 0, start
     while True:
@@ -140,11 +152,11 @@ def _until_end(child: Child, job: Job, pumps: _Pumps, proc: int, start: float) -
             return Status.TIMEOUT, peak
         if proc >= 0 and now - seen_at >= POLL_S:
             seen_at = now
-            usage = _usage(child, proc, limits.memory_mb * MB)
+            usage = _usage(child, proc, limits.memory_mb * MB, ledger)
             peak = max(peak, usage.memory_bytes)
             if usage.memory_bytes > limits.memory_mb * MB:
                 return Status.MEMORY, peak
-            if usage.cpu_s >= limits.cpu_s:
+            if max(usage.cpu_s, child.group.cpu_s() if child.group else 0.0) >= limits.cpu_s:
                 return Status.CPU, peak
         # Only what is ready is touched: a job that never reads or never stops writing must not hold the clock.
         reading = [child.pidfd, *(d for d in (child.stdout, child.stderr) if d in pumps.open)]
@@ -160,11 +172,13 @@ def _until_end(child: Child, job: Job, pumps: _Pumps, proc: int, start: float) -
             return None, peak
 
 
-def _usage(child: Child, proc: int, limit: int) -> group.Usage:
+def _usage(child: Child, proc: int, limit: int, ledger: group.Ledger) -> group.Usage:
     members = group.processes(proc)
-    if not child.alone:
+    if child.reaper:
+        members = [p for p in members if p.pid != os.getpid()]
+    elif not child.alone:
         members = group.below(child.pid, members)
-    return group.usage(proc, members, limit // 2)
+    return group.usage(proc, members, limit // 2, ledger, group.reaped_cpu_s())
 
 
 @dataclass(frozen=True)
@@ -173,18 +187,38 @@ class _Spent:
     peak_bytes: int
     how: int | None
     """Wait status of the program, None when the init died before it could say."""
+    out_of_memory: bool = False
+    """The kernel killed a process of its control group for memory."""
 
 
 def _end(child: Child) -> _Spent:
     """Kill what is left of the job and reap it. In a process namespace the init's death is everybody's."""
+    if child.reaper:
+        child.reaper.kill_all()
+        used, how = resource.getrusage(resource.RUSAGE_CHILDREN), child.reaper.how
+    else:
+        used, how = _end_init(child)
+    os.close(child.pidfd)
+    os.close(child.setup)
+    cpu_s, out_of_memory = used.ru_utime + used.ru_stime, False
+    if child.group:
+        cpu_s, out_of_memory = child.group.cpu_s(), child.group.ran_out_of_memory()
+        child.group.close()
+    return _Spent(cpu_s, used.ru_maxrss * 1024, how, out_of_memory)
+
+
+def _end_init(child: Child) -> tuple[resource.struct_rusage, int | None]:
+    assert child.status is not None
     signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+    if not child.alone:
+        # What stayed in the group dies at once. It has the number of the init, which nobody else gets before it is reaped in the next line.
+        group.kill_all(child.pid)
     _, _, used = os.wait4(child.pid, 0)
     if not child.alone and not group.kill_descendants():
         raise OSError("some processes of the job could not be killed")
     said = os.read(child.status, 4)
-    for descriptor in (child.pidfd, child.setup, child.status):
-        os.close(descriptor)
-    return _Spent(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, struct.unpack("=i", said)[0] if said else None)
+    os.close(child.status)
+    return used, struct.unpack("=i", said)[0] if said else None
 
 
 def _outcome(

@@ -1,16 +1,30 @@
-"""Messages between the caller and a cage: a JSON header and byte strings, on a stream socket, with a deadline."""
+"""Messages between the caller and a cage: a header and byte strings, on a stream socket, with a deadline."""
 
 from __future__ import annotations
 
+import _socket
 import json
-import socket
+import marshal
 import struct
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 MAX_HEADER = 1 << 22
 _LENGTHS = struct.Struct("=IQ")
+
+
+class Codec(NamedTuple):
+    """How a header becomes bytes and comes back."""
+
+    dumps: Callable[[Any], bytes]
+    loads: Callable[[bytes], Any]
+
+
+PLAIN = Codec(lambda value: json.dumps(value).encode(), json.loads)
+TRUSTED = Codec(marshal.dumps, marshal.loads)
+"""Between this Python and a supervisor, which trust each other: in a fresh process a third of what JSON costs. What a job
+wrote is in the byte strings alone."""
 
 
 class Closed(Exception):
@@ -25,8 +39,8 @@ class Mangled(Exception):
     """What came is no message, or larger than any message can be."""
 
 
-def send(sock: socket.socket, header: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
-    head = json.dumps({**header, "blobs": [len(b) for b in blobs]}).encode()
+def send(sock: _socket.socket, header: dict[str, Any], blobs: Sequence[bytes] = (), *, codec: Codec = PLAIN) -> None:
+    head = codec.dumps((header, [len(b) for b in blobs]))
     try:
         sock.sendall(b"".join((_LENGTHS.pack(len(head), sum(map(len, blobs))), head, *blobs)))
     except (BrokenPipeError, ConnectionResetError):
@@ -35,20 +49,26 @@ def send(sock: socket.socket, header: dict[str, Any], blobs: Sequence[bytes] = (
         raise Late from None
 
 
-def receive(sock: socket.socket, *, timeout_s: float | None, limit: int) -> tuple[dict[str, Any], list[bytes]]:
+def receive(
+    sock: _socket.socket, *, timeout_s: float | None, limit: int, codec: Codec = PLAIN
+) -> tuple[dict[str, Any], list[bytes]]:
     """Next message, whole. `limit`: most bytes of all byte strings together."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     head_size, body_size = _LENGTHS.unpack(_exactly(sock, _LENGTHS.size, deadline))
     if head_size > MAX_HEADER or body_size > limit:
         raise Mangled(f"a message of {head_size} + {body_size} bytes")
-    header = json.loads(_exactly(sock, head_size, deadline))
-    sizes = header.pop("blobs")
+    whole = _exactly(sock, head_size + body_size, deadline)
+    header, sizes = codec.loads(whole[:head_size])
     if sum(sizes) != body_size:
         raise Mangled("lengths that do not add up")
-    return header, [_exactly(sock, size, deadline) for size in sizes]
+    blobs, at = [], head_size
+    for size in sizes:
+        blobs.append(whole[at : at + size])
+        at += size
+    return header, blobs
 
 
-def _exactly(sock: socket.socket, size: int, deadline: float | None) -> bytes:
+def _exactly(sock: _socket.socket, size: int, deadline: float | None) -> bytes:
     parts = bytearray()
     while len(parts) < size:
         if deadline is not None:

@@ -10,6 +10,23 @@ import sandbox_host as hosts
 from sandbox_driver import Here, There
 
 ORDINARY = 65534
+ORDINARY_QUICK = {
+    "read-host-file", "symlink-to-host-file", "mode-of-host-file", "server-environment", "see-host-processes",
+    "signal-host-process", "memory-of-init", "tcp-to-host", "unix-socket-of-host", "abstract-socket-of-host",
+    "set-uid-program", "nested-user-namespace", "mount", "chroot", "kernel-settings", "core-limit", "fork-bomb",
+    "memory-bomb-of-many", "memory-that-stays-when-unmapped", "memory-of-a-process-without-head", "file-bomb", "many-files",
+    "huge-file", "cpu-of-children-that-nobody-waits-for",
+}  # fmt: skip
+"""Programs of the corpus whose layers an ordinary user gets in another way than root; the rest of them runs among the slow."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        ordinary = "test_nothing_gets_out[" in item.name and parameters.get("user") == "ordinary"
+        if ordinary and parameters["name"] not in ORDINARY_QUICK:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", params=["root", "ordinary"])

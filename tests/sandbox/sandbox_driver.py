@@ -11,11 +11,12 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from rollkeel.sandbox import Job, Level, Result, Sandbox
+from rollkeel.sandbox import Job, Level, Result, Sandbox, Terminal, TerminalLimits, enclosure
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
@@ -26,10 +27,28 @@ class Here:
     def __init__(self) -> None:
         self._open: dict[tuple[str, ...], Sandbox] = {}
 
-    def run(self, job: Job, without: tuple[str, ...] = ()) -> Result:
-        if without not in self._open:
-            self._open[without] = Sandbox(workers=1, minimum=Level.NONE, without=without, warm=False)
-        return self._open[without].run(job)
+    def run(self, job: Job, without: tuple[str, ...] = (), backend: str = "native") -> Result:
+        return self._sandbox(without, backend).run(job)
+
+    def converse(
+        self,
+        commands: list[tuple[str, float]],
+        limits: TerminalLimits,
+        files: dict[str, bytes],
+        without: tuple[str, ...],
+    ) -> list[Result]:
+        """Commands with their times, in one terminal session."""
+        with Terminal(self._sandbox(without), limits, files=files) as terminal:
+            return [terminal.run(*command) for command in commands]
+
+    def level(self, backend: str) -> Level:
+        return enclosure.probe(backend).level
+
+    def _sandbox(self, without: tuple[str, ...], backend: str = "native") -> Sandbox:
+        key = (backend, *without)
+        if key not in self._open:
+            self._open[key] = Sandbox(workers=1, minimum=Level.NONE, without=without, warm=False, backend=backend)
+        return self._open[key]
 
     def close(self) -> None:
         for sandbox in self._open.values():
@@ -54,8 +73,23 @@ class There:
         self._pipe = ours.makefile("rwb")
         ours.close()
 
-    def run(self, job: Job, without: tuple[str, ...] = ()) -> Result:
-        pickle.dump((job, without), self._pipe)
+    def run(self, job: Job, without: tuple[str, ...] = (), backend: str = "native") -> Result:
+        return self._ask("run", job, without, backend)
+
+    def level(self, backend: str) -> Level:
+        return self._ask("level", backend)
+
+    def converse(
+        self,
+        commands: list[tuple[str, float]],
+        limits: TerminalLimits,
+        files: dict[str, bytes],
+        without: tuple[str, ...],
+    ) -> list[Result]:
+        return self._ask("converse", commands, limits, files, without)
+
+    def _ask(self, *message: object) -> Any:
+        pickle.dump(message, self._pipe)
         self._pipe.flush()
         result = pickle.load(self._pipe)
         if isinstance(result, Exception):
@@ -72,11 +106,11 @@ def serve(descriptor: int) -> None:
     with socket.socket(fileno=descriptor) as sock, sock.makefile("rwb") as pipe:
         while True:
             try:
-                job, without = pickle.load(pipe)
+                what, *arguments = pickle.load(pipe)
             except EOFError:
                 break
             try:
-                answer: Result | Exception = here.run(job, without)
+                answer: object = getattr(here, what)(*arguments)
             except Exception as error:
                 answer = error
             pickle.dump(answer, pipe)

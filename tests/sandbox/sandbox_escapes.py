@@ -58,6 +58,26 @@ class Escape:
         return text.encode()
 
 
+UNMAPPED = """
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+def shared():
+    info = (ctypes.c_ulong * 14)()
+    libc.sysinfo(info)
+    return info[6]
+def hide(flags, file, size=24 << 20):
+    before = shared()
+    for _ in range(8):
+        at = libc.mmap(None, size, 3, flags, file, 0)
+        if at == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), 'mmap')
+        ctypes.memset(at, 1, size)
+        libc.munmap(at + 4096, size - 4096)
+    hidden = shared() - before
+    escaped(hidden) if hidden > 6 * size else print(hidden)
+"""
+"""Shared memory, filled, of which all but one page is unmapped again, many times over."""
 BOMB = zlib.compress(bytes(96 << 20), 1)
 SMALL = Limits(wall_s=6, cpu_s=6, memory_mb=64, processes=8, scratch_mb=4, file_mb=2)
 
@@ -75,6 +95,20 @@ CORPUS = (
     ),
     Escape(
         "dot-dot-to-host-file", "escaped(open('../' * 20 + '@secret_path@').read())", FILES, canary="secret_printed"
+    ),
+    Escape(
+        "mode-of-host-file",
+        "p = '@open_folder@/delete-me'; os.chmod(p, 0o606); escaped() if os.stat(p).st_mode & 2 else None",
+        (*FILES, "user", "seccomp"),
+        canary="mode_changed",
+        ordinary_stopped_by=(*FILES, "seccomp"),
+    ),
+    Escape(
+        "times-of-host-file",
+        "p = '@open_folder@/delete-me'; os.utime(p, (1, 1)); escaped() if os.stat(p).st_mtime == 1 else None",
+        (*FILES, "user", "seccomp"),
+        canary="time_changed",
+        ordinary_stopped_by=(*FILES, "seccomp"),
     ),
     Escape("read-shadow", "escaped(len(open('/etc/shadow').read()))", (*FILES, "user"), ordinary=False),
     Escape("read-host-passwd", "escaped(len(open('/etc/passwd').read()))", FILES),
@@ -131,8 +165,14 @@ CORPUS = (
     Escape(
         "signal-host-process",
         "os.kill(@victim@, signal.SIGTERM); escaped()",
-        PROCESSES,
+        (*PROCESSES, "seccomp"),
         canary="victim_dead",
+    ),
+    Escape(
+        "slow-down-host-process",
+        "os.setpriority(os.PRIO_PROCESS, @victim@, 15); escaped()",
+        (*PROCESSES, "seccomp"),
+        canary="victim_slowed",
     ),
     Escape(
         "ptrace-host-process",
@@ -221,7 +261,7 @@ CORPUS = (
     Escape(
         "unix-socket-of-host",
         "s = socket.socket(socket.AF_UNIX); s.settimeout(2); s.connect('@unix@'); s.send(b'out'); escaped()",
-        FILES,
+        (*FILES, "seccomp"),
         canary="unix_reached",
     ),
     Escape(
@@ -325,6 +365,21 @@ CORPUS = (
     Escape("no-address-randomisation", "escaped(call('personality', 0x0040000))", ("seccomp",)),
     Escape("shared-memory-segment", "escaped(call('shmget', 0, 1 << 20, 0o600))", ("seccomp",)),
     Escape("hidden-memory-file", "f = os.memfd_create('x'); os.write(f, bytes(1 << 20)); escaped()", ("seccomp",)),
+    Escape(
+        "core-limit",
+        "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); escaped() if resource.getrlimit(4)[0] == 0 else 0",
+        ("rlimits", "seccomp"),
+    ),
+    Escape(
+        "socket-filter",
+        """
+        code = ctypes.create_string_buffer(struct.pack('=HBBI', 6, 0, 0, 0xFFFF))
+        a, b = socket.socketpair()
+        a.setsockopt(socket.SOL_SOCKET, 26, struct.pack('@HP', 1, ctypes.addressof(code)))
+        escaped()
+        """,
+        ("seccomp",),
+    ),
     # more than its share
     Escape(
         "fork-bomb",
@@ -339,7 +394,7 @@ CORPUS = (
             pass
         escaped(children) if children >= 24 else print(children)
         """,
-        ("rlimits",),
+        ("rlimits", "cgroup"),
         limits=SMALL,
     ),
     Escape(
@@ -354,13 +409,13 @@ CORPUS = (
             pass
         escaped(started) if started >= 24 else None
         """,
-        ("rlimits",),
+        ("rlimits", "cgroup"),
         limits=SMALL,
     ),
     Escape(
         "memory-bomb",
         "x = bytearray(b'a' * (60 << 20)) + bytearray(b'b' * (60 << 20)); time.sleep(0.3); escaped(len(x))",
-        ("rlimits", "watch"),
+        ("rlimits", "watch", "cgroup"),
         limits=SMALL,
     ),
     Escape(
@@ -372,13 +427,41 @@ CORPUS = (
         time.sleep(1.5)
         escaped()
         """,
+        ("watch", "cgroup"),
+        limits=SMALL,
+    ),
+    Escape(
+        "memory-that-stays-when-unmapped",
+        UNMAPPED + "hide(0x21, -1)",
+        ("seccomp",),
+        limits=SMALL,
+    ),
+    Escape(
+        "memory-of-the-zero-device",
+        UNMAPPED + "hide(1, os.open('/dev/zero', os.O_RDWR))",
+        FILES,
+        limits=SMALL,
+    ),
+    Escape(
+        "memory-of-a-process-without-head",
+        """
+        import mmap, threading
+        def work():
+            time.sleep(0.2)
+            m = mmap.mmap(-1, 70 << 20, flags=mmap.MAP_PRIVATE)
+            for i in range(0, 70 << 20, 4096):
+                m[i] = 1
+            time.sleep(0.5); os.write(1, b'ESCAPED'); os._exit(0)
+        threading.Thread(target=work).start()
+        call('exit', 0)
+        """,
         ("watch",),
         limits=SMALL,
     ),
     Escape(
         "zip-bomb",
         "import zlib; x = zlib.decompress(open('bomb', 'rb').read()); time.sleep(0.3); escaped(len(x))",
-        ("rlimits", "watch"),
+        ("rlimits", "watch", "cgroup"),
         limits=SMALL,
         files={"bomb": BOMB},
     ),
@@ -395,7 +478,7 @@ CORPUS = (
     Escape(
         "many-files",
         """
-        for i in range(3000):
+        for i in range(1500):
             open(f'f{i}', 'w').close()
         escaped()
         """,
@@ -420,11 +503,30 @@ CORPUS = (
         for _ in range(3):
             pid = os.fork()
             if pid == 0:
-                burn(0.7); os._exit(0)
+                burn(0.3); os._exit(0)
             os.waitpid(pid, 0)
         escaped()
         """,
         ("watch",),
-        limits=Limits(wall_s=15, cpu_s=1),
+        limits=Limits(wall_s=15, cpu_s=0.5),
+    ),
+    Escape(
+        "cpu-of-children-that-nobody-waits-for",
+        """
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        for _ in range(6):
+            if os.fork() == 0:
+                end = time.process_time() + 0.12
+                while time.process_time() < end:
+                    pass
+                os._exit(0)
+            try:
+                os.wait()
+            except ChildProcessError:
+                pass
+        escaped()
+        """,
+        ("watch",),
+        limits=Limits(wall_s=15, cpu_s=0.4),
     ),
 )

@@ -51,11 +51,18 @@ class Host:
 
     def reset(self) -> None:
         """As before any job."""
-        (self.open_folder / "delete-me").write_text("x")
+        file = self.open_folder / "delete-me"
+        file.write_text("x")
+        file.chmod(0o644)
+        if self.uid is not None:
+            os.chown(file, self.uid, self.uid)
         (self.open_folder / "mark").unlink(missing_ok=True)
         for name in ("tcp_reached", "udp_reached", "unix_reached", "abstract_reached"):
             while getattr(self, name)(b""):
                 pass
+        if self._victim is not None and self.victim_slowed(b""):
+            self._victim.kill()
+            self._victim.wait()
         if self._victim is None or self._victim.poll() is not None:
             command = [python_for(self.uid), "-c", SLEEPER]
             environment = {"CANARY": ENVIRON_SECRET}
@@ -89,6 +96,18 @@ class Host:
 
     def file_deleted(self, _stdout: bytes) -> bool:
         return not (self.open_folder / "delete-me").exists()
+
+    def mode_changed(self, _stdout: bytes) -> bool:
+        file = self.open_folder / "delete-me"
+        return file.exists() and file.stat().st_mode & 0o777 != 0o644
+
+    def time_changed(self, _stdout: bytes) -> bool:
+        file = self.open_folder / "delete-me"
+        return file.exists() and file.stat().st_mtime == 1
+
+    def victim_slowed(self, _stdout: bytes) -> bool:
+        assert self._victim is not None
+        return self._victim.poll() is None and os.getpriority(os.PRIO_PROCESS, self._victim.pid) > 10
 
     def victim_dead(self, _stdout: bytes, wait_s: float = 0.5) -> bool:
         assert self._victim is not None

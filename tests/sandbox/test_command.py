@@ -5,17 +5,44 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rollkeel.sandbox import Level, probe
+from rollkeel.cli import main
+from rollkeel.sandbox import Level, enclosure, probe
+from rollkeel.sandbox.job import KINDS
 
 pytestmark = pytest.mark.skipif(probe().plan().level < Level.NAMESPACES, reason="namespaces do not hold here")
 
 
-def command(*words: str) -> subprocess.CompletedProcess[bytes]:
+def shell(*words: str) -> subprocess.CompletedProcess[bytes]:
+    """As a process of its own, which takes seconds."""
     return subprocess.run([sys.executable, "-m", "rollkeel", "sandbox", *words], capture_output=True, timeout=120)
+
+
+@pytest.fixture
+def command(capfdbinary: pytest.CaptureFixture[bytes]) -> Callable[..., subprocess.CompletedProcess[bytes]]:
+    """The same in this process."""
+
+    def run(*words: str) -> subprocess.CompletedProcess[bytes]:
+        capfdbinary.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(["sandbox", *words])
+        out, err = capfdbinary.readouterr()
+        return subprocess.CompletedProcess(words, ended.value.code or 0, out, err)  # type: ignore[arg-type]
+
+    return run
+
+
+Command = Callable[..., subprocess.CompletedProcess[bytes]]
+
+
+def test_run_as_a_process(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("import sys; print('hi', sys.argv[1]); sys.exit(4)")
+    done = shell("run", str(tmp_path / "a.py"), "x")
+    assert (done.returncode, done.stdout, done.stderr) == (4, b"hi x\n", b"")
 
 
 @pytest.mark.parametrize(
@@ -27,13 +54,13 @@ def command(*words: str) -> subprocess.CompletedProcess[bytes]:
         ("a.sh", "echo $1; kill -TERM $$", 143, b"x\n", b""),
     ],
 )
-def test_run(tmp_path: Path, name: str, source: str, code: int, stdout: bytes, stderr: bytes) -> None:
+def test_run(tmp_path: Path, command: Command, name: str, source: str, code: int, stdout: bytes, stderr: bytes) -> None:
     (tmp_path / name).write_text(source)
     done = command("run", "--timeout", "1", str(tmp_path / name), "x")
     assert (done.returncode, done.stdout, done.stderr) == (code, stdout, stderr)
 
 
-def test_run_prints_json(tmp_path: Path) -> None:
+def test_run_prints_json(tmp_path: Path, command: Command) -> None:
     (tmp_path / "a.py").write_text("import sys; sys.stdout.buffer.write(b'\\xff'); print(open(0).read())")
     (tmp_path / "in").write_text("fed")
     done = command("run", "--json", "--stdin", str(tmp_path / "in"), str(tmp_path / "a.py"))
@@ -51,18 +78,22 @@ def test_run_prints_json(tmp_path: Path) -> None:
         (("--timeout", "0", "gone.py"), b"--timeout"),
     ],
 )
-def test_bad_input_gets_one_line(words: tuple[str, ...], said: bytes) -> None:
+def test_bad_input_gets_one_line(command: Command, words: tuple[str, ...], said: bytes) -> None:
     done = command("run", *words)
     assert done.returncode == 2
     assert said in done.stderr
     assert done.stderr.count(b"\n") == 1
 
 
-def test_doctor() -> None:
+def test_doctor(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(enclosure, "doctor", lambda: {"bubblewrap": ("full", "user: own uid")})
     done = command("doctor", "--json")
     found = json.loads(done.stdout)
     assert done.returncode == 0
     assert found["layers"]["seccomp"] == {"holds": True, "how": "allow list"}
     assert found["level"] == probe().plan().level.name.lower()
+    assert found["kinds"]["python"]["runs"]
+    assert set(found["kinds"]) == set(KINDS)
     text = command("doctor").stdout.decode()
+    assert "bubblewrap    full user: own uid\n" in text
     assert text.splitlines()[-1] == f"isolation level: {found['level']}"

@@ -7,6 +7,7 @@ Not covered: that the kernel runs them the same way (test_escapes.py shows it fo
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import socket
 import struct
@@ -16,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollkeel.errors import BadInput
-from rollkeel.sandbox import Level, Limits, bpf, landlock, libc, rlimits, root, seccomp, syscalls
+from rollkeel.sandbox import Level, Limits, bpf, group, landlock, libc, rlimits, root, seccomp, server, syscalls
 from rollkeel.sandbox.plan import LAYERS, NAMESPACES, Finding, Plan, choose
 
+NOTHING = bpf.errno_action(0)
 EPERM, ENOSYS, EAFNOSUPPORT = (bpf.errno_action(getattr(errno, n)) for n in ("EPERM", "ENOSYS", "EAFNOSUPPORT"))
 MACHINES = ("x86_64", "aarch64")
 
@@ -34,6 +36,8 @@ def interpret(code: bytes, number: int, arch: int, arguments: tuple[int, ...] = 
         if operation == 0x20:
             assert operand % 4 == 0
             accumulator = struct.unpack_from("=I", data, operand)[0]
+        elif operation == 0x54:
+            accumulator &= operand
         elif operation == 0x06:
             return operand
         else:
@@ -41,8 +45,8 @@ def interpret(code: bytes, number: int, arch: int, arguments: tuple[int, ...] = 
             at += true if test[operation] else false
 
 
-def filter_of(machine: str):
-    code = bpf.encode(seccomp.program(machine))
+def filter_of(machine: str, plan: Plan | None = None):
+    code = bpf.encode(seccomp.program(machine, plan))
     arch = seccomp.AUDIT_ARCH[machine]
     column = libc.MACHINES[machine]
 
@@ -93,6 +97,24 @@ CASES = [
     ("prlimit64", (0, 7), bpf.ALLOW),
     ("prlimit64", (1, 7), EPERM),
     ("prlimit64", (1 << 32, 7), bpf.ALLOW),  # the kernel takes an int: 0
+    ("prlimit64", (0, resource.RLIMIT_CORE, 0, 1), bpf.ALLOW),  # to ask is harmless
+    ("prlimit64", (0, resource.RLIMIT_CORE, 1, 0), NOTHING),
+    ("prlimit64", (0, resource.RLIMIT_CORE, 1 << 32, 0), NOTHING),  # a pointer whose lower half is zero
+    ("setrlimit", (resource.RLIMIT_CORE,), NOTHING),
+    ("setrlimit", (resource.RLIMIT_NOFILE,), bpf.ALLOW),
+    ("mmap", (0, 1, 3, 0x21), EPERM),
+    ("mmap", (0, 1, 3, 0x22), bpf.ALLOW),
+    ("mmap", (0, 1, 3, 0x01), bpf.ALLOW),
+    ("mmap", (0, 1, 3, 0x8021), EPERM),
+    ("madvise", (0, 1, 4), bpf.ALLOW),
+    ("madvise", (0, 1, 21), NOTHING),
+    ("prctl", (15,), bpf.ALLOW),
+    ("prctl", (22, 2), EPERM),
+    ("setsockopt", (3, 1, 26), EPERM),
+    ("setsockopt", (3, 1, 2), bpf.ALLOW),
+    ("setsid", (), bpf.ALLOW),
+    ("fchmod", (), bpf.ALLOW),
+    ("kill", (7, 9), bpf.ALLOW),
     ("clone3", (0, 88), ENOSYS),
     ("memfd_create", (), ENOSYS),
     ("unshare", (0x10000000,), EPERM),
@@ -108,6 +130,46 @@ CASES = [
 @pytest.mark.parametrize(("call", "arguments", "action"), CASES)
 def test_arguments_decide(machine: str, call: str, arguments: tuple[int, ...], action: int) -> None:
     assert filter_of(machine)(call, *arguments) == action
+
+
+AMONG_OTHERS = [
+    ("socket", (socket.AF_UNIX,), EAFNOSUPPORT, EAFNOSUPPORT),
+    ("socketpair", (socket.AF_UNIX, socket.SOCK_STREAM), bpf.ALLOW, bpf.ALLOW),
+    ("socketpair", (socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC), bpf.ALLOW, bpf.ALLOW),
+    ("socketpair", (socket.AF_UNIX, socket.SOCK_DGRAM), EAFNOSUPPORT, EAFNOSUPPORT),
+    ("socketpair", (socket.AF_INET, socket.SOCK_STREAM), EAFNOSUPPORT, EAFNOSUPPORT),
+    ("fchmodat", (), bpf.ALLOW, NOTHING),
+    ("utimensat", (), bpf.ALLOW, NOTHING),
+    ("setpriority", (0, 0, 5), bpf.ALLOW, bpf.ALLOW),
+    ("setpriority", (0, 7, 5), bpf.ALLOW, EPERM),
+    ("setpriority", (2, 0, 5), bpf.ALLOW, EPERM),
+    ("sched_setaffinity", (0, 8), bpf.ALLOW, bpf.ALLOW),
+    ("sched_setaffinity", (7, 8), bpf.ALLOW, EPERM),
+    ("unshare", (), EPERM, EPERM),
+]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(("call", "arguments", "own", "shared"), AMONG_OTHERS)
+def test_more_is_refused_among_the_hosts_processes(
+    machine: str, call: str, arguments: tuple[int, ...], own: int, shared: int
+) -> None:
+    for identity, action in (("own", own), ("shared", shared)):
+        plan = Plan(identity=identity, namespaces=frozenset(), landlock=7)
+        assert filter_of(machine, plan)(call, *arguments) == action
+    apart = Plan(identity="mapped", namespaces=frozenset(NAMESPACES))
+    assert seccomp.program(machine, apart) == seccomp.program(machine)
+
+
+@pytest.mark.parametrize(
+    ("abi", "identity", "action"), [(7, "shared", bpf.ALLOW), (5, "shared", EPERM), (5, "own", bpf.ALLOW)]
+)
+def test_signals_are_refused_where_landlock_lets_them_out(abi: int, identity: str, action: int) -> None:
+    decide = filter_of("x86_64", Plan(identity=identity, namespaces=frozenset(), landlock=abi))
+    for call in ("kill", "tgkill", "pidfd_send_signal"):
+        assert decide(call, 7, 9) == action
+    assert decide("fcntl", 3, 8, 7) == decide("ioctl", 3, 0x8901) == action
+    assert decide("fcntl", 3, 3) == bpf.ALLOW
 
 
 def test_foreign_calls_kill() -> None:
@@ -127,6 +189,13 @@ rules = st.dictionaries(
             EPERM,
             bpf.NoBits(argument=1, bits=6, otherwise=EPERM),
             bpf.NoneOf(argument=2, values=(1, 5), otherwise=EPERM),
+            bpf.NotAllBits(argument=1, bits=6, otherwise=EPERM),
+            bpf.When(
+                argument=0,
+                value=3,
+                then=bpf.Null(argument=1, otherwise=ENOSYS),
+                otherwise=bpf.Equals(argument=2, values=(4, 5), otherwise=EPERM),
+            ),
         ]
     ),
 )
@@ -140,6 +209,10 @@ def test_any_table_assembles_to_itself(table: dict[int, bpf.Rule], number: int, 
         expected = EPERM if value & 6 else bpf.ALLOW
     elif isinstance(rule, bpf.NoneOf):
         expected = EPERM if value in (1, 5) else bpf.ALLOW
+    elif isinstance(rule, bpf.NotAllBits):
+        expected = EPERM if value & 6 == 6 else bpf.ALLOW
+    elif isinstance(rule, bpf.When):
+        expected = ENOSYS if value == 3 else bpf.ALLOW if value in (4, 5) else EPERM
     else:
         expected = rule
     assert interpret(code, number, 7, (value, value, value)) == expected
@@ -178,20 +251,28 @@ def test_landlock_rules_in_bytes() -> None:
     assert landlock.rights(("execute", "read_file", "read_dir"), 1) == 0b1101
     assert landlock.rights(("refer", "truncate", "read_file"), 1) == 0b100  # ABI 1 knows neither
     assert landlock.path_rule(0b1101, 9) == b"\x0d\0\0\0\0\0\0\0\x09\0\0\0"
-    writable = dict(root.rules(("/usr",), "/scratch", private=True))
-    assert set(writable["/usr"]) == {"execute", "read_file", "read_dir"}
-    assert not {"make_char", "make_block"} & {name for names in writable.values() for name in names}
-    assert "/proc" not in dict(root.rules(("/usr",), "/tmp/x", private=False))
+    rules = dict(root.rules(("/usr",), private=True))
+    assert set(rules["/usr"]) == {"execute", "read_file", "read_dir"}
+    assert not {"make_char", "make_block"} & {name for names in (*rules.values(), *root.JOB_FOLDERS) for name in names}
+    assert not {"/", "/dev/zero"} & set(dict(root.rules(("/usr",), private=False)))
+    prepared = landlock.prepare([("/dev/null", landlock.DEVICE), ("/gone", landlock.READ)], 7, 100, root.JOB_FOLDERS)
+    (encoded,) = prepared.encoded
+    allowed, descriptor = struct.unpack("=Qi", encoded)
+    assert allowed == landlock.rights(("read_file", "write_file", "ioctl_dev"), 7)
+    assert descriptor >= 100
+    assert os.stat("/dev/null").st_rdev == os.fstat(descriptor).st_rdev
+    os.close(descriptor)
 
 
 def test_rlimits_by_hand() -> None:
     limits = Limits(cpu_s=1.2, memory_mb=100, processes=7, file_mb=3)
-    planned = {r.name: (r.soft, r.hard) for r in rlimits.plan(limits, base_bytes=1000)}
+    planned = rlimits.plan(limits, base_bytes=1000)
     assert planned["AS"] == (1000 + 200 * 2**20,) * 2
     assert planned["CPU"] == (2, 3)
     assert planned["FSIZE"] == (3 * 2**20,) * 2
     assert planned["NPROC"] == (7, 7)
-    assert planned["CORE"] == planned["MEMLOCK"] == planned["MSGQUEUE"] == (0, 0)
+    assert planned["MEMLOCK"] == planned["MSGQUEUE"] == (0, 0)
+    assert planned["CORE"] == (1, 1)  # 0 is not enough where dumps go to a program
     assert all(hasattr(resource, f"RLIMIT_{name}") for name in planned)
 
 
@@ -242,3 +323,59 @@ def test_the_tree_binds_each_path_once_and_keeps_links(tmp_path) -> None:
     links, binds = root.links_and_binds([str(tmp_path / n) for n in ("lib", "usr/lib", "usr", "opt", "gone")])
     assert links[str(tmp_path / "lib")] == "usr/lib"
     assert [b.source for b in binds if not b.device] == [str(tmp_path / "opt"), str(tmp_path / "usr")]
+
+
+def test_a_link_inside_a_bound_folder_is_left_alone(tmp_path) -> None:
+    (tmp_path / "usr/lib").mkdir(parents=True)
+    (tmp_path / "usr/lib64").symlink_to("lib")
+    links, _ = root.links_and_binds([str(tmp_path / n) for n in ("usr/lib64", "usr")])
+    assert str(tmp_path / "usr/lib64") not in links
+
+
+def test_of_a_prefix_only_the_installation_is_shown(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A virtual environment may have been made in the folder of a project, beside what a job must not see.
+    for name in ("bin", "lib", "answers"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    assert f"{tmp_path}/lib" in root.interpreter_paths()
+    assert not [p for p in root.interpreter_paths() if f"{tmp_path}/answers".startswith(p)]
+
+
+@pytest.mark.parametrize(("abi", "level"), [(2, Level.NONE), (3, Level.RESTRICTED)])
+def test_landlock_that_lets_files_be_emptied_is_no_wall(abi: int, level: Level) -> None:
+    found = [f for f in ALL if f.layer not in NAMESPACES]
+    assert choose(found, root=False, landlock_abi=abi).level is level
+    assert choose(ALL, root=False, landlock_abi=abi).level is Level.NAMESPACES
+
+
+def stat_line(
+    pid: int, state: str, cpu: tuple[int, int, int, int], threads: int = 1, name: str = "x) R 1 (\n"
+) -> bytes:
+    fields = [state, 1, *[0] * 9, *cpu, 20, 0, threads, 0, 77, *[0] * 30]
+    return f"{pid} ({name}) {' '.join(map(str, fields))}\n".encode()
+
+
+def test_a_line_of_stat_by_hand() -> None:
+    tick = group.TICK
+    process = group.parse_stat(5, stat_line(5, "S", (tick, tick, 3 * tick, 0)))
+    assert process == group.Process(5, 1, 77, 2.0, 3.0, headless=False)
+    assert group.parse_stat(5, stat_line(5, "Z", (0, 0, 0, 0), threads=3)).headless
+    gone = group.parse_stat(5, stat_line(5, "Z", (0, 0, 0, 0)))
+    assert (gone.ended, gone.headless) == (True, False)
+
+
+def test_cpu_of_children_nobody_waited_for_is_counted_once() -> None:
+    def at(pid: int, own: float, waited: float = 0.0, started: int = 1) -> group.Process:
+        return group.Process(pid, 1, started, own, waited)
+
+    ledger = group.Ledger()
+    assert ledger.cpu_s([at(1, 0.1), at(2, 1.0)]) == pytest.approx(1.1)
+    assert ledger.cpu_s([at(1, 0.1)]) == pytest.approx(1.1)  # its parent ignored it
+    assert ledger.cpu_s([at(1, 0.1), at(2, 0.5, started=9)]) == pytest.approx(1.6)  # the number came again
+    assert ledger.cpu_s([at(1, 0.1, waited=2.0)]) == pytest.approx(2.1)  # the parent knew of more than was seen
+    assert ledger.seen_s == pytest.approx(2.1)
+
+
+def test_installed_beside_other_packages_a_job_can_still_import_them() -> None:
+    assert server.without_own(["/site", "/std", "/site"], "/site") == ["/std", "/site"]
+    assert server.without_own(["/checkout", "/std", "/site"], "/checkout") == ["/std", "/site"]

@@ -1,14 +1,13 @@
 """A grader believes what comes out of a job: bytes, codes, limits and files must be exactly what the program did.
 
 Every program runs for real, as root and as an ordinary user. Not covered: escapes (test_escapes.py), servers that die
-(test_servers.py).
+(test_servers.py), languages other than Python and shell (test_kinds.py).
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import shutil
 import signal
 import threading
 import time
@@ -122,6 +121,10 @@ PROGRAMS: dict[str, tuple[Job, dict]] = {
         python("import os; print(sorted(map(int, os.listdir('/proc/self/fd')))[:-1])"),
         {"stdout": b"[0, 1, 2]\n"},
     ),
+    "no-slow-forks": (  # both do work in every forked child, and come in with an import that looks harmless
+        python("import sys; print({'random', 'threading'} & set(sys.modules))"),
+        {"stdout": b"set()\n"},
+    ),
     "subprocess": (
         python("import subprocess, sys; print(subprocess.check_output([sys.executable, '-c', 'print(5)']))"),
         {"stdout": b"b'5\\n'\n"},
@@ -153,13 +156,6 @@ PROGRAMS: dict[str, tuple[Job, dict]] = {
         {"stdout": b"in arg\n", "exit_code": 3},
     ),
 }
-if shutil.which("gcc"):
-    C = b'#include <stdio.h>\nint main(void) { int x; scanf("%d", &x); printf("%d\\n", 2 * x); return 0; }\n'
-    PROGRAMS["c"] = (Job(source=C, kind="c", stdin=b"21", limits=Limits(wall_s=30)), {"stdout": b"42\n"})
-    PROGRAMS["c-error"] = (Job(source=b"int main( {", kind="c", limits=Limits(wall_s=30)), {"status": "error"})
-if shutil.which("g++"):
-    CPP = b"#include <iostream>\nint main() { std::cout << 7 << std::endl; }\n"
-    PROGRAMS["c++"] = (Job(source=CPP, kind="c++", limits=Limits(wall_s=60)), {"stdout": b"7\n"})
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -219,6 +215,33 @@ print('done')
     result = driver.run(python(source), without)
     assert (result.status, result.stdout) == (Status.OK, b"done\n")
     assert result.wall_s < 5
+    assert marked_processes(mark) == []
+
+
+def test_a_process_that_forks_and_ends_faster_than_one_can_look_is_killed(driver: Here | There, user: str) -> None:
+    mark = f"comet-{time.monotonic_ns()}"
+    source = f"""
+import os, signal, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    for fd in (0, 1, 2):
+        os.close(fd)
+    end = time.monotonic() + 0.6
+    while time.monotonic() < end:  # at any time one process, and never the same one
+        try:
+            if os.fork() > 0:
+                os._exit(0)
+        except OSError:
+            pass
+    os.execv('/bin/sh', ['sh', '-c', 'sleep 30; : {mark}'])
+time.sleep(0.2)
+print('done')
+"""
+    without = ("pid", "mount", "net", "ipc", "uts") if user == "root" else ("user",)
+    result = driver.run(python(source), without)
+    assert (result.status, result.stdout, result.attempts) == (Status.OK, b"done\n", 1)
+    time.sleep(0.7)
     assert marked_processes(mark) == []
 
 

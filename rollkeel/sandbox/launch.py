@@ -1,0 +1,125 @@
+"""How bubblewrap and gVisor are asked for a sandbox: command lines and configurations, nothing that runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollkeel.sandbox import identity, kinds, root, server, spawn
+
+PROGRAMS = {"bubblewrap": "bwrap", "gvisor": "runsc"}
+AGENT = "/agent"
+_CODE = f"import sys; sys.path.insert(0, {AGENT!r}); from rollkeel.sandbox.agent import main; main(sys.argv[1])"
+ROOT_KEEPS = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETPCAP", "SETUID")
+"""Capabilities of an agent that gives its job another uid; the job has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How to start one sandbox."""
+
+    command: tuple[str, ...]
+    folder: str = ""
+    """A temporary folder that goes with it."""
+    end: tuple[str, ...] = ()
+    """Command that ends it and removes what the program keeps of it."""
+
+
+def agent_command(uid: int | None) -> list[str]:
+    """`uid`: the job's own, None for that of the agent."""
+    return [sys.executable, "-I", "-B", "-X", "utf8", "-c", _CODE, json.dumps({"uid": uid})]
+
+
+def _agent_files() -> dict[str, str]:
+    """Path inside → file or folder of the host: no more of this package than the agent imports."""
+    package = f"{spawn.PACKAGE_ROOT}/rollkeel"
+    return {f"{AGENT}/rollkeel/{name}": f"{package}/{name}" for name in ("__init__.py", "errors.py", "sandbox")}
+
+
+def environment() -> dict[str, str]:
+    return spawn.ENVIRONMENT | {"PATH": kinds.search_path()}
+
+
+def bubblewrap(program: str, uid: int | None, scratch_mb: int) -> Launch:
+    """`uid` is the job's own as root, None for an ordinary user, who gets a user namespace."""
+    links, binds = root.links_and_binds(server.readable_paths(kinds.search_path()))
+    out = [program, "--unshare-pid", "--as-pid-1", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
+    out += ["--unshare-cgroup-try", "--hostname", "sandbox", "--new-session", "--die-with-parent", "--cap-drop", "ALL"]
+    if uid is None:
+        inside = str(identity.INSIDE_UID)
+        out += ["--unshare-user", "--uid", inside, "--gid", inside]
+    else:
+        out += [word for name in ROOT_KEEPS for word in ("--cap-add", f"CAP_{name}")]
+    targets = [*(b.target for b in binds), *links, *_agent_files()]
+    for folder in sorted({str(parent) for target in targets for parent in Path(target).parents} - {"/"}):
+        out += ["--perms", "0755", "--dir", folder]  # else only the owner of the sandbox may pass
+    for bind in binds:
+        out += ["--dev-bind" if bind.device else "--ro-bind", bind.source, bind.target]
+    for inside, source in _agent_files().items():
+        out += ["--ro-bind", source, inside]
+    for path, target in links.items():
+        out += ["--symlink", target, path]
+    out += ["--proc", "/proc", "--size", str(scratch_mb << 20), "--tmpfs", root.SCRATCH, "--remount-ro", "/"]
+    out += ["--chdir", "/", "--clearenv", *(w for k, v in environment().items() for w in ("--setenv", k, v))]
+    return Launch(command=(*out, "--", *agent_command(uid)))
+
+
+def gvisor(program: str, uid: int | None, scratch_mb: int) -> Launch:
+    """An OCI bundle in a temporary folder, which also holds what runsc keeps of the container."""
+    folder = tempfile.mkdtemp(prefix="rollkeel-runsc-")
+    for name in ("root", "state"):
+        os.mkdir(f"{folder}/{name}")
+    Path(folder, "config.json").write_text(json.dumps(bundle(uid, scratch_mb)), encoding="utf-8")
+    name = f"rollkeel-{uuid.uuid4().hex[:12]}"
+    common = [program, "--root", f"{folder}/state", "--network=none", "--ignore-cgroups"]
+    if os.geteuid() != 0:
+        common.append("--rootless")
+    return Launch(
+        command=(*common, "run", "--bundle", folder, name), folder=folder, end=(*common, "delete", "--force", name)
+    )
+
+
+def bundle(uid: int | None, scratch_mb: int) -> dict[str, Any]:
+    """`config.json` of the OCI runtime specification 1.0."""
+    links, binds = root.links_and_binds(server.readable_paths(kinds.search_path()))
+    read = [(b.target, b.source) for b in binds if not b.device] + list(_agent_files().items())
+    # Links of the host's top level are folders here: the tree is made by mounts alone.
+    read += [
+        (path, os.path.realpath(path))
+        for path in links
+        if os.path.isdir(path) and not path.startswith(("/dev", "/tmp"))
+    ]
+    mounts: list[dict[str, Any]] = [{"destination": "/proc", "type": "proc", "source": "proc"}]
+    mounts += [
+        {"destination": target, "type": "bind", "source": source, "options": ["ro", "rbind", "nosuid", "nodev"]}
+        for target, source in read
+    ]
+    size = [f"size={scratch_mb}m", "mode=755", "nosuid", "nodev"]
+    mounts.append({"destination": root.SCRATCH, "type": "tmpfs", "source": "tmpfs", "options": size})
+    mounts.append({"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": ["size=1m", "mode=755"]})
+    keeps = [f"CAP_{name}" for name in ROOT_KEEPS]
+    return {
+        "ociVersion": "1.0.2",
+        "process": {
+            "user": {"uid": 0, "gid": 0},
+            "args": agent_command(uid),
+            "env": [f"{name}={value}" for name, value in environment().items()],
+            "cwd": "/",
+            "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), keeps),
+            "noNewPrivileges": False,
+        },
+        "root": {"path": "root", "readonly": True},
+        "hostname": "sandbox",
+        "mounts": mounts,
+        "linux": {"namespaces": [{"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount")]},
+    }
+
+
+BUILDERS: dict[str, Callable[[str, int | None, int], Launch]] = {"bubblewrap": bubblewrap, "gvisor": gvisor}

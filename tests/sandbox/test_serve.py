@@ -1,0 +1,74 @@
+"""A service that starts with a weak token or the wrong folder does harm later: what `rollkeel sandbox serve` refuses, and how it keeps its token.
+
+Nothing is started here; test_service_http.py talks to a started one.
+"""
+
+from __future__ import annotations
+
+import socket
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollkeel.errors import BadInput
+from rollkeel.sandbox.guard import load_token
+from rollkeel.sandbox.partition import Partition
+from rollkeel.sandbox.serve import Options, partitions, serve
+
+
+def test_a_token_is_made_once_and_kept_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ROLLKEEL_SANDBOX_TOKEN", raising=False)
+    token, where = load_token(None, tmp_path / "state")
+    kept = tmp_path / "state" / "token"
+    assert len(token) >= 40
+    assert where == f"{token} (shown once; kept in {kept})"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert load_token(None, tmp_path / "state") == (token, f"in {kept}")
+    assert load_token(None, None)[0] != token
+    monkeypatch.setenv("ROLLKEEL_SANDBOX_TOKEN", "of-the-environment")
+    assert load_token(None, tmp_path / "state") == ("of-the-environment", "in the environment (ROLLKEEL_SANDBOX_TOKEN)")
+
+
+def test_tokens_that_others_know_or_could_guess_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "token"
+    with pytest.raises(BadInput, match="no such file; write a token"):
+        load_token(file, None)
+    file.write_text("0123456789abcdef\n")
+    file.chmod(0o644)
+    with pytest.raises(BadInput, match="others may read it; chmod 600"):
+        load_token(file, None)
+    file.chmod(0o600)
+    assert load_token(file, None) == ("0123456789abcdef", f"in {file}")
+    for weak in ("short", "", "with a space 0123456789", "ümlaut0123456789"):
+        file.write_text(weak, encoding="utf-8")
+        with pytest.raises(BadInput, match="at least 16 printable ASCII"):
+            load_token(file, None)
+    monkeypatch.setenv("ROLLKEEL_SANDBOX_TOKEN", "short")
+    with pytest.raises(BadInput, match="the environment"):
+        load_token(None, None)
+
+
+def test_partitions_are_named_with_their_workers() -> None:
+    assert partitions(Options(workers=3, queue=7)) == [Partition(name="default", workers=3, queue=7)]
+    found = partitions(Options(workers=3, partitions=("train=6", "eval")))
+    assert [(p.name, p.workers) for p in found] == [("train", 6), ("eval", 3)]
+    for wrong in ("train=x", "=3", "train=-1", "a b=1", "train=0"):
+        with pytest.raises(BadInput, match="partition"):
+            partitions(Options(partitions=(wrong,)))
+
+
+def test_what_cannot_be_served_gets_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(BadInput, match=f"cannot listen at 127.0.0.1:{port}: Address already in use"):
+            serve(Options(port=port))
+    with pytest.raises(BadInput, match="cannot listen at a"):
+        serve(Options(host="a..b"))
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInput, match="state"):
+        serve(Options(port=0, state=tmp_path / "file" / "state"))
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    with pytest.raises(BadInput, match=r"needs fastapi; install rollkeel\[sandbox\]"):
+        serve(Options(port=0))
