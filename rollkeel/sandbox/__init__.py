@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollkeel.sandbox.client import CageFailure
     from rollkeel.sandbox.job import Job, Level, Limits, Refused, Result, Status, display
+    from rollkeel.sandbox.kinds import MissingTool
     from rollkeel.sandbox.probing import probe
     from rollkeel.sandbox.sandbox import Sandbox
     from rollkeel.sandbox.terminal import SessionEnded, Terminal, TerminalLimits
 
 __all__ = [
-    "CageFailure", "Job", "Level", "Limits", "Refused", "Result", "Sandbox", "SessionEnded", "Status", "Terminal",
+    "CageFailure", "Job", "Level", "Limits", "MissingTool", "Refused", "Result", "Sandbox", "SessionEnded", "Status", "Terminal",
     "TerminalLimits", "display", "probe",
 ]  # fmt: skip
 
-_HOME = {"CageFailure": "client", "probe": "probing", "Sandbox": "sandbox"}
+_HOME = {"CageFailure": "client", "MissingTool": "kinds", "probe": "probing", "Sandbox": "sandbox"}
 _HOME |= dict.fromkeys(("SessionEnded", "Terminal", "TerminalLimits"), "terminal")
 
 
