@@ -112,6 +112,8 @@ class Sandbox:
                 except (Broken, CageFailure) as error:
                     reason = str(error)
                     self._discard(slot, job.preload)
+                    if not handle.reason:
+                        self._drop_spares(job.preload)
                     if isinstance(error, Unbuilt) and unbuilt < MAX_UNBUILT:
                         unbuilt += 1
                         continue
@@ -244,6 +246,15 @@ class Sandbox:
             lost.append(slot.uid)
             if len(lost) > MAX_LOST and slot.server is self._servers.get(preload):
                 self._replace(slot.server, preload)
+
+    def _drop_spares(self, preload: str) -> None:
+        """A cage died, perhaps with its server, whose spare cages may last a moment longer: no job is to fall to one death twice.
+
+        An order for a new cage shows whether the server lives: its end of the control socket closes before its cages die.
+        """
+        with self._lock:
+            for slot in self._spare.pop(preload, []):
+                self._let_go(slot)
 
     def _result(self, header: dict, blobs: list[bytes], uid: int, attempt: int) -> Result:
         stdout, stderr, *contents = blobs

@@ -243,6 +243,10 @@ def fuzz(server: Server, requests: int) -> Counter[int]:
             status, _, text = server.raw(method, sent.path_url, data, kind)
             seen[status] += 1
             assert status < 400 or {"error", "code"} <= json.loads(text).keys()
+            opened = [json.loads(text)["id"]] if status == 201 else []
+            opened += [response.json()["id"]] if response.status_code == 201 else []
+            for name in opened:  # the second time they are gone already
+                server.ask("DELETE", f"/v1/terminals/{name}")
 
     one()
     return seen
