@@ -141,6 +141,19 @@ def _whole(tokens: Tokens, starts: IntArray, moved: tuple[FloatArray, FloatArray
     return (straight > limits.SHIFT_APART * lengths) & (there < limits.SHIFT_FITS * straight)
 
 
+def straight(tokens: Tokens, lag: int) -> np.ndarray:
+    """`[N]` bool: tokens of sequences whose log q fit their own log o clearly better than those `lag` further on.
+
+    Short sequences, and those of all but certain tokens, fit both; where others are shifted they are no evidence.
+    """
+    out = np.zeros(len(tokens), bool)
+    if len(tokens):
+        starts = np.flatnonzero(np.diff(tokens.sequence, prepend=-1))
+        here, there = (np.add.reduceat(x, starts, dtype=np.float64) for x in _moved(tokens, lag))
+        out = np.repeat(here < limits.SHIFT_FITS * there, np.diff(np.append(starts, len(tokens))))
+    return out
+
+
 def _displaced(tokens: Tokens, starts: IntArray, sign: int) -> tuple[FloatArray, IntArray]:
     """Lowest cost of "straight before a token, displaced from it on" and that token, for each sequence."""
     straight = np.abs(tokens.q - tokens.o).astype(np.float64)

@@ -64,6 +64,10 @@ SHIFT_ALL = 0.2
 """Share of sequences below which a shift beside re-tokenised ids is theirs. Chosen: a wrong slice shifts all or one kind."""
 SHIFT_CONTRAST = 4
 """Times as many sequences must fit that lag as any other: a policy 16 steps old has 2 % that fit some lag by chance."""
+FRESH_EXPECTED = 5
+"""Sequences of the trainer's own version that should be among those found, from which it counts that they are not: …"""
+FRESH_LEAST = 0.25
+"""… fewer than this share of that. Chance leaves 0 or 1 of 5 in one trace of 25."""
 PARTLY = 1.5
 """Times as many sequences displaced from a later token on as shifted whole: the ids changed, not the offset."""
 OUTLIER = 1.0
@@ -96,6 +100,11 @@ NEAR_K3 = 0.03
 SURPRISAL = 0.04
 """Share of the mean entropy by which mean(−log o) may leave it: honest runs stayed within 0.03; simulated top-p 0.98 leaves it."""
 SURPRISAL_Z = 5.0
+
+CUT_ENTROPY = 0.3
+"""Nats, from which a cut that was stated must leave less than the whole: two tokens of which the rarer has 9 %."""
+CUT_SEEN = 0.01
+"""Share of such tokens with a kept mass below 1, up to which none is recorded."""
 
 # -- temperature -------------------------------------------------------------------------------------------------------
 SLOPE = 0.05
