@@ -84,7 +84,7 @@ def alignment(e: Evidence) -> Cause | None:
     shift = e.shift
     if shift is None:
         return None
-    share = len(shift.sequences) / max(len(np.unique(e.tokens.sequence)), 1)
+    share = shift.share
     late = "earlier" if shift.lag < 0 else "later"
     places_ = f"{abs(shift.lag)} place{'s' if abs(shift.lag) > 1 else ''}"
     return Cause(
@@ -115,7 +115,7 @@ def _broke(moved: Shift) -> str:
 def retokenised(e: Evidence) -> Cause | None:
     moved, odd = e.displaced, e.odd
     if moved is not None:
-        share = len(moved.sequences) / max(len(np.unique(e.tokens.sequence)), 1)
+        share = moved.share
         return Cause(
             id="retokenised",
             score=min(0.6 + 0.4 * share, 1.0),

@@ -125,8 +125,9 @@ def _near(tokens: Tokens) -> Tokens | None:
     known = tokens.where(tokens.lag >= 0)
     assert known.lag is not None
     log_ratio = (known.o - known.q).astype(np.float64)
-    sums = np.cumsum(np.bincount(known.lag, np.expm1(log_ratio) - log_ratio))
-    counts = np.cumsum(np.bincount(known.lag))
+    lag = np.minimum(known.lag, limits.MAX_BINS)
+    sums = np.cumsum(np.bincount(lag, np.expm1(log_ratio) - log_ratio))
+    counts = np.cumsum(np.bincount(lag))
     near = np.flatnonzero((sums < limits.NEAR_K3 * counts) & (counts >= limits.MIN_TOKENS))
     return known.where(known.lag <= near[-1]) if len(near) and near[-1] > 0 else None
 
@@ -138,8 +139,19 @@ def _mean_kept(kept: FloatArray) -> float | None:
 
 
 def _moved(tokens: Tokens) -> tuple[signs.Shift | None, signs.Shift | None]:
-    """Shifted as a whole, or from a token on displaced or broken: what puts most sequences right."""
+    """Shifted as a whole, or from a token on displaced or broken: what puts most sequences right.
 
+    Asked of the fresh tokens first, for a gap of old ones hides it, and makes some look moved by chance.
+    """
+    fresh = tokens.fresh
+    if fresh is not tokens and len(fresh) >= limits.MIN_TOKENS:
+        found = _moved_among(fresh)
+        if found != (None, None):
+            return found
+    return _moved_among(tokens)
+
+
+def _moved_among(tokens: Tokens) -> tuple[signs.Shift | None, signs.Shift | None]:
     def sure(found: signs.Shift | None, share: float) -> signs.Shift | None:
         if found is None or not enough(found.sequences, tokens, share) or _of_the_old(found.sequences, tokens):
             return None
@@ -155,8 +167,9 @@ def _moved(tokens: Tokens) -> tuple[signs.Shift | None, signs.Shift | None]:
     part = max((p for p in later if p is not None), key=lambda p: len(p.sequences), default=None)
     if shift is None or part is None:
         return shift, part
-    # Whole shifts are displacements from the first token on, so that these are always a few more.
-    return (None, part) if len(part.sequences) > limits.PARTLY * len(shift.sequences) else (shift, None)
+    # Whole shifts are displacements from the first token on, so that these are always a few more, and fit a little better.
+    longer = len(part.sequences) > limits.PARTLY * len(shift.sequences)
+    return (None, part) if longer or signs.left_later(tokens, shift) < limits.LATER else (shift, None)
 
 
 def _above(excess: Mean) -> bool:

@@ -29,6 +29,12 @@ class Shift(NamedTuple):
     """`[len(sequences)]` index into the trace: first shifted token."""
     control: float
     """What a shift the other way would leave."""
+    among: int
+    """Sequences that were looked at."""
+
+    @property
+    def share(self) -> float:
+        return len(self.sequences) / max(self.among, 1)
 
 
 def shifted(tokens: Tokens) -> Shift | None:
@@ -52,7 +58,15 @@ def shifted(tokens: Tokens) -> Shift | None:
         return float(straight) / count, float(there) / count
 
     apart, fits = left(costs[lag])
-    return Shift(lag, apart, fits, near.sequence[starts[chosen]], near.index[starts[chosen]], left(costs[-lag])[1])
+    return Shift(
+        lag,
+        apart,
+        fits,
+        near.sequence[starts[chosen]],
+        near.index[starts[chosen]],
+        left(costs[-lag])[1],
+        _count(tokens),
+    )
 
 
 def displaced(tokens: Tokens) -> Shift | None:
@@ -77,7 +91,7 @@ def displaced(tokens: Tokens) -> Shift | None:
         return None
     count = int((ends - starts)[chosen].sum())
     apart, fits, control = (float(x[chosen].sum()) / count for x in (straight, cost, other))
-    return Shift(sign, apart, fits, near.sequence[starts[chosen]], near.index[at[chosen]], control)
+    return Shift(sign, apart, fits, near.sequence[starts[chosen]], near.index[at[chosen]], control, _count(tokens))
 
 
 def broken(tokens: Tokens) -> Shift | None:
@@ -116,7 +130,23 @@ def broken(tokens: Tokens) -> Shift | None:
         near.sequence[starts[chosen]],
         near.index[at[chosen]],
         float("nan"),
+        _count(tokens),
     )
+
+
+def left_later(tokens: Tokens, shift: Shift) -> float:
+    """What a whole shift leaves of |log ρ| in its sequences against what one from a free token on leaves: 1 for no better."""
+    near = tokens.where(np.isin(tokens.sequence, shift.sequences))
+    starts = np.flatnonzero(np.diff(near.sequence, prepend=-1))
+    straight, there = _moved(near, shift.lag)
+    whole = float(there.sum(dtype=np.float64))
+    if whole < limits.SHIFT_EXACT * float(straight.sum(dtype=np.float64)):
+        return 1.0
+    return float(_displaced(near, starts, int(np.sign(shift.lag)))[0].sum()) / whole
+
+
+def _count(tokens: Tokens) -> int:
+    return len(np.unique(tokens.sequence))
 
 
 def _suspects(tokens: Tokens) -> Tokens:

@@ -70,6 +70,10 @@ FRESH_LEAST = 0.25
 """… fewer than this share of that. Chance leaves 0 or 1 of 5 in one trace of 25."""
 PARTLY = 1.5
 """Times as many sequences displaced from a later token on as shifted whole: the ids changed, not the offset."""
+LATER = 0.5
+"""… or what a whole shift leaves over falls below this share where each sequence may begin to be displaced at a token of its own."""
+SHIFT_EXACT = 0.03
+"""Share of |log ρ| below which a whole shift leaves nothing to explain: bf16 has 0.02."""
 OUTLIER = 1.0
 """Nats of |log ρ| from which a token is one that the trainer was not shown as it was sampled; fp8 has 0.1 % of them."""
 OUTLIER_REST = 0.2
