@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rollkeel.diagnostics.doctor import signs
 from rollkeel.diagnostics.doctor import thresholds as limits
 from rollkeel.diagnostics.doctor.causes_logging import OWN_IDS, places, widest
 from rollkeel.diagnostics.doctor.diagnosis import Cause
@@ -85,18 +86,26 @@ def stale_kv(e: Evidence, limit: Allowed) -> Cause | None:
 
 
 def never_sampled(e: Evidence, limit: Allowed) -> Cause | None:
-    """A gap of few tokens that no sampler would have drawn, while all others agree: their experts differ as well."""
+    """A gap of few tokens while all others agree: ones that no sampler would have drawn, or that spoil all behind them.
+
+    Other weights, bits or experts are so for every token; other ids than were sampled are few, and a context from there on.
+    """
     odd, found = e.odd, e.fresh_gap
     if not odd.chosen.any() or found.noise > limit.noise or odd.rest > limits.OUTLIER_REST:
         return None
     share, absurd = float(odd.chosen.mean()), gap(e.calm.where(odd.chosen))
-    if not limits.ABSURD_SHARE < share < limits.OUTLIER_SHARE or absurd.k3 < limits.ABSURD_K3:
+    if not limits.ABSURD_SHARE < share < limits.OUTLIER_SHARE:
         return None
+    before, behind = (gap(part) for part in signs.around(e.calm, odd.chosen))
+    spoilt = before.noise <= limit.noise and behind.noise > max(limits.SPOILT * before.noise, limits.HARMFUL_NOISE)
+    if absurd.k3 < limits.ABSURD_K3 and not spoilt:
+        return None
+    what = f"{share:.2%} of tokens have k3 {absurd.k3:.2g}, {'which no engine samples, ' if absurd.k3 >= limits.ABSURD_K3 else ''}"
     return Cause(
         id="retokenised",
         score=0.6,
-        evidence=f"{share:.2%} of tokens have k3 {absurd.k3:.0f}, which no engine samples, while the others agree (noise in "
-        f"logits {found.noise:.3f}): the trainer was shown other ids than were sampled.",
+        evidence=f"{what}while the others agree (noise in logits {found.noise:.3f}; {before.noise:.3f} before such a token in its "
+        f"sequence, {behind.noise:.3f} behind it): the trainer was shown other ids than were sampled.",
         advice=OWN_IDS,
         positions=places(e.trace, widest(e.calm)),
     )

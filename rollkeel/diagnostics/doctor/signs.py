@@ -378,6 +378,18 @@ def _cut_or_cold(o: FloatArray, entropy: FloatArray) -> tuple[float, float]:
     return max(each) - cold, float(cuts[int(np.argmax(each))])
 
 
+def around(tokens: Tokens, odd: np.ndarray) -> tuple[Tokens, Tokens]:
+    """Of sequences with an odd token: those before the first one, and those behind it that are not odd themselves."""
+    if len(tokens) == 0:
+        return tokens, tokens
+    starts = np.flatnonzero(np.diff(tokens.sequence, prepend=-1))
+    lengths = np.diff(np.append(starts, len(tokens)))
+    total = np.cumsum(odd)
+    seen = total - np.repeat(total[starts] - odd[starts], lengths)
+    any_ = np.repeat(np.add.reduceat(odd.astype(np.int64), starts) > 0, lengths)
+    return tokens.where(any_ & (seen == 0)), tokens.where((seen > 0) & ~odd)
+
+
 class Odd(NamedTuple):
     """Single tokens the trainer finds absurd in sequences that otherwise agree."""
 

@@ -83,6 +83,9 @@ ABSURD_K3 = 10.0
 re-tokenised runs 34 and more."""
 ABSURD_SHARE = 0.003
 """Share of odd tokens that this needs."""
+SPOILT = 10.0
+"""Noise in logits behind odd tokens over that before them in the same sequences, from which they spoil what follows, and more than
+`HARMFUL_NOISE`. Chosen: a flip is one token's, an id that was not sampled is context of all behind it."""
 OUTLIER_SHARE = 0.25
 """More tokens than this are not odd tokens but another policy."""
 

@@ -225,6 +225,21 @@ def test_what_only_old_sequences_show_is_not_the_records_fault() -> None:
     assert first(trace.with_(rollout_logprobs=np.where(old, everywhere, trace.rollout_logprobs))) != "retokenised"
 
 
+def test_ids_that_spoil_what_follows_are_no_flips() -> None:
+    """Odd tokens of no absurd size: where the gap goes on behind them the trainer read another text, else other experts."""
+    sim = simulate(per_step=64)
+    sequence, total = sim.sequence, len(sim.train)
+    position = np.arange(total) - np.repeat(sim.starts[:-1], np.diff(sim.starts))
+    hit = (sequence % 12 == 0) & (position == 5)
+    behind = (sequence % 12 == 0) & (position > 5)
+    other = sim.rng.normal(size=sim.train.shape) * 2.0
+    spoilt = replace(sim, engine=sim.train + other * (hit | behind)[:, None]).trace(flipped_layers=hit.astype(np.int16))
+    assert first(spoilt) == "retokenised"
+    lone = sim.rng.random(total) < 0.05
+    flips = replace(sim, engine=sim.train + other * lone[:, None]).trace(flipped_layers=lone.astype(np.int16))
+    assert first(flips) == "routing"
+
+
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
