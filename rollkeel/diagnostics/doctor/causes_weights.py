@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollkeel.diagnostics.doctor import signs
+from rollkeel.diagnostics.doctor import outliers
 from rollkeel.diagnostics.doctor import thresholds as limits
 from rollkeel.diagnostics.doctor.causes_logging import OWN_IDS, places, widest
 from rollkeel.diagnostics.doctor.diagnosis import Cause
@@ -96,7 +96,7 @@ def never_sampled(e: Evidence, limit: Allowed) -> Cause | None:
     share, absurd = float(odd.chosen.mean()), gap(e.calm.where(odd.chosen))
     if not limits.ABSURD_SHARE < share < limits.OUTLIER_SHARE:
         return None
-    before, behind = (gap(part) for part in signs.around(e.calm, odd.chosen))
+    before, behind = (gap(part) for part in outliers.around(e.calm, odd.chosen))
     spoilt = before.noise <= limit.noise and behind.noise > max(limits.SPOILT * before.noise, limits.HARMFUL_NOISE)
     if absurd.k3 < limits.ABSURD_K3 and not spoilt:
         return None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollkeel.diagnostics.doctor import signs
+from rollkeel.diagnostics.doctor import outliers, signs
 from rollkeel.diagnostics.doctor import thresholds as limits
 from rollkeel.diagnostics.doctor.series import Series, series
 from rollkeel.diagnostics.doctor.tokens import Gap, Mean, Tokens, by_bin, gap, ordered, select
@@ -39,7 +39,7 @@ class Evidence:
     """By `tokens.steps`."""
     calm: Tokens
     """`fresh` if that is enough of them, else `clean`: the next two are of these."""
-    odd: signs.Odd
+    odd: outliers.Odd
     tempered: signs.Tempered
     drawn: Tokens
     """The tokens of `clean` up to the staleness at which they are still near the trainer's policy, at least `calm`: what honest
@@ -65,7 +65,7 @@ def measure(trace: Trace) -> Evidence:
         rest = rest.where(signs.straight(rest, shift.lag))
     fresh = rest.fresh
     calm = fresh if len(fresh) >= limits.MIN_TOKENS else rest
-    odd = signs.odd_tokens(calm)
+    odd = outliers.odd_tokens(calm)
     whole = gap(rest)
     drawn = rest if whole.k3 < limits.NEAR_K3 else _near(rest) or calm
     kept = trace.kept_mass
