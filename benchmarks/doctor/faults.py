@@ -134,8 +134,8 @@ def _faults() -> list[Fault]:
             },
             test={
                 "any": [
-                    sizes.retokenised(0.12, DIGITS, DIGITS, 16, "sft.steps=300"),
-                    sizes.retokenised(0.4, DIGITS, DIGITS, 16, "sft.steps=300"),
+                    sizes.retokenised(0.12, DIGITS, DIGITS, 16, "sft.steps=160"),
+                    sizes.retokenised(0.4, DIGITS, DIGITS, 16, "sft.steps=160"),
                 ]
             },
             bases=("plain", "bf16"),
