@@ -155,12 +155,13 @@ def _moved_among(tokens: Tokens) -> tuple[signs.Shift | None, signs.Shift | None
     def sure(found: signs.Shift | None, share: float) -> signs.Shift | None:
         if found is None or not enough(found.sequences, tokens, share) or _of_the_old(found.sequences, tokens):
             return None
-        if enough(found.sequences, tokens, limits.SHIFT_ALL):
-            return found
-        # Where all sequences differ, as those of an old policy do, some look moved by chance; but E_q[ρ] stays at 1.
+        # Where all sequences differ, as those of an old policy do, some look moved by chance; where the others agree, none.
         rest = tokens.where(~np.isin(tokens.sequence, found.sequences))
-        noisy = gap(rest).noise > limits.BREAK_NOISE
-        return None if noisy and not (found.lag and _above(gap(tokens).excess)) else found
+        if found.whole and not _exactly(found, rest):
+            return None
+        if enough(found.sequences, tokens, limits.SHIFT_ALL) or not gap(rest).noise > limits.BREAK_NOISE:
+            return found
+        return found if found.lag and _above(gap(tokens).excess) else None  # E_q[ρ] stays at 1 at any staleness
 
     shift = sure(signs.shifted(tokens), limits.SHIFT_SHARE)
     later = [sure(signs.displaced(tokens), limits.DISPLACED_SHARE), sure(signs.broken(tokens), limits.BREAK_SHARE)]
@@ -170,6 +171,16 @@ def _moved_among(tokens: Tokens) -> tuple[signs.Shift | None, signs.Shift | None
     # Whole shifts are displacements from the first token on, so that these are always a few more, and fit a little better.
     longer = len(part.sequences) > limits.PARTLY * len(shift.sequences)
     return (None, part) if longer or signs.left_later(tokens, shift) < limits.LATER else (shift, None)
+
+
+def _exactly(shift: signs.Shift, rest: Tokens) -> bool:
+    """Whether log-probs moved as a whole agree as those of the other sequences do; from a later token on, the first ones do not."""
+    if len(rest) == 0:
+        return True
+    which = rest.sequence - rest.sequence.min()
+    counts = np.bincount(which)
+    others = np.bincount(which, np.abs(rest.q - rest.o))[counts > 0] / counts[counts > 0]
+    return shift.fits < limits.SHIFT_LEFT * shift.apart + 2 * float(np.median(others))
 
 
 def _above(excess: Mean) -> bool:

@@ -31,6 +31,8 @@ class Shift(NamedTuple):
     """What a shift the other way would leave."""
     among: int
     """Sequences that were looked at."""
+    whole: bool = False
+    """From the first token on."""
 
     @property
     def share(self) -> float:
@@ -66,6 +68,7 @@ def shifted(tokens: Tokens) -> Shift | None:
         near.index[starts[chosen]],
         left(costs[-lag])[1],
         _count(tokens),
+        True,
     )
 
 

@@ -70,6 +70,9 @@ FRESH_LEAST = 0.25
 """… fewer than this share of that. Chance leaves 0 or 1 of 5 in one trace of 25."""
 PARTLY = 1.5
 """Times as many sequences displaced from a later token on as shifted whole: the ids changed, not the offset."""
+SHIFT_LEFT = 0.1
+"""Share of |log ρ| that a whole shift may leave, beside twice what the other sequences have: neighbours' kept masses differ by so much
+(0.03); where ids were encoded anew 0.2 is left, of the tokens before the first one that changed."""
 LATER = 0.5
 """… or what a whole shift leaves over falls below this share where each sequence may begin to be displaced at a token of its own."""
 SHIFT_EXACT = 0.03
