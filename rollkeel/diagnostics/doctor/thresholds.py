@@ -172,6 +172,8 @@ FLIPPED_BY_TOKEN = 0.025
 """Share of that variance between token ids: at most 0.01 where routers are at fault, 0.016 to 0.13 for rounding."""
 FLIPPED_NO_TOKEN = 0.015
 """The same below which no tails are needed: with more experts per token each flip is smaller."""
+RANDOM = 0.5
+"""Root of the share of the gap between repeats of the same question: 0.8 to 0.9 where routers jitter, 0.00 for every dtype."""
 FLIPS_OF_NOISE = 0.15
 """Share of flipped tokens over the noise in logits: 0.06 where the fault is behind the last router, rounding has 0.3 and more."""
 BEHIND = 3.0

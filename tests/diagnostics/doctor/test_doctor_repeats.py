@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from simulated import simulate
 
+from rollkeel.diagnostics.doctor import diagnose
 from rollkeel.diagnostics.doctor.repeats import repeats
 from rollkeel.diagnostics.doctor.tokens import select, taken
 from rollkeel.diagnostics.traces.trace import Trace
@@ -33,6 +34,22 @@ def test_noise_does_not() -> None:
     noisy = trace.rollout_logprobs + np.random.default_rng(0).normal(size=len(trace)).astype(np.float32) * 0.1
     trace = trace.with_(rollout_logprobs=noisy.clip(max=0))
     assert repeats(select(trace), trace).differ == pytest.approx(1, abs=0.05)
+
+
+def test_jitter_of_routers_is_no_rounding() -> None:
+    """The same noise, once as a function of the question, once drawn anew: only then it is nothing that bits do."""
+    trace = twice(noise=0.0)
+    draws = np.random.default_rng(0).normal(size=(2, len(trace))).astype(np.float32) * 0.08
+    flips = (np.random.default_rng(1).random(len(trace)) < 0.1).astype(np.int16)
+    first, second = trace.starts[:-1:2], trace.starts[1:-1:2]
+    alike = draws[0].copy()
+    for one, other, end in zip(first, second, trace.starts[2::2], strict=True):
+        alike[other:end] = alike[one:other]
+    named = []
+    for noise in (alike, draws[1]):
+        q = (trace.rollout_logprobs + noise * -np.expm1(trace.rollout_logprobs)).clip(max=0)
+        named.append(diagnose(trace.with_(rollout_logprobs=q, flipped_layers=flips)).causes[0].id)
+    assert named == ["quantisation", "routing"]
 
 
 def test_another_prompt_version_or_beginning_is_another_question() -> None:
