@@ -134,7 +134,7 @@ def routing(e: Evidence, limit: Allowed) -> Cause | None:
         found.tails > limits.FLIPPED_TAILS and not found.by_token > limits.FLIPPED_BY_TOKEN
     )
     again = repeats(e.fresh, e.trace)
-    random = not limit.explains(found) and again.count >= limits.MIN_TOKENS and again.differ > limits.RANDOM
+    random = not limit.explains(found) and again.repeated >= limits.MIN_TOKENS and again.differ > limits.RANDOM
     if sum(map(bool, (own, share > limits.FLIPPED_SHARE, rare, random))) < 2:
         return None
     if not (own or random or limit.explains(without)):

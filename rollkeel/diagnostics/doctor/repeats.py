@@ -18,7 +18,7 @@ from rollkeel.types import IntArray
 class Repeats(NamedTuple):
     """Of tokens sampled at least twice behind the same tokens, of one prompt and by one version."""
 
-    count: int
+    repeated: int
     """Tokens that repeat one before them."""
     differ: float
     """Root of the share of the gap's variance that lies between repeats of one token: 0 for an engine that is a function of its

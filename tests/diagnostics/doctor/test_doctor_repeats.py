@@ -25,7 +25,7 @@ def twice(noise: float = 0.3) -> Trace:
 def test_an_engine_that_is_a_function_of_its_input_repeats_itself() -> None:
     trace = twice()
     found = repeats(select(trace), trace)
-    assert found.count > 1000
+    assert found.repeated > 1000
     assert found.differ == pytest.approx(0, abs=1e-6)
 
 
@@ -63,7 +63,7 @@ def test_another_prompt_version_or_beginning_is_another_question() -> None:
         trace.with_(token_ids=ids),
     ]
     for changed in other:
-        assert repeats(select(changed), changed).count == 0
+        assert repeats(select(changed), changed).repeated == 0
     assert np.isnan(repeats(select(other[0]), other[0]).differ)
 
 
@@ -78,4 +78,4 @@ def test_the_same_ids_in_another_place_are_another_question() -> None:
             if int(trace.starts[s]) + t in informed:
                 key = (int(trace.group[s]), *ids[: t + 1])
                 brute[key] = brute.get(key, 0) + 1
-    assert repeats(tokens, trace).count == sum(n - 1 for n in brute.values())
+    assert repeats(tokens, trace).repeated == sum(n - 1 for n in brute.values())
