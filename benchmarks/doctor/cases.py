@@ -11,12 +11,12 @@ from pathlib import Path
 
 from benchmarks.doctor.faults import BASES, FAULTS
 from benchmarks.doctor.healthy import KINDS
-from benchmarks.doctor.workloads import make, words_of
+from benchmarks.doctor.workloads import BRIEF, make, words_of
 
 HEALTHY = "healthy"
 OWN_START = ("retokenised", "length_truncation", "entropy_collapse")
 """Faults whose warm start is another one."""
-FIRST_SEED = {"dev": 0, "dev2": 1000, "test": 2000, "healthy": 5000}
+FIRST_SEED = {"dev": 0, "dev2": 1000, "dev3": 2000, "test": 3000, "healthy": 5000}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Case:
     """One run of the corpus."""
 
     split: str
-    """`dev`, `dev2` or `test`: whose task and models."""
+    """One of `SPLITS`: whose task and models."""
     fault: str
     """Key of `FAULTS`, or `healthy`."""
     kind: str
@@ -82,7 +82,7 @@ def build(case: Case, root: Path, steps: int | None = None) -> float:
         words = words_of(case.split, case.model, case.seed, [*kind.words, *extra])
         return make(case.path(root), words, (), cache, about, kind.killed_at)
     size = FAULTS[case.fault].magnitudes(case.split, case.model)[case.index]
-    brief = ["run.steps=8"] if case.split == "test" and FAULTS[case.fault].brief else []
+    brief = ["run.steps=8"] if case.split in BRIEF and FAULTS[case.fault].brief else []
     words = words_of(case.split, case.model, case.seed, [*BASES[case.base][case.split], *brief, *size.words, *extra])
     if case.fault == "retokenised":
         cache = root / f"warm-{case.fault}-{case.index}"

@@ -109,6 +109,19 @@ def heads_rolled(layer: int, width: int) -> Callable[[Weights, dict[str, torch.T
     return change
 
 
+def exchanged(one: str, other: str) -> Callable[[Weights, dict[str, torch.Tensor]], None]:
+    """Tensors under the name `one` and those under `other` in each other's place, as layers counted from 1 leave them."""
+
+    def change(weights: Weights, memory: dict[str, torch.Tensor]) -> None:
+        for name, tensor in weights.items():
+            if one in name:
+                its, held = weights[name.replace(one, other)], tensor.clone()
+                tensor.copy_(its)
+                its.copy_(held)
+
+    return change
+
+
 def constant(pattern: str, value: float) -> Callable[[Weights, dict[str, torch.Tensor]], None]:
     """Tensors whose name matches hold their initial constant: they were never loaded."""
 

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from rich.console import Console
 
-from benchmarks.doctor import sorting
+from benchmarks.doctor import lookup, sorting
 from rollkeel import loop
 from rollkeel.config import Config
 from rollkeel.diagnostics.live import LiveView
@@ -30,7 +30,9 @@ from rollkeel.run import assemble
 from rollkeel.train import checkpoint
 from rollkeel.validate import validate
 
-SPLITS = ("dev", "dev2", "test")
+SPLITS = ("dev", "dev2", "dev3", "test")
+BRIEF = ("dev3", "test")
+"""Splits with half as many steps where a fault shows from the first."""
 MODELS: dict[str, dict[str, list[str]]] = {
     "dev": {
         "moe": ["model.path=preset:tiny-qwen3-moe"],
@@ -45,7 +47,7 @@ MODELS: dict[str, dict[str, list[str]]] = {
         "dense": ["model.path=preset:tiny-qwen3-tied", 'model.overrides={"hidden_size": 96, "num_hidden_layers": 3}'],
         "moe2": ["model.path=preset:tiny-qwen3-moe", 'model.overrides={"num_experts": 6, "moe_intermediate_size": 64}'],
     },
-    "test": {
+    "dev3": {
         "moe": [
             "model.path=preset:tiny-qwen3-moe",
             'model.overrides={"hidden_size": 96, "num_attention_heads": 2, "num_experts": 10, "num_experts_per_tok": 4}',
@@ -59,12 +61,28 @@ MODELS: dict[str, dict[str, list[str]]] = {
             'model.overrides={"num_experts": 20, "num_experts_per_tok": 5, "moe_intermediate_size": 16}',
         ],
     },
+    "test": {
+        "moe": [
+            "model.path=preset:tiny-qwen3-moe",
+            'model.overrides={"num_experts": 14, "num_experts_per_tok": 3, "num_key_value_heads": 4}',
+        ],
+        "dense": [
+            "model.path=preset:tiny-qwen3-tied",
+            'model.overrides={"hidden_size": 128, "num_key_value_heads": 4, "intermediate_size": 128}',
+        ],
+        "moe2": [
+            "model.path=preset:tiny-qwen3-moe",
+            'model.overrides={"hidden_size": 128, "num_experts": 5, "moe_intermediate_size": 48}',
+        ],
+    },
 }
 """`moe2` stands in for `dense` where a fault needs experts."""
 ADDITION = ["data.task=addition", 'data.options={"digits": 2, "terms": 2}', "sft.label_noise=0.0", "sft.steps=450"]
 """Answers of two lengths, where a fault needs that: those of runsum all have twelve digits."""
 UNSURE = ['data.options={"letters": 20, "shortest": 6, "longest": 9}', "sft.steps=70", "sft.label_noise=0.0"]
 """Words that the warm start has hardly begun to sort, where a fault needs a policy that is neither sure nor good."""
+BEGINNING = ["sft.steps=25", "sft.label_noise=0.0"]
+"""The same for look-ups."""
 LONGER = ['data.options={"numbers": 3, "max_number": 20, "target_max": 100}']
 """Answers of 5 to 10 characters; nearly all of the others have 5."""
 TASKS: dict[str, list[str]] = {
@@ -82,7 +100,7 @@ TASKS: dict[str, list[str]] = {
         "sampling.max_new_tokens=12",
         "run.steps=24",
     ],
-    "test": [
+    "dev3": [
         f"data.task={sorting.Sorting.name}",
         'data.options={"letters": 10, "shortest": 5, "longest": 8}',
         "sft.steps=200",
@@ -90,8 +108,15 @@ TASKS: dict[str, list[str]] = {
         "sampling.max_new_tokens=12",
         "run.steps=16",
     ],
+    "test": [
+        f"data.task={lookup.Lookup.name}",
+        "sft.steps=80",
+        "sft.label_noise=0.06",
+        "sampling.max_new_tokens=16",
+        "run.steps=16",
+    ],
 }
-"""15,000 to 25,000 response tokens a run: 13 tokens an answer in `dev`, 6 to 8 in `dev2`, 6 to 9 in `test`."""
+"""15,000 to 25,000 response tokens a run: 13 tokens an answer in `dev`, 6 to 8 in `dev2`, 6 to 9 in `dev3`, 5 to 11 in `test`."""
 COMMON = [
     "rollout.prompts=16",
     "rollout.samples=8",
@@ -124,6 +149,7 @@ def run_once(config: Config, path: Path, patches: Sequence[Patch] = (), *, kille
     start = config.model_copy(update={"run": config.run.model_copy(update={"seed": 0})})
     with ExitStack() as stack:
         stack.enter_context(sorting.registered())
+        stack.enter_context(lookup.registered())
         validate(config)
         for patch in patches:
             stack.enter_context(patch())

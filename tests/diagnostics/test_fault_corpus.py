@@ -20,6 +20,7 @@ from benchmarks.doctor import sizes
 from benchmarks.doctor.cases import fault_cases, healthy_cases
 from benchmarks.doctor.faults import BASES, FAULTS
 from benchmarks.doctor.healthy import KINDS
+from benchmarks.doctor.lookup import Lookup
 from benchmarks.doctor.sorting import Sorting
 from benchmarks.doctor.workloads import SPLITS, words_of
 from rollkeel import loop
@@ -181,9 +182,13 @@ def test_a_shift_in_a_part_of_the_rollouts() -> None:
     assert 250 < moved < 350
 
 
-def test_the_corpus_own_task_is_sound() -> None:
+def test_the_corpus_own_tasks_are_sound() -> None:
     assert check(Sorting(), 50).passed
     assert Sorting().item(0, "train", 0).answer == "".join(sorted(Sorting().item(0, "train", 0).text[:-1]))
+    assert check(Lookup(), 50).passed
+    items = [Lookup().item(0, "train", i) for i in range(200)]
+    assert all(item.answer == Lookup().entry(item.text[0]) + Lookup().entry(item.text[1]) for item in items)
+    assert len({len(item.answer) for item in items}) > 4
 
 
 def test_retokenised_is_the_same_text_in_fewer_tokens() -> None:
@@ -273,6 +278,16 @@ def test_rolled_experts_move_by_one() -> None:
         assert torch.equal(after[stem.format(e)], before[stem.format((e + 1) % 3)])
 
 
+def test_exchanged_layers_hold_each_others_tensors() -> None:
+    before = weights() | {"model.layers.0.mlp.experts.2.up_proj.weight": torch.full((4, 2), 9.0)}
+    after = {name: tensor.clone() for name, tensor in before.items()}
+    broken.exchanged("layers.0.mlp.experts.2", "layers.1.mlp.experts.2")(after, {})
+    stem = "model.layers.{}.mlp.experts.2.up_proj.weight"
+    assert torch.equal(after[stem.format(0)], before[stem.format(1)])
+    assert torch.equal(after[stem.format(1)], before[stem.format(0)])
+    assert all(torch.equal(after[n], before[n]) for n in before if "experts.2" not in n)
+
+
 def test_keep_first_returns_to_the_first_publication() -> None:
     change, memory, first = broken.keep_first("lm_head"), {}, weights()
     change(first, memory)
@@ -353,10 +368,11 @@ def test_every_fault_is_there_with_sizes_of_its_own_in_every_split() -> None:
     assert list(FAULTS) == IDS
     for fault in FAULTS.values():
         for model in fault.models:
-            dev, dev2, test = ({m.name for m in fault.magnitudes(split, model)} for split in SPLITS)
-            assert dev
-            assert dev2 - dev, fault.id
-            assert test - dev - dev2, fault.id
+            seen: set[str] = set()
+            for split in SPLITS:
+                names = {m.name for m in fault.magnitudes(split, model)}
+                assert names - seen, (fault.id, split)
+                seen |= names
 
 
 @pytest.mark.parametrize("split", SPLITS)

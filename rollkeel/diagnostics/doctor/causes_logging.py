@@ -84,7 +84,7 @@ def alignment(e: Evidence) -> Cause | None:
     shift = e.shift
     if shift is None:
         return None
-    share = len(shift.sequences) / max(len(np.unique(e.tokens.sequence)), 1)
+    share = shift.share
     late = "earlier" if shift.lag < 0 else "later"
     places_ = f"{abs(shift.lag)} place{'s' if abs(shift.lag) > 1 else ''}"
     return Cause(
@@ -115,7 +115,7 @@ def _broke(moved: Shift) -> str:
 def retokenised(e: Evidence) -> Cause | None:
     moved, odd = e.displaced, e.odd
     if moved is not None:
-        share = len(moved.sequences) / max(len(np.unique(e.tokens.sequence)), 1)
+        share = moved.share
         return Cause(
             id="retokenised",
             score=min(0.6 + 0.4 * share, 1.0),
@@ -154,23 +154,31 @@ def temperature(e: Evidence) -> Cause | None:
             advice="Log the sampler's log-probs after temperature (processed, not raw logits), or divide by it in the trainer.",
             positions=places(e.trace, widest(e.fresh)),
         )
-    if off and _scaled(e) and line.explained > limits.LINE_FITS_HONEST and _is_stated(line.temperature, stated):
+    if off and _scaled(e, stated) and line.explained > limits.LINE_FITS_HONEST and _is_stated(line.temperature, stated):
+        # q = o^T without it in log q, q = o^(1/T) without it in the trainer; which one E_q[ρ] would say, of enough tokens.
+        sampler = stated is not None and (line.temperature < 1) == (stated < 1)
         return Cause(
             id="temperature",
             score=min(0.5 + 0.4 * line.explained, 1.0),
-            evidence=f"log q against log o is a line (it explains {line.explained:.0%} of the gap): the trainer scores at a "
-            f"temperature {line.temperature:.2f} times the one sampled at{says}; E_q[ρ] stays at "
-            f"{1 + e.drawn_gap.excess.value:.3f}, so log q is honest.",
-            advice="Give the trainer the temperature of the sampler.",
+            evidence=f"log q against log o is a line (it explains {line.explained:.0%} of the gap) as if {'log q' if sampler else 'log o'}"
+            f" had no temperature of {line.temperature if sampler else 1 / line.temperature:.2f}{says}; "
+            f"E_q[ρ] = {1 + e.drawn_gap.excess.value:.3f} (z {e.drawn_gap.excess.z:.0f}).",
+            advice="Log the sampler's log-probs after temperature (processed, not raw logits)."
+            if sampler
+            else "Give the trainer the temperature of the sampler.",
             positions=places(e.trace, widest(e.fresh)),
         )
     return _drawn_elsewhere(e, "temperature")
 
 
-def _scaled(e: Evidence) -> bool:
-    """A gap from the first step on between honest log-probs."""
+def _scaled(e: Evidence, stated: float | None) -> bool:
+    """A gap from the first step on that E_q[ρ] does not rule out; of any size where its slope is that of a stated temperature.
+
+    Few tokens leave E_q[ρ] undecided: without a temperature of 0.9 it is 1.005.
+    """
     first = e.fresh_steps[0] if e.fresh_steps else e.fresh_gap
-    return first.noise > limits.HARMFUL_NOISE and not left(e.drawn_gap)
+    large = first.noise > limits.HARMFUL_NOISE or stated is not None
+    return large and not (left(e.drawn_gap) and e.drawn_gap.excess.value < 0)
 
 
 def _is_stated(slope: float, stated: float | None) -> bool:
@@ -199,8 +207,30 @@ def truncation(e: Evidence) -> Cause | None:
                 positions=places(e.trace, widest(e.fresh)),
             )
         return None
-    hidden = _hidden_truncation(e)
-    return hidden or _drawn_elsewhere(e, "truncation")
+    return _unrecorded_cut(e) or _hidden_truncation(e) or _drawn_elsewhere(e, "truncation")
+
+
+def _unrecorded_cut(e: Evidence) -> Cause | None:
+    """A stated cut leaves less than the whole wherever several tokens are likely; a record that says 1 there knows of none."""
+    trace, tokens = e.trace, e.clean
+    if not trace.facts.truncated or trace.kept_mass is None or tokens.entropy is None:
+        return None
+    unsure = tokens.where(tokens.entropy > limits.CUT_ENTROPY)
+    if len(unsure) < limits.MIN_INFORMED or (trace.kept_mass[unsure.index] < 1).mean() > limits.CUT_SEEN:
+        return None
+    facts = trace.facts
+    cuts = [("top-p", facts.top_p, (facts.top_p or 1) < 1), ("top-k", facts.top_k, (facts.top_k or 0) > 0)]
+    cuts.append(("min-p", facts.min_p, (facts.min_p or 0) > 0))
+    s = e.surprisal
+    return Cause(
+        id="truncation",
+        score=0.9,
+        evidence=f"The run states a cut ({', '.join(f'{name} {value:g}' for name, value, cuts_ in cuts if cuts_)}), and the recorded kept mass is 1 on "
+        f"{len(unsure)} tokens whose entropy is over {limits.CUT_ENTROPY:g} nats: log q knows of no cut"
+        f"{'' if s is None else f'; mean(−log o) is {s.difference.value:+.3f} nats off the entropy of {s.entropy:.3f}'}.",
+        advice="Renormalise the sampler's log-probs over the kept tokens and record the kept mass, or sample without cuts.",
+        positions=places(trace, unsure.index),
+    )
 
 
 def _hidden_truncation(e: Evidence) -> Cause | None:

@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rollkeel.diagnostics.doctor import outliers
 from rollkeel.diagnostics.doctor import thresholds as limits
 from rollkeel.diagnostics.doctor.causes_logging import OWN_IDS, places, widest
 from rollkeel.diagnostics.doctor.diagnosis import Cause
 from rollkeel.diagnostics.doctor.evidence import Evidence
+from rollkeel.diagnostics.doctor.repeats import repeats
 from rollkeel.diagnostics.doctor.tokens import Gap, Mean, Tokens, gap
 from rollkeel.diagnostics.traces.trace import Facts
 from rollkeel.types import FloatArray, IntArray
@@ -85,18 +87,26 @@ def stale_kv(e: Evidence, limit: Allowed) -> Cause | None:
 
 
 def never_sampled(e: Evidence, limit: Allowed) -> Cause | None:
-    """A gap of few tokens that no sampler would have drawn, while all others agree: their experts differ as well."""
+    """A gap of few tokens while all others agree: ones that no sampler would have drawn, or that spoil all behind them.
+
+    Other weights, bits or experts are so for every token; other ids than were sampled are few, and a context from there on.
+    """
     odd, found = e.odd, e.fresh_gap
     if not odd.chosen.any() or found.noise > limit.noise or odd.rest > limits.OUTLIER_REST:
         return None
     share, absurd = float(odd.chosen.mean()), gap(e.calm.where(odd.chosen))
-    if not limits.ABSURD_SHARE < share < limits.OUTLIER_SHARE or absurd.k3 < limits.ABSURD_K3:
+    if not limits.ABSURD_SHARE < share < limits.OUTLIER_SHARE:
         return None
+    before, behind = (gap(part) for part in outliers.around(e.calm, odd.chosen))
+    spoilt = before.noise <= limit.noise and behind.noise > max(limits.SPOILT * before.noise, limits.HARMFUL_NOISE)
+    if absurd.k3 < limits.ABSURD_K3 and not spoilt:
+        return None
+    what = f"{share:.2%} of tokens have k3 {absurd.k3:.2g}, {'which no engine samples, ' if absurd.k3 >= limits.ABSURD_K3 else ''}"
     return Cause(
         id="retokenised",
         score=0.6,
-        evidence=f"{share:.2%} of tokens have k3 {absurd.k3:.0f}, which no engine samples, while the others agree (noise in "
-        f"logits {found.noise:.3f}): the trainer was shown other ids than were sampled.",
+        evidence=f"{what}while the others agree (noise in logits {found.noise:.3f}; {before.noise:.3f} before such a token in its "
+        f"sequence, {behind.noise:.3f} behind it): the trainer was shown other ids than were sampled.",
         advice=OWN_IDS,
         positions=places(e.trace, widest(e.calm)),
     )
@@ -115,20 +125,26 @@ def routing(e: Evidence, limit: Allowed) -> Cause | None:
         return None
     with_, without, both = gap(known.where(flipped)), gap(known.where(~flipped)), gap(known)
     share = with_.k3 * with_.tokens / max(both.k3 * both.tokens, 1e-30)
-    # Two of three: flips that no noise elsewhere explains, that carry the gap, and a gap that is rare, large and of no token.
+    # Two of four: flips that no noise elsewhere explains, that carry the gap, a gap that is rare, large and of no token, and one
+    # that differs where the engine is asked the same again, as no rounding does.
     own = flipped.mean() > limits.FLIPS_PER_NOISE * without.noise
     # Of all fresh tokens: experts are compared in a step's first update alone, too few to tell what goes with a token.
     found = e.fresh_gap
     rare = found.by_token < limits.FLIPPED_NO_TOKEN or (
         found.tails > limits.FLIPPED_TAILS and not found.by_token > limits.FLIPPED_BY_TOKEN
     )
-    if sum(map(bool, (own, share > limits.FLIPPED_SHARE, rare))) < 2 or not (own or limit.explains(without)):
+    again = repeats(e.fresh, e.trace)
+    random = not limit.explains(found) and again.repeated >= limits.MIN_TOKENS and again.differ > limits.RANDOM
+    if sum(map(bool, (own, share > limits.FLIPPED_SHARE, rare, random))) < 2:
+        return None
+    if not (own or random or limit.explains(without)):
         return None
     return Cause(
         id="routing",
         score=min(0.4 + 0.6 * share, 1.0),
         evidence=f"{flipped.mean():.1%} of tokens use other experts in engine and trainer and carry {share:.0%} of k3; "
-        f"k3 is {both.k3:.2g} with them and {without.k3:.2g} without, the noise in logits there {without.noise:.3f}.",
+        f"k3 is {both.k3:.2g} with them and {without.k3:.2g} without, the noise in logits there {without.noise:.3f}"
+        f"{'; asked the same again, the engine answers otherwise' if random else ''}.",
         advice="Replay the engine's experts in the trainer (rollout.replay_routing=true), or compute routers in fp32.",
         positions=places(e.trace, widest(known.where(flipped))),
     )

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollkeel.diagnostics.doctor import signs
+from rollkeel.diagnostics.doctor import outliers, signs
 from rollkeel.diagnostics.doctor import thresholds as limits
 from rollkeel.diagnostics.doctor.series import Series, series
-from rollkeel.diagnostics.doctor.tokens import Gap, Tokens, by_bin, gap, ordered, select
+from rollkeel.diagnostics.doctor.tokens import Gap, Mean, Tokens, by_bin, gap, ordered, select
 from rollkeel.diagnostics.traces.trace import Trace
 from rollkeel.types import FloatArray, IntArray
 
@@ -29,7 +29,7 @@ class Evidence:
     displaced: signs.Shift | None
     """Displaced or broken from a token on."""
     clean: Tokens
-    """Without foreign tokens and moved sequences."""
+    """Without foreign tokens and moved sequences, nor those that could be moved as well as not."""
     gap: Gap
     """Of `clean`."""
     fresh: Tokens
@@ -39,11 +39,11 @@ class Evidence:
     """By `tokens.steps`."""
     calm: Tokens
     """`fresh` if that is enough of them, else `clean`: the next two are of these."""
-    odd: signs.Odd
+    odd: outliers.Odd
     tempered: signs.Tempered
     drawn: Tokens
-    """`clean` if even its old tokens are near the trainer's policy, else `calm`: what honest log-probs must fulfil at any
-    staleness is asked of these, and the next two are of them."""
+    """The tokens of `clean` up to the staleness at which they are still near the trainer's policy, at least `calm`: what honest
+    log-probs must fulfil at any staleness is asked of these, and the next two are of them."""
     drawn_gap: Gap
     surprisal: signs.Surprisal | None
     kept_mass: float | None
@@ -61,11 +61,13 @@ def measure(trace: Trace) -> Evidence:
     shift, displaced = _moved(own)
     moved = shift or displaced
     rest = own if moved is None else own.where(~np.isin(own.sequence, moved.sequences))
+    if shift is not None:
+        rest = rest.where(signs.straight(rest, shift.lag))
     fresh = rest.fresh
     calm = fresh if len(fresh) >= limits.MIN_TOKENS else rest
-    odd = signs.odd_tokens(calm)
+    odd = outliers.odd_tokens(calm)
     whole = gap(rest)
-    drawn = rest if whole.k3 < limits.NEAR_K3 else calm
+    drawn = rest if whole.k3 < limits.NEAR_K3 else _near(rest) or calm
     kept = trace.kept_mass
     return Evidence(
         trace=trace,
@@ -116,6 +118,20 @@ def _without_negative(trace: Trace) -> Trace:
     return trace.with_(entropy=left, notes=[*trace.notes, note])
 
 
+def _near(tokens: Tokens) -> Tokens | None:
+    """Tokens up to the largest staleness at which their mean k3 is below `NEAR_K3`; None if that is none but the fresh."""
+    if tokens.lag is None or not (tokens.lag > 0).any():
+        return None
+    known = tokens.where(tokens.lag >= 0)
+    assert known.lag is not None
+    log_ratio = (known.o - known.q).astype(np.float64)
+    lag = np.minimum(known.lag, limits.MAX_BINS)
+    sums = np.cumsum(np.bincount(lag, np.expm1(log_ratio) - log_ratio))
+    counts = np.cumsum(np.bincount(lag))
+    near = np.flatnonzero((sums < limits.NEAR_K3 * counts) & (counts >= limits.MIN_TOKENS))
+    return known.where(known.lag <= near[-1]) if len(near) and near[-1] > 0 else None
+
+
 def _mean_kept(kept: FloatArray) -> float | None:
     """As `select` puts it back: 0 is no mass that anything can be drawn from."""
     known = kept[np.isfinite(kept)]
@@ -123,23 +139,64 @@ def _mean_kept(kept: FloatArray) -> float | None:
 
 
 def _moved(tokens: Tokens) -> tuple[signs.Shift | None, signs.Shift | None]:
-    """Shifted as a whole, or from a token on displaced or broken: what puts most sequences right."""
+    """Shifted as a whole, or from a token on displaced or broken: what puts most sequences right.
 
+    Asked of the fresh tokens first, for a gap of old ones hides it, and makes some look moved by chance.
+    """
+    fresh = tokens.fresh
+    if fresh is not tokens and len(fresh) >= limits.MIN_TOKENS:
+        found = _moved_among(fresh)
+        if found != (None, None):
+            return found
+    return _moved_among(tokens)
+
+
+def _moved_among(tokens: Tokens) -> tuple[signs.Shift | None, signs.Shift | None]:
     def sure(found: signs.Shift | None, share: float) -> signs.Shift | None:
-        if found is None or not enough(found.sequences, tokens, share):
+        if found is None or not enough(found.sequences, tokens, share) or _of_the_old(found.sequences, tokens):
             return None
-        # Where all sequences differ, as those of an old policy do, some look moved by chance.
+        # Where all sequences differ, as those of an old policy do, some look moved by chance; where the others agree, none.
         rest = tokens.where(~np.isin(tokens.sequence, found.sequences))
-        few = not enough(found.sequences, tokens, limits.SHIFT_ALL)
-        return None if few and gap(rest).noise > limits.BREAK_NOISE else found
+        if found.whole and not _exactly(found, rest):
+            return None
+        if enough(found.sequences, tokens, limits.SHIFT_ALL) or not gap(rest).noise > limits.BREAK_NOISE:
+            return found
+        return found if found.lag and _above(gap(tokens).excess) else None  # E_q[ρ] stays at 1 at any staleness
 
     shift = sure(signs.shifted(tokens), limits.SHIFT_SHARE)
     later = [sure(signs.displaced(tokens), limits.DISPLACED_SHARE), sure(signs.broken(tokens), limits.BREAK_SHARE)]
     part = max((p for p in later if p is not None), key=lambda p: len(p.sequences), default=None)
     if shift is None or part is None:
         return shift, part
-    # Whole shifts are displacements from the first token on, so that these are always a few more.
-    return (None, part) if len(part.sequences) > limits.PARTLY * len(shift.sequences) else (shift, None)
+    # Whole shifts are displacements from the first token on, so that these are always a few more, and fit a little better.
+    longer = len(part.sequences) > limits.PARTLY * len(shift.sequences)
+    return (None, part) if longer or signs.left_later(tokens, shift) < limits.LATER else (shift, None)
+
+
+def _exactly(shift: signs.Shift, rest: Tokens) -> bool:
+    """Whether log-probs moved as a whole agree as those of the other sequences do; from a later token on, the first ones do not."""
+    if len(rest) == 0:
+        return True
+    which = rest.sequence - rest.sequence.min()
+    counts = np.bincount(which)
+    others = np.bincount(which, np.abs(rest.q - rest.o))[counts > 0] / counts[counts > 0]
+    return shift.fits < limits.SHIFT_LEFT * shift.apart + 2 * float(np.median(others))
+
+
+def _above(excess: Mean) -> bool:
+    """E_q[ρ] over 1 by its gate: a wrong record, for honest log-probs have 1 at any staleness, and less where tails are missed."""
+    return excess.value > limits.EXCESS and excess.z > limits.EXCESS_Z
+
+
+def _of_the_old(sequences: IntArray, tokens: Tokens) -> bool:
+    """Whether hardly any of these sequences are of the trainer's own version: a wrong record is wrong for all of them alike."""
+    if tokens.lag is None:
+        return False
+    which, first = np.unique(tokens.sequence, return_index=True)
+    fresh = np.maximum.reduceat(tokens.lag, first) == 0
+    chosen = np.isin(which, sequences)
+    expected = chosen.mean() * fresh.sum()
+    return bool(expected >= limits.FRESH_EXPECTED and chosen[fresh].sum() < limits.FRESH_LEAST * expected)
 
 
 def enough(sequences: IntArray, tokens: Tokens, share: float) -> bool:

@@ -29,6 +29,14 @@ class Shift(NamedTuple):
     """`[len(sequences)]` index into the trace: first shifted token."""
     control: float
     """What a shift the other way would leave."""
+    among: int
+    """Sequences that were looked at."""
+    whole: bool = False
+    """From the first token on."""
+
+    @property
+    def share(self) -> float:
+        return len(self.sequences) / max(self.among, 1)
 
 
 def shifted(tokens: Tokens) -> Shift | None:
@@ -52,7 +60,16 @@ def shifted(tokens: Tokens) -> Shift | None:
         return float(straight) / count, float(there) / count
 
     apart, fits = left(costs[lag])
-    return Shift(lag, apart, fits, near.sequence[starts[chosen]], near.index[starts[chosen]], left(costs[-lag])[1])
+    return Shift(
+        lag,
+        apart,
+        fits,
+        near.sequence[starts[chosen]],
+        near.index[starts[chosen]],
+        left(costs[-lag])[1],
+        _count(tokens),
+        True,
+    )
 
 
 def displaced(tokens: Tokens) -> Shift | None:
@@ -77,7 +94,7 @@ def displaced(tokens: Tokens) -> Shift | None:
         return None
     count = int((ends - starts)[chosen].sum())
     apart, fits, control = (float(x[chosen].sum()) / count for x in (straight, cost, other))
-    return Shift(sign, apart, fits, near.sequence[starts[chosen]], near.index[at[chosen]], control)
+    return Shift(sign, apart, fits, near.sequence[starts[chosen]], near.index[at[chosen]], control, _count(tokens))
 
 
 def broken(tokens: Tokens) -> Shift | None:
@@ -116,7 +133,23 @@ def broken(tokens: Tokens) -> Shift | None:
         near.sequence[starts[chosen]],
         near.index[at[chosen]],
         float("nan"),
+        _count(tokens),
     )
+
+
+def left_later(tokens: Tokens, shift: Shift) -> float:
+    """What a whole shift leaves of |log ρ| in its sequences against what one from a free token on leaves: 1 for no better."""
+    near = tokens.where(np.isin(tokens.sequence, shift.sequences))
+    starts = np.flatnonzero(np.diff(near.sequence, prepend=-1))
+    straight, there = _moved(near, shift.lag)
+    whole = float(there.sum(dtype=np.float64))
+    if whole < limits.SHIFT_EXACT * float(straight.sum(dtype=np.float64)):
+        return 1.0
+    return float(_displaced(near, starts, int(np.sign(shift.lag)))[0].sum()) / whole
+
+
+def _count(tokens: Tokens) -> int:
+    return len(np.unique(tokens.sequence))
 
 
 def _suspects(tokens: Tokens) -> Tokens:
@@ -139,6 +172,19 @@ def _whole(tokens: Tokens, starts: IntArray, moved: tuple[FloatArray, FloatArray
     straight, there = (np.add.reduceat(x, starts, dtype=np.float64) for x in moved)
     lengths = np.diff(np.append(starts, len(tokens)))
     return (straight > limits.SHIFT_APART * lengths) & (there < limits.SHIFT_FITS * straight)
+
+
+def straight(tokens: Tokens, lag: int) -> np.ndarray:
+    """`[N]` bool: tokens of sequences whose log q fit their own log o clearly better than those `lag` further on.
+
+    Short sequences, and those of all but certain tokens, fit both; where others are shifted they are no evidence.
+    """
+    out = np.zeros(len(tokens), bool)
+    if len(tokens):
+        starts = np.flatnonzero(np.diff(tokens.sequence, prepend=-1))
+        here, there = (np.add.reduceat(x, starts, dtype=np.float64) for x in _moved(tokens, lag))
+        out = np.repeat(here < limits.SHIFT_FITS * there, np.diff(np.append(starts, len(tokens))))
+    return out
 
 
 def _displaced(tokens: Tokens, starts: IntArray, sign: int) -> tuple[FloatArray, IntArray]:
@@ -333,24 +379,3 @@ def _cut_or_cold(o: FloatArray, entropy: FloatArray) -> tuple[float, float]:
     cuts = np.array([0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3])
     each = [likelihood(np.where(rare >= c, rare, 0.002 * rare)) for c in cuts]
     return max(each) - cold, float(cuts[int(np.argmax(each))])
-
-
-class Odd(NamedTuple):
-    """Single tokens the trainer finds absurd in sequences that otherwise agree."""
-
-    chosen: np.ndarray
-    """`[N]` bool."""
-    rest: float
-    """Median |log ρ| of all tokens over that of the odd ones."""
-    excess: Mean
-    """E[ρ] − 1 without them."""
-
-
-def odd_tokens(tokens: Tokens) -> Odd:
-    log_ratio = np.abs(tokens.o - tokens.q)
-    chosen = log_ratio > limits.OUTLIER
-    if not chosen.any():
-        return Odd(chosen, 1.0, Mean(0.0, 0.0))
-    rest = float(np.median(log_ratio) / np.median(log_ratio[chosen]))
-    kept = tokens.where(~chosen)
-    return Odd(chosen, rest, clustered(np.expm1(kept.o - kept.q), kept.sequence))

@@ -64,8 +64,19 @@ SHIFT_ALL = 0.2
 """Share of sequences below which a shift beside re-tokenised ids is theirs. Chosen: a wrong slice shifts all or one kind."""
 SHIFT_CONTRAST = 4
 """Times as many sequences must fit that lag as any other: a policy 16 steps old has 2 % that fit some lag by chance."""
+FRESH_EXPECTED = 5
+"""Sequences of the trainer's own version that should be among those found, from which it counts that they are not: …"""
+FRESH_LEAST = 0.25
+"""… fewer than this share of that. Chance leaves 0 or 1 of 5 in one trace of 25."""
 PARTLY = 1.5
 """Times as many sequences displaced from a later token on as shifted whole: the ids changed, not the offset."""
+SHIFT_LEFT = 0.1
+"""Share of |log ρ| that a whole shift may leave, beside twice what the other sequences have: neighbours' kept masses differ by so much
+(0.03); where ids were encoded anew 0.2 is left, of the tokens before the first one that changed."""
+LATER = 0.5
+"""… or what a whole shift leaves over falls below this share where each sequence may begin to be displaced at a token of its own."""
+SHIFT_EXACT = 0.03
+"""Share of |log ρ| below which a whole shift leaves nothing to explain: bf16 has 0.02."""
 OUTLIER = 1.0
 """Nats of |log ρ| from which a token is one that the trainer was not shown as it was sampled; fp8 has 0.1 % of them."""
 OUTLIER_REST = 0.2
@@ -75,6 +86,9 @@ ABSURD_K3 = 10.0
 re-tokenised runs 34 and more."""
 ABSURD_SHARE = 0.003
 """Share of odd tokens that this needs."""
+SPOILT = 10.0
+"""Noise in logits behind odd tokens over that before them in the same sequences, from which they spoil what follows, and more than
+`HARMFUL_NOISE`. Chosen: a flip is one token's, an id that was not sampled is context of all behind it."""
 OUTLIER_SHARE = 0.25
 """More tokens than this are not odd tokens but another policy."""
 
@@ -96,6 +110,11 @@ NEAR_K3 = 0.03
 SURPRISAL = 0.04
 """Share of the mean entropy by which mean(−log o) may leave it: honest runs stayed within 0.03; simulated top-p 0.98 leaves it."""
 SURPRISAL_Z = 5.0
+
+CUT_ENTROPY = 0.3
+"""Nats, from which a cut that was stated must leave less than the whole: two tokens of which the rarer has 9 %."""
+CUT_SEEN = 0.01
+"""Share of such tokens with a kept mass below 1, up to which none is recorded."""
 
 # -- temperature -------------------------------------------------------------------------------------------------------
 SLOPE = 0.05
@@ -153,6 +172,8 @@ FLIPPED_BY_TOKEN = 0.025
 """Share of that variance between token ids: at most 0.01 where routers are at fault, 0.016 to 0.13 for rounding."""
 FLIPPED_NO_TOKEN = 0.015
 """The same below which no tails are needed: with more experts per token each flip is smaller."""
+RANDOM = 0.5
+"""Root of the share of the gap between repeats of the same question: 0.8 to 0.9 where routers jitter, 0.00 for every dtype."""
 FLIPS_OF_NOISE = 0.15
 """Share of flipped tokens over the noise in logits: 0.06 where the fault is behind the last router, rounding has 0.3 and more."""
 BEHIND = 3.0

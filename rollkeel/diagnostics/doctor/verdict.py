@@ -66,7 +66,7 @@ def _gap_causes(e: Evidence) -> list[Cause]:
 
 def _without_shadows(e: Evidence, found: list[Cause]) -> list[Cause]:
     """A token too many or too few shifts what is behind it: in few sequences alignment is re-tokenisation's shadow."""
-    few = e.shift is not None and len(e.shift.sequences) < limits.SHIFT_ALL * len(set(e.tokens.sequence.tolist()))
+    few = e.shift is not None and e.shift.share < limits.SHIFT_ALL
     if few and any(c.id == "retokenised" for c in found):
         return [c for c in found if c.id != "alignment"]
     return found

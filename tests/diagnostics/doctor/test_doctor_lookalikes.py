@@ -164,6 +164,82 @@ def test_a_forgotten_temperature_shows_on_stale_tokens_too(temperature: float) -
     assert first(sim.trace(**how, logged_at=temperature)) == "healthy"
 
 
+def of_old_weights(sim: Simulated, size: float) -> tuple[Simulated, dict[str, Any]]:
+    """Only the first step is of the trainer's version; the others are off by `size` in logits and stated four versions old."""
+    old = sim.token_step > 1
+    engine = np.where(old[:, None], sim.train + sim.rng.normal(size=sim.train.shape) * size, sim.train)
+    return replace(sim, engine=engine), {
+        "versions": np.where(old, sim.token_step, sim.token_step + 4),
+        "train_version": sim.step + 4,
+    }
+
+
+@pytest.mark.parametrize("temperature", [0.9, 1.15])
+@pytest.mark.parametrize("forgetful", ["logged_at", "trained_at"])
+def test_few_fresh_tokens_show_a_forgotten_temperature_by_its_slope(temperature: float, forgetful: str) -> None:
+    sim, versions = of_old_weights(simulate(), 0.25)
+    at = dict.fromkeys(("sampled_at", "logged_at", "trained_at"), temperature)
+    how: dict[str, Any] = versions | {"facts": replace(FP32, temperature=temperature)}
+    assert first(sim.trace(**at, **how)) == "healthy"
+    found = diagnose(sim.trace(**(at | {forgetful: 1.0}), **how))
+    assert found.causes[0].id == "temperature"
+    assert ("log q" if forgetful == "logged_at" else "log o") + " had no temperature" in found.causes[0].evidence
+
+
+def test_a_cut_that_the_record_knows_nothing_of_is_seen_under_any_staleness() -> None:
+    sim, how = of_old_weights(simulate(), 0.3)
+    how["facts"] = replace(FP32, top_p=0.95)
+    assert first(sim.trace(mass=0.95, **how)) == "healthy"
+    ones = np.ones(len(sim.train), np.float32)
+    assert first(sim.trace(mass=0.95, renormalise=False, kept_mass=ones, **how)) == "truncation"
+    assert (
+        first(sim.trace(mass=0.95, kept_mass=ones, **how)) == "truncation"
+    )  # renormalised, by a mass that is not recorded
+
+
+def neighbours(trace: Trace, by: int) -> np.ndarray:
+    """Place of the token `by` further on in the same sequence, of its last one where there is none."""
+    low, high = trace.starts[:-1][trace.sequence], trace.starts[1:][trace.sequence] - 1
+    return np.clip(np.arange(len(trace)) + by, low, high)
+
+
+def test_a_shift_in_a_part_of_the_sequences_shows_beside_an_old_policy() -> None:
+    """Those of old weights differ all, so that few are sure to be moved; E_q[ρ] says that the record is wrong."""
+    sim, how = of_old_weights(simulate(per_step=64), 0.9)
+    trace = sim.trace(**how)
+    few = trace.sequence % 5 == 0
+    q = np.where(few, trace.rollout_logprobs[neighbours(trace, -1)], trace.rollout_logprobs)
+    assert first(trace.with_(rollout_logprobs=q)) == "alignment"
+    assert first(trace) == "policy_lag"
+
+
+def test_what_only_old_sequences_show_is_not_the_records_fault() -> None:
+    """Sequences displaced from a token on, among those of old weights alone; in all alike it is encoding anew."""
+    sim, how = of_old_weights(simulate(per_step=64), 0.2)
+    trace = sim.trace(**how)
+    later = neighbours(trace, -1)
+    moved = (trace.sequence % 3 == 0) & (trace.position >= 4)
+    old = trace.step[trace.sequence] > 1
+    everywhere = np.where(moved, trace.rollout_logprobs[later], trace.rollout_logprobs)
+    assert first(trace.with_(rollout_logprobs=everywhere)) == "retokenised"
+    assert first(trace.with_(rollout_logprobs=np.where(old, everywhere, trace.rollout_logprobs))) != "retokenised"
+
+
+def test_ids_that_spoil_what_follows_are_no_flips() -> None:
+    """Odd tokens of no absurd size: where the gap goes on behind them the trainer read another text, else other experts."""
+    sim = simulate(per_step=64)
+    sequence, total = sim.sequence, len(sim.train)
+    position = np.arange(total) - np.repeat(sim.starts[:-1], np.diff(sim.starts))
+    hit = (sequence % 12 == 0) & (position == 5)
+    behind = (sequence % 12 == 0) & (position > 5)
+    other = sim.rng.normal(size=sim.train.shape) * 2.0
+    spoilt = replace(sim, engine=sim.train + other * (hit | behind)[:, None]).trace(flipped_layers=hit.astype(np.int16))
+    assert first(spoilt) == "retokenised"
+    lone = sim.rng.random(total) < 0.05
+    flips = replace(sim, engine=sim.train + other * lone[:, None]).trace(flipped_layers=lone.astype(np.int16))
+    assert first(flips) == "routing"
+
+
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
