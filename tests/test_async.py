@@ -46,6 +46,7 @@ VARIED = [
 ]
 """Long answers of random tokens, decoded more slowly than they are trained, so that publications and interruptions find
 rollouts in flight; short ones have the greater reward."""
+SHORTER = ["sampling.max_new_tokens=16", "reward.overlong.buffer=16"]
 
 
 def run(path: Path, *words: str) -> list[dict[str, Any]]:
@@ -115,10 +116,10 @@ def test_without_staleness_it_is_the_synchronous_run(tmp_path: Path) -> None:
 
 
 def test_kept_kv_is_stamped_and_survives_parking(tmp_path: Path) -> None:
-    words = [*VARIED, "engine.kv=keep", "run.steps=4", "checkpoint.every=2"]
+    words = [*VARIED, *SHORTER, "engine.kv=keep", "run.steps=3", "checkpoint.every=2"]
     run(tmp_path / "a", *words)
     older = 0
-    for step in range(1, 5):
+    for step in range(1, 4):
         for r in stored(tmp_path / "a", step):
             assert (r.span.kv_versions <= r.span.versions).all()
             older += bool((r.span.kv_versions < r.span.versions).any())
@@ -135,15 +136,15 @@ def resume(path: Path) -> None:
 def test_ctrl_c_and_kill_lose_nothing_and_the_whole_run_replays(tmp_path: Path) -> None:
     """Stopped in the middle of a step, resumed, killed, resumed; then replayed in one go."""
     load(None, ASYNC)
-    whole, words = tmp_path / "run", [*ASYNC, *VARIED, "eval.every=0"]
+    whole, words = tmp_path / "run", [*ASYNC, *VARIED, *SHORTER, "eval.every=0", "run.steps=8"]
     process = start("train", *words, f"run.dir={whole}")
-    wait_for(whole, process, "rollout", 7)
+    wait_for(whole, process, "rollout", 5)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130, err
     assert err.count("\n") == 1
     done = rows(whole)[-1]["step"]
-    assert 6 <= done < STEPS
+    assert 4 <= done < 8
     saved = whole / "checkpoints" / f"step_{done:06d}"
     assert (saved / "manifest.json").is_file()
     assert events(whole)[-1]["status"] == "interrupted"
@@ -151,12 +152,12 @@ def test_ctrl_c_and_kill_lose_nothing_and_the_whole_run_replays(tmp_path: Path) 
     assert '"parked"' in tree
     before = rows(whole)
     process = start("train", "--resume", whole)
-    wait_for(whole, process, "update", min(done + 2, STEPS))
+    wait_for(whole, process, "update", min(done + 2, 8))
     process.kill()
     process.communicate()
     resume(whole)
     assert rows(whole)[: done + 1] == before
-    check(whole)
+    check(whole, 8)
     assert any(call["call"] == "interrupt" for call in calls(whole))
     replayed(tmp_path / "again", whole, words)
 
@@ -190,10 +191,11 @@ def test_what_cannot_work_is_refused_before_anything_is_written(words: list[str]
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_another_schedule_and_another_bound_are_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*VARIED, "run.steps=6", "eval.every=0", "sampling.max_new_tokens=16", "reward.overlong.buffer=16"]
+    words = [*VARIED, "run.steps=6", "eval.every=0", *SHORTER]
     run(tmp_path / "a", *words)
     schedule = f"run.schedule={tmp_path / 'a' / 'schedule.jsonl'}"
     for other in (["checkpoint.every=4"], ["engine.processes=2"]):
@@ -277,7 +279,7 @@ def wait_for_rows(path: Path, process: subprocess.Popen[str], count: int) -> Non
 def test_five_hundred_steps_with_three_kills_never_break_the_bound(tmp_path: Path) -> None:
     path, draw = tmp_path / "run", random.Random(500)
     words = [*ASYNC, *VARIED, "run.steps=500", "checkpoint.every=20", "eval.every=100", "train.lr=1e-4"]
-    words += ["sampling.max_new_tokens=16", "reward.overlong.buffer=16"]
+    words += SHORTER
     process = start("train", *words, f"run.dir={path}")
     for step in sorted(draw.sample(range(40, 480), 3)):
         wait_for_rows(path, process, step)

@@ -37,7 +37,7 @@ FIONREAD = 0x541B
 NO_TERMINAL = b"] tcsetattr: Inappropriate ioctl for device"
 """End of a line that an interactive bash prints about itself whenever a signal ends a process."""
 MAX_COMMAND = 1 << 20
-INTERRUPT_S, KILL_S, GIVE_UP_S = 0.2, 0.6, 3.0
+INTERRUPT_S, KILL_S, GIVE_UP_S = 0.2, 1.0, 4.0
 """After a command's time: its processes are interrupted, killed, the shell replaced, the session given up."""
 FEED_S, IDLE_LOOK_S = 0.001, 0.05
 MAX_SAID = 1 << 10

@@ -80,9 +80,9 @@ def test_a_command_that_takes_too_long_is_killed_and_the_session_goes_on(
 ) -> None:
     commands = [
         ("sleep 60 & x=5", 5.0),
-        ("sleep 30; echo after", 0.3),
-        ("while :; do :; done", 0.3),
-        ("(trap '' INT; sh -c 'trap \"\" INT TERM; sleep 31' & sleep 32)", 0.3),
+        ("sleep 30; echo after", 0.6),
+        ("while :; do :; done", 0.6),
+        ("(trap '' INT; sh -c 'trap \"\" INT TERM; sleep 31' & sleep 32)", 0.6),
         ("echo $x; kill -0 %1 && echo still", 5.0),
         ("trap '' INT; while :; do :; done", 0.2),
         ('echo "[$x]"; ls', 5.0),
@@ -90,7 +90,7 @@ def test_a_command_that_takes_too_long_is_killed_and_the_session_goes_on(
     results = driver.converse(commands, SMALL, {"a": b""}, without)
     for i in (1, 2, 3, 5):
         assert (results[i].status, results[i].exit_code, results[i].stdout) == (Status.TIMEOUT, None, b""), i
-        assert results[i].wall_s < commands[i][1] + 1.2
+        assert results[i].wall_s < commands[i][1] + 3
     assert brief(results)[4] == ("ok", 0, b"5\nstill\n")  # what ran before in the background was not meant
     assert "there is a new one" in results[5].reason  # this one could only be ended with its shell
     assert brief(results)[6] == ("ok", 0, b"[]\na\n")
@@ -110,8 +110,8 @@ def test_plain_sh_does_where_there_is_no_bash(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "SHELL", session.SHELL.replace(b"command -v bash", b"false"))
     with Sandbox(workers=1, warm=False) as sandbox, Terminal(sandbox, SMALL) as terminal:
         assert terminal.run("cd /tmp; x=1; echo $0").stdout == b"sh\n"
-        assert terminal.run("sleep 9; echo after", 0.3).status is Status.TIMEOUT
-        assert terminal.run("while :; do :; done", 0.3).status is Status.TIMEOUT
+        assert terminal.run("sleep 9; echo after", 0.6).status is Status.TIMEOUT
+        assert terminal.run("while :; do :; done", 0.6).status is Status.TIMEOUT
         result = terminal.run("pwd; echo $x")
         assert (result.stdout, result.stderr) == (b"/tmp\n1\n", b"")
 
