@@ -136,7 +136,7 @@ def resume(path: Path) -> None:
 def test_ctrl_c_and_kill_lose_nothing_and_the_whole_run_replays(tmp_path: Path) -> None:
     """Stopped in the middle of a step, resumed, killed, resumed; then replayed in one go."""
     load(None, ASYNC)
-    whole, words = tmp_path / "run", [*ASYNC, *VARIED, *SHORTER, "eval.every=0", "run.steps=8"]
+    whole, words = tmp_path / "run", [*ASYNC, *VARIED, "eval.every=0", "run.steps=8"]
     process = start("train", *words, f"run.dir={whole}")
     wait_for(whole, process, "rollout", 5)
     process.send_signal(signal.SIGINT)
