@@ -129,6 +129,7 @@ def test_a_resumed_rollout_keeps_log_probs_of_the_weights_that_sampled_it(whole:
     assert old > 1e-3
 
 
+@pytest.mark.slow
 def test_the_same_twice_and_with_worker_processes_too(tmp_path: Path) -> None:
     assert run(tmp_path / "a", "rollout.budget.count=generated") == run(
         tmp_path / "b", "rollout.budget.count=generated"
@@ -199,7 +200,12 @@ def test_broken_graders_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("stage", "step", "delay_s"), [("rollout", 6, 0.002), ("update", 9, 0.002), ("checkpoint", 4, 0.01)]
+    ("stage", "step", "delay_s"),
+    [
+        ("rollout", 6, 0.002),
+        pytest.param("update", 9, 0.002, marks=pytest.mark.slow),
+        pytest.param("checkpoint", 4, 0.01, marks=pytest.mark.slow),
+    ],
 )
 def test_killed_run_continues_bit_for_bit(
     stage: str, step: int, delay_s: float, whole: Path, kv: str, tmp_path: Path

@@ -72,7 +72,7 @@ def test_no_lag_is_the_plain_run_bit_for_bit(tmp_path: Path) -> None:
     assert_same(tmp_path / "b", tmp_path / "a")
 
 
-@pytest.mark.parametrize(("stage", "step"), [("rollout", 1), ("update", 9)])
+@pytest.mark.parametrize(("stage", "step"), [pytest.param("rollout", 1, marks=pytest.mark.slow), ("update", 9)])
 def test_killed_run_continues_bit_for_bit(stage: str, step: int, whole: Path, tmp_path: Path) -> None:
     killed = tmp_path / "run"
     kill_at(killed, LAGGED, stage, step, 0.002)

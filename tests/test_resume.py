@@ -50,7 +50,8 @@ def copy(whole: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("stage", "step", "delay_s"), [("rollout", 5, 0.0), ("update", 8, 0.002), ("checkpoint", 3, 0.01)]
+    ("stage", "step", "delay_s"),
+    [pytest.param("rollout", 5, 0.0, marks=pytest.mark.slow), ("update", 8, 0.002), ("checkpoint", 3, 0.01)],
 )
 def test_killed_run_continues_bit_for_bit(stage: str, step: int, delay_s: float, whole: Path, tmp_path: Path) -> None:
     run = killed_in(tmp_path, TINY, stage, step, delay_s)
@@ -170,7 +171,13 @@ STATEFUL = {
 }
 
 
-@pytest.mark.parametrize("words", STATEFUL.values(), ids=STATEFUL)
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, id=name, marks=() if "controllers" in name else pytest.mark.slow)
+        for name, words in STATEFUL.items()
+    ],
+)
 def test_what_an_objective_and_the_data_source_remember_survives_a_kill(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

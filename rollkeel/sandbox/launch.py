@@ -103,7 +103,8 @@ def bundle(uid: int | None, scratch_mb: int) -> dict[str, Any]:
     ]
     size = [f"size={scratch_mb}m", "mode=755", "nosuid", "nodev"]
     mounts.append({"destination": root.SCRATCH, "type": "tmpfs", "source": "tmpfs", "options": size})
-    mounts.append({"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": ["size=1m", "mode=755"]})
+    if "/tmp" in links:
+        mounts.append({"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": ["size=1m", "mode=755"]})
     keeps = [f"CAP_{name}" for name in ROOT_KEEPS]
     return {
         "ociVersion": "1.0.2",

@@ -67,7 +67,10 @@ def settings() -> list[str]:
 
 
 def links_and_binds(paths: Sequence[str]) -> tuple[dict[str, str], list[Bind]]:
-    """What the tree holds: symlinks of the host's top level kept as such, folders bound; none inside another one."""
+    """What the tree holds: symlinks of the host's top level kept as such, folders bound; none inside another one.
+
+    Where what is bound lies below `/tmp` (a Python installed there), `/tmp` is a folder that cannot be written; `TMPDIR` is.
+    """
     links, binds = dict(LINKS), [Bind(f"/dev/{node}", device=True, at=f"/dev/{name}") for name, node in DEVICES.items()]
     for path in sorted(paths):
         if any(path.startswith(f"{b.source}/") or path == b.source for b in binds):
@@ -76,7 +79,7 @@ def links_and_binds(paths: Sequence[str]) -> tuple[dict[str, str], list[Bind]]:
             links[path] = os.readlink(path)
         elif os.path.exists(path):
             binds.append(Bind(path))
-    return links, binds
+    return {link: to for link, to in links.items() if not any(b.target.startswith(f"{link}/") for b in binds)}, binds
 
 
 def rules(paths: Sequence[str], *, private: bool) -> list[landlock.Rule]:

@@ -55,6 +55,7 @@ def stop(process: subprocess.Popen[str], number: int) -> None:
     assert "Traceback" not in out + err
 
 
+@pytest.mark.slow
 def test_an_interrupted_experiment_goes_on_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, out = tmp_path / "cache", tmp_path / "out"
     monkeypatch.setenv("ROLLKEEL_CACHE", str(cache))
