@@ -11,6 +11,7 @@ import os
 import resource
 import socket
 import struct
+import tempfile
 
 import pytest
 from hypothesis import given
@@ -379,3 +380,13 @@ def test_cpu_of_children_nobody_waited_for_is_counted_once() -> None:
 def test_installed_beside_other_packages_a_job_can_still_import_them() -> None:
     assert server.without_own(["/site", "/std", "/site"], "/site") == ["/std", "/site"]
     assert server.without_own(["/checkout", "/std", "/site"], "/checkout") == ["/std", "/site"]
+
+
+def test_what_is_bound_below_tmp_keeps_its_place() -> None:
+    """A checkout in `/tmp` has its Python there: the link that `/tmp` is otherwise would take its place."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        links, binds = root.links_and_binds(["/usr", folder])
+        assert folder in {b.target for b in binds}
+        assert "/tmp" not in links
+        assert "/dev/fd" in links
+    assert root.links_and_binds(["/usr"])[0]["/tmp"] == root.SCRATCH + "/tmp"
