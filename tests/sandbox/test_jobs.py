@@ -182,7 +182,9 @@ def test_collected_files_follow_no_link(driver: Here | There) -> None:
 
 
 def test_a_folder_that_became_a_link_is_not_followed(driver: Here | There) -> None:
-    source = "import os; os.rename(os.getcwd(), '/tmp/moved'); os.symlink('/etc', os.environ['HOME'])"
+    source = (
+        "import os; os.rename(os.getcwd(), os.environ['TMPDIR'] + '/moved'); os.symlink('/etc', os.environ['HOME'])"
+    )
     result = driver.run(python(source, collect=("ld.so.cache", "main.py")))
     assert (result.status, result.files) == (Status.OK, {}), result.stderr
 
@@ -263,8 +265,8 @@ for _ in range(1100):  # past the recursion limit
 
 
 def test_a_job_leaves_nothing_for_the_next(driver: Here | There) -> None:
-    leave = "import os\nfor d in ('.', '/tmp', '/dev/shm'): open(f'{d}/left', 'w').write('x')"
-    look = "import os; print([d for d in ('.', '/tmp', '/dev/shm') if os.path.exists(f'{d}/left')])"
+    leave = "import os\nfor d in ('.', os.environ['TMPDIR'], '/dev/shm'): open(f'{d}/left', 'w').write('x')"
+    look = "import os; print([d for d in ('.', os.environ['TMPDIR'], '/dev/shm') if os.path.exists(f'{d}/left')])"
     assert driver.run(python(leave)).status is Status.OK
     assert driver.run(python(look)).stdout == b"[]\n"
 
