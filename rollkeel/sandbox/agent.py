@@ -104,23 +104,12 @@ def _run(job: Job, uid: int | None) -> tuple[dict[str, Any], list[bytes]]:
 
 
 def _write_files(job: Job, uid: int | None) -> None:
-    made = [f"{root.SCRATCH}/{name}" for name in root.SCRATCH_FOLDERS]
-    for path in made:
+    for name in root.SCRATCH_FOLDERS:
+        path = f"{root.SCRATCH}/{name}"
         os.mkdir(path, 0o700)
-    for name, data in {SOURCE_NAMES[job.kind]: job.source, **job.files}.items():
-        folder = f"{root.SCRATCH}/box"
-        for part in name.split("/")[:-1]:
-            folder = f"{folder}/{part}"
-            if folder not in made:
-                os.mkdir(folder, 0o755)
-                made.append(folder)
-        path = f"{root.SCRATCH}/box/{name}"
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644), "wb") as file:
-            file.write(data)
-        made.append(path)
-    if uid is not None:
-        for path in made:
+        if uid is not None:
             os.chown(path, uid, uid, follow_symlinks=False)
+    payload.write_files(job, uid, root.SCRATCH)
 
 
 def _program(job: Job, uid: int | None, descriptors: list[int]) -> NoReturn:

@@ -21,7 +21,7 @@ from typing import NoReturn
 from rollkeel.sandbox import identity, libc, payload, rlimits, root, session, tree, wire
 from rollkeel.sandbox.cgroup import Group, limits_of
 from rollkeel.sandbox.group import Reaper
-from rollkeel.sandbox.job import MAX_JOB_BYTES, SOURCE_NAMES, Job, Limits, check_name
+from rollkeel.sandbox.job import MAX_JOB_BYTES, Job, Limits, check_name
 from rollkeel.sandbox.kinds import KINDS
 from rollkeel.sandbox.payload import Cage
 from rollkeel.sandbox.plan import MAPPED, OWN
@@ -96,7 +96,7 @@ def _serve(channel: _socket.socket, cage: Cage, uid: int) -> None:
             child = _start(cage, uid, scratch)
         elif job.limits.scratch_mb != Limits.scratch_mb:
             root.resize_scratch(job.limits.scratch_mb)
-        _write_files(cage, job, uid, scratch)
+        payload.write_files(job, uid if cage.plan.identity == OWN else None, scratch)
         if child.group:
             child.group.limit(limits_of(job.limits))
         if "session" in header:
@@ -163,34 +163,6 @@ def _make_folders(cage: Cage, uid: int, scratch: str) -> None:
             os.lchown(path, uid, uid)
 
 
-def _write_files(cage: Cage, job: Job, uid: int, scratch: str) -> None:
-    """Source and files, before anything of the job runs that could put a symlink in the way."""
-    made = []
-    for name, data in ((SOURCE_NAMES[job.kind], job.source), *job.files.items()):
-        folder = f"{scratch}/box"
-        for part in name.split("/")[:-1]:
-            folder = f"{folder}/{part}"
-            if folder not in made:
-                os.mkdir(folder, 0o755)
-                made.append(folder)
-        path = f"{scratch}/box/{name}"
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-        try:
-            _write_all(descriptor, data)
-        finally:
-            os.close(descriptor)
-        made.append(path)
-    if cage.plan.identity == OWN:
-        for path in made:
-            os.lchown(path, uid, uid)
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
 def _order(cage: Cage, job: Job) -> bytes:
     """What the program's process is told: all that it did not know before there was a job."""
     planned: rlimits.Planned = {}
@@ -205,7 +177,7 @@ def _order(cage: Cage, job: Job) -> bytes:
 
 def _tell(child: Child, order: bytes) -> None:
     with contextlib.suppress(BrokenPipeError):  # the process died, and has said why on the other pipe
-        _write_all(child.order, order)
+        payload.write_all(child.order, order)
     os.close(child.order)
 
 

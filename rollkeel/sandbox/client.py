@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rollkeel.errors import RunStopped
@@ -37,6 +37,17 @@ class CageFailure(RunStopped):
     """A layer that held when it was probed could not be put up. Never a verdict about the program."""
 
 
+@contextlib.contextmanager
+def _broken() -> Iterator[None]:
+    """What goes wrong on the channel is the cage's end."""
+    try:
+        yield
+    except wire.Closed:
+        raise Broken("the cage died") from None
+    except (wire.Late, wire.Mangled) as error:
+        raise Broken(f"the cage hung or spoke nonsense ({error})") from None
+
+
 class Slot:
     """A cage, ready or about to be, that will run one job."""
 
@@ -47,7 +58,7 @@ class Slot:
 
     def run(self, job: Job, meanwhile: Callable[[], None] | None = None) -> tuple[dict[str, Any], list[bytes]]:
         """Header and byte strings of the result. `meanwhile` is called once the cage has its job."""
-        try:
+        with _broken():
             self._await_ready()
             try:
                 self._send(job)
@@ -57,14 +68,7 @@ class Slot:
                 meanwhile()
             limit = 4 * job.limits.output_bytes + (1 << 20)
             wait = job.limits.wall_s + 2 * GRACE_S
-            header, blobs = wire.receive(self._channel, timeout_s=wait, limit=limit, codec=wire.TRUSTED)
-        except wire.Closed:
-            raise Broken("the cage died") from None
-        except (wire.Late, wire.Mangled) as error:
-            raise Broken(f"the cage hung or spoke nonsense ({error})") from None
-        if "failed" in header:
-            raise CageFailure(f"sandbox: no cage could be built: {header['failed']} (see rollkeel sandbox doctor)")
-        return header, blobs
+            return self._receive(wait, limit)
 
     def _await_ready(self) -> None:
         self._channel.settimeout(CAGE_DEADLINE_S)
@@ -114,17 +118,16 @@ class Slot:
         self, header: dict[str, Any], blobs: list[bytes], *, timeout_s: float, limit: int
     ) -> tuple[dict[str, Any], list[bytes]]:
         """Send a message and wait for the answer."""
-        try:
+        with _broken():
             with contextlib.suppress(wire.Closed):  # what it said before it ended is still to be read
                 wire.send(self._channel, header, blobs, codec=wire.TRUSTED)
-            answer, contents = wire.receive(self._channel, timeout_s=timeout_s, limit=limit, codec=wire.TRUSTED)
-        except wire.Closed:
-            raise Broken("the cage died") from None
-        except (wire.Late, wire.Mangled) as error:
-            raise Broken(f"the cage hung or spoke nonsense ({error})") from None
-        if "failed" in answer:
-            raise CageFailure(f"sandbox: no cage could be built: {answer['failed']} (see rollkeel sandbox doctor)")
-        return answer, contents
+            return self._receive(timeout_s, limit)
+
+    def _receive(self, timeout_s: float, limit: int) -> tuple[dict[str, Any], list[bytes]]:
+        header, blobs = wire.receive(self._channel, timeout_s=timeout_s, limit=limit, codec=wire.TRUSTED)
+        if "failed" in header:
+            raise CageFailure(f"sandbox: no cage could be built: {header['failed']} (see rollkeel sandbox doctor)")
+        return header, blobs
 
     def hang_up(self, timeout_s: float) -> bool:
         """Close the channel and wait for the supervisor's own end, before which it ends everything in the cage."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from rollkeel.sandbox import identity, landlock, libc, rlimits, root
-from rollkeel.sandbox.job import SOURCE_NAMES
+from rollkeel.sandbox.job import SOURCE_NAMES, Job
 from rollkeel.sandbox.kinds import KINDS
 from rollkeel.sandbox.plan import OWN, Plan
 from rollkeel.sandbox.seccomp import Filter
@@ -142,3 +142,32 @@ def _exit_code(value: object) -> int:
         return value & 0xFF
     print(value, file=sys.stderr)
     return 1
+
+
+def write_files(job: Job, uid: int | None, scratch: str) -> None:
+    """Source and files, before anything of the job runs that could put a symlink in the way; `uid`: their owner, None for this
+    process's."""
+    made = []
+    for name, data in ((SOURCE_NAMES[job.kind], job.source), *job.files.items()):
+        folder = f"{scratch}/box"
+        for part in name.split("/")[:-1]:
+            folder = f"{folder}/{part}"
+            if folder not in made:
+                os.mkdir(folder, 0o755)
+                made.append(folder)
+        path = f"{scratch}/box/{name}"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            write_all(descriptor, data)
+        finally:
+            os.close(descriptor)
+        made.append(path)
+    if uid is not None:
+        for path in made:
+            os.lchown(path, uid, uid)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
