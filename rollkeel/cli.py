@@ -181,14 +181,11 @@ def show(
         print(f"{index}: {item.text!r} → {task.gold(item)!r}   near miss {task.near_miss(item)!r}")
 
 
-def _through_graders(task: Any) -> Callable[[Any, str], tuple[float, str]]:
+def _through(graders: Any, task: Any) -> Callable[[Any, str], tuple[float, str]]:
     """A score by the grader that a run would use, which for code is the sandbox."""
     import numpy as np
 
-    from rollkeel import rewards
     from rollkeel import types as t
-
-    graders = rewards.Graders()
 
     def score(item: Any, response: str) -> tuple[float, str]:
         common: dict[str, Any] = {"index": 0, "text": item.text, "answer": item.answer, "metadata": item.metadata}
@@ -215,7 +212,7 @@ def check(
     name: str, options: Options = None, count: Annotated[int, typer.Option("--count", "-n", min=1)] = 200
 ) -> None:
     """Prove that gold answers score 1, near misses 0, items repeat and splits are disjoint."""
-    from rollkeel import tasks
+    from rollkeel import rewards, tasks
     from rollkeel.tasks.environment import Environment
 
     task = _task(name, options)
@@ -225,7 +222,8 @@ def check(
         with equipped(task):
             result = tasks.check(task, count)
     else:
-        result = tasks.check(task, count, score=_through_graders(task))
+        with rewards.Graders() as graders:
+            result = tasks.check(task, count, score=_through(graders, task))
     for failure in result.failures:
         print(f"FAIL {failure}")
     print(f"{name}: {result.items} items, {result.scored} answers scored, {len(result.failures)} failures")

@@ -31,6 +31,7 @@ from rollkeel.rollout.measure import speed_curve
 from rollkeel.rollout.scenario import Scenario
 from rollkeel.run import EVAL_SEED, eval_prompts, open_graders, prompt_source, sampling_params, serve
 from rollkeel.tasks.base import content_hash
+from rollkeel.tasks.turns import as_chat
 from rollkeel.train import checkpoint
 from rollkeel.train.preferences import RewardModel, Training, load_pairs, split_pairs, train_reward_model
 from rollkeel.types import Rollout
@@ -134,11 +135,9 @@ def reward_model_stage(config: Config, pairs: Path, out: Path) -> dict[str, floa
     settings = {k: v.model_dump(mode="json", exclude={"dir", "name"}) for k, v in kept.items()}
     open_folder(out, {"pairs": content_hash("pairs", json.dumps(quoted), ""), **settings})
 
-    def render(prompt: str) -> str:
-        messages = [{"role": "user", "content": prompt}]
-        return policy.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
-    chosen: dict[str, Any] = {"render": render} if config.data.chat_template else {}
+    chosen: dict[str, Any] = (
+        {"render": functools.partial(as_chat, policy.tokenizer)} if config.data.chat_template else {}
+    )
     training = Training(sft=config.sft, seed=config.run.seed, every=config.checkpoint.every, **chosen)
     with LiveView() as view, StopFlag(view) as stop:
         view.phase("reward model", config.sft.steps)

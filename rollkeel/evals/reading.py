@@ -12,6 +12,8 @@ from collections import deque
 from fractions import Fraction
 from typing import Any
 
+from rollkeel.rewards import answers
+
 MAX_SIDE, MAX_LINE = 30, 4096
 _BOXED = re.compile(r"\\boxed\s*\{")
 _LETTER = re.compile(
@@ -26,8 +28,7 @@ _MAX_NUMBER = 64
 
 def spoken(text: str) -> str:
     """What stands behind the thought; nothing when it never ends."""
-    rest = text.rpartition("</think>")[2]
-    return "" if "<think>" in rest else rest
+    return answers.spoken(text) or ""
 
 
 def boxed(text: str) -> str | None:

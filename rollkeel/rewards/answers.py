@@ -29,12 +29,18 @@ class NoAnswer(Exception):
     """The response has no answer by the rule, with the reason: it scores 0."""
 
 
+def spoken(text: str) -> str | None:
+    """What stands behind the thought, which the last `</think>` ends; None where one was begun and not closed."""
+    rest = text.rpartition("</think>")[2]
+    return None if "<think>" in rest else rest
+
+
 def final_answer(text: str, rule: str) -> str:
     """What `rule`, one of `RULES`, reads, without mathematics delimiters, emphasis and full stop. Raises `NoAnswer`."""
     if rule not in RULES:
         raise ValueError(f"extract: expected one of {', '.join(RULES)}, got {rule!r}")
-    rest = text.rpartition("</think>")[2]
-    if "<think>" in rest:
+    rest = spoken(text)
+    if rest is None:
         raise NoAnswer("no answer: the thought is not closed")
     if rule == "auto":
         rule = "boxed" if _BOX.search(rest) else "marker" if _MARKER.search(rest) else "whole"

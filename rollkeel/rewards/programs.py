@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rollkeel.config import GradersConfig
 from rollkeel.errors import BadInput
-from rollkeel.rewards.answers import NoAnswer
+from rollkeel.rewards.answers import NoAnswer, spoken
 from rollkeel.rewards.workers import Broken
 from rollkeel.tasks.base import excerpt
 from rollkeel.types import Rollout
@@ -110,9 +110,9 @@ def program_of(text: str, extract: str = "auto") -> str:
 
     Raises `NoAnswer` for a fence that is not closed, and for nothing.
     """
-    rest = text.rpartition("</think>")[2]
-    fences = [] if extract == "whole" else list(_FENCE.finditer(rest))
-    if "<think>" in rest or len(fences) % 2:
+    rest = spoken(text)
+    fences = [] if rest is None or extract == "whole" else list(_FENCE.finditer(rest))
+    if rest is None or len(fences) % 2:
         raise NoAnswer("no program: the response ends within a thought or fence")
     if fences:
         rest = rest[fences[-2].end() + 1 : fences[-1].start()]

@@ -18,7 +18,7 @@ from rollkeel.tasks.base import Task, TaskItem, check_split, content_hash, excer
 from rollkeel.tasks.data import Row, load_rows, side
 from rollkeel.tasks.environment import Environment
 from rollkeel.tasks.tests_form import CodeRow, load_code_rows
-from rollkeel.tasks.turns import Dialogue
+from rollkeel.tasks.turns import Dialogue, as_chat
 from rollkeel.types import GraderSpec, IntArray, Prompt
 
 Example = tuple[IntArray, ...]
@@ -235,10 +235,7 @@ class PromptSource:
         return self.problems.problem(index)
 
     def _render(self, text: str) -> str:
-        if not self.config.chat_template:
-            return text
-        messages = [{"role": "user", "content": text}]
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return as_chat(self.tokenizer, text) if self.config.chat_template else text
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:

@@ -12,6 +12,12 @@ from rollkeel.types import IntArray
 _MODEL, _TEXT = "model-turn-8d1f", "environment-turn-8d1f"
 
 
+def as_chat(tokenizer: Any, text: str) -> str:
+    """`text` as the user's one turn of the tokenizer's chat template, up to where the model's begins."""
+    messages = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
 @final
 class Dialogue:
     """What stands between two turns of the model. It never sees the ids of a turn but for the last one."""

@@ -59,7 +59,10 @@ def test_a_grader_in_workers_gives_the_run_of_the_same_one_here(loop: str, words
     assert len({row.get("reward/mean") for row in there[1:]}) > 1
     assert all(row["failures/grader_nondeterministic"] == row["failures/grader"] == 0 for row in there[1:])
     timed = rows(tmp_path / "there", volatile=True)[1:]
-    assert all(row["time/grader_there_p99_seconds"] > 0 for row in timed)
+    # An asynchronous step may train on what was graded before it began.
+    spent = [row["time/grader_there_p99_seconds"] for row in timed if "time/grader_there_p99_seconds" in row]
+    assert spent
+    assert min(spent) > 0
     assert sum(row["time/reward_overlapped_seconds"] for row in timed) > 0
 
 
