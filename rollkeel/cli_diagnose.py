@@ -33,12 +33,11 @@ def doctor(
     Exit code 2: bad input, or nothing in it that could be examined.
     """
     from rollkeel.diagnostics.doctor import diagnose
-    from rollkeel.diagnostics.doctor.diagnosis import CANDIDATES
     from rollkeel.diagnostics.doctor.view import show
     from rollkeel.diagnostics.traces.read import read_trace
 
     found = diagnose(read_trace(path, last=last, format=trace_format))
-    if recompute and any(cause.id in CANDIDATES for cause in found.causes):
+    if recompute and found.in_doubt:
         from rollkeel.diagnostics.doctor.recompute import refine
 
         found = refine(found, path)

@@ -138,30 +138,44 @@ def retokenised(e: Evidence) -> Cause | None:
     )
 
 
-def temperature(e: Evidence) -> Cause | None:
-    """Three ways to be wrong: log-probs without it, another one in the trainer, another one in the sampler."""
-    line = e.tempered
+def line(e: Evidence) -> Cause | None:
+    """Log-probs of a temperature that one side does not know of, and E_q[ρ] over 1."""
+    found, excess = e.tempered, e.drawn_gap.excess
+    if not (_sloped(e) and left(e.drawn_gap) and excess.value > 0 and found.explained > limits.LINE_FITS):
+        return None
     stated = e.trace.facts.temperature
     says = "" if stated is None else f"; stated is {stated:g}"
-    off = abs(np.log(max(line.temperature, 1e-3))) > limits.SLOPE and len(e.fresh) >= limits.MIN_TOKENS
-    if off and left(e.drawn_gap) and e.drawn_gap.excess.value > 0 and line.explained > limits.LINE_FITS:
-        return Cause(
-            id="temperature",
-            score=min(0.6 + 0.4 * line.explained, 1.0),
-            evidence=f"log q against log o is a line (it explains {line.explained:.0%} of the gap) as if one side had no "
-            f"temperature of {line.temperature:.2f}{says}; E_q[ρ] = {1 + e.drawn_gap.excess.value:.3f} "
-            f"(z {e.drawn_gap.excess.z:.0f}), where honest log-probs give 1.",
-            advice="Log the sampler's log-probs after temperature (processed, not raw logits), or divide by it in the trainer.",
-            positions=places(e.trace, widest(e.fresh)),
-        )
-    if off and _scaled(e, stated) and line.explained > limits.LINE_FITS_HONEST and _is_stated(line.temperature, stated):
+    return Cause(
+        id="temperature",
+        score=min(0.6 + 0.4 * found.explained, 1.0),
+        evidence=f"log q against log o is a line (it explains {found.explained:.0%} of the gap) as if one side had no "
+        f"temperature of {found.temperature:.2f}{says}; E_q[ρ] = {1 + excess.value:.3f} (z {excess.z:.0f}), where honest "
+        "log-probs give 1.",
+        advice="Log the sampler's log-probs after temperature (processed, not raw logits), or divide by it in the trainer.",
+        positions=places(e.trace, widest(e.fresh)),
+    )
+
+
+def temperature(e: Evidence) -> Cause | None:
+    """Three ways to be wrong: log-probs without it, another one in the trainer, another one in the sampler."""
+    if (cause := line(e)) is not None:
+        return cause
+    slope = e.tempered
+    stated = e.trace.facts.temperature
+    says = "" if stated is None else f"; stated is {stated:g}"
+    if (
+        _sloped(e)
+        and _scaled(e, stated)
+        and slope.explained > limits.LINE_FITS_HONEST
+        and _is_stated(slope.temperature, stated)
+    ):
         # q = o^T without it in log q, q = o^(1/T) without it in the trainer; which one E_q[ρ] would say, of enough tokens.
-        sampler = stated is not None and (line.temperature < 1) == (stated < 1)
+        sampler = stated is not None and (slope.temperature < 1) == (stated < 1)
         return Cause(
             id="temperature",
-            score=min(0.5 + 0.4 * line.explained, 1.0),
-            evidence=f"log q against log o is a line (it explains {line.explained:.0%} of the gap) as if {'log q' if sampler else 'log o'}"
-            f" had no temperature of {line.temperature if sampler else 1 / line.temperature:.2f}{says}; "
+            score=min(0.5 + 0.4 * slope.explained, 1.0),
+            evidence=f"log q against log o is a line (it explains {slope.explained:.0%} of the gap) as if {'log q' if sampler else 'log o'}"
+            f" had no temperature of {slope.temperature if sampler else 1 / slope.temperature:.2f}{says}; "
             f"E_q[ρ] = {1 + e.drawn_gap.excess.value:.3f} (z {e.drawn_gap.excess.z:.0f}).",
             advice="Log the sampler's log-probs after temperature (processed, not raw logits)."
             if sampler
@@ -169,6 +183,10 @@ def temperature(e: Evidence) -> Cause | None:
             positions=places(e.trace, widest(e.fresh)),
         )
     return _drawn_elsewhere(e, "temperature")
+
+
+def _sloped(e: Evidence) -> bool:
+    return abs(np.log(max(e.tempered.temperature, 1e-3))) > limits.SLOPE and len(e.fresh) >= limits.MIN_TOKENS
 
 
 def _scaled(e: Evidence, stated: float | None) -> bool:

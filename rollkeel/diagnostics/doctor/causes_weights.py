@@ -125,8 +125,8 @@ def routing(e: Evidence, limit: Allowed) -> Cause | None:
         return None
     with_, without, both = gap(known.where(flipped)), gap(known.where(~flipped)), gap(known)
     share = with_.k3 * with_.tokens / max(both.k3 * both.tokens, 1e-30)
-    # Two of four: flips that no noise elsewhere explains, that carry the gap, a gap that is rare, large and of no token, and one
-    # that differs where the engine is asked the same again, as no rounding does.
+    # One that differs where the engine is asked the same again, as no rounding does; or two of three: flips that no noise
+    # elsewhere explains, that carry the gap, and a gap that is rare, large and of no token.
     own = flipped.mean() > limits.FLIPS_PER_NOISE * without.noise
     # Of all fresh tokens: experts are compared in a step's first update alone, too few to tell what goes with a token.
     found = e.fresh_gap
@@ -135,9 +135,10 @@ def routing(e: Evidence, limit: Allowed) -> Cause | None:
     )
     again = repeats(e.fresh, e.trace)
     random = not limit.explains(found) and again.repeated >= limits.MIN_TOKENS and again.differ > limits.RANDOM
-    if sum(map(bool, (own, share > limits.FLIPPED_SHARE, rare, random))) < 2:
+    if not random and sum(map(bool, (own, share > limits.FLIPPED_SHARE, rare))) < 2:
         return None
-    if not (own or random or limit.explains(without)):
+    # Where the dtype would explain the whole gap, it would explain flips that carry it.
+    if not (own or random or (limit.explains(without) and not limit.explains(found))):
         return None
     return Cause(
         id="routing",

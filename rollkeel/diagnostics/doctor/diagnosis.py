@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Kind = Literal["bug", "numerics", "dynamics"]
@@ -84,6 +84,15 @@ class Diagnosis:
         if not self.causes and len(self.not_examined) == len(CAUSES):
             return None
         return not self.causes
+
+    @property
+    def in_doubt(self) -> bool:
+        """A cause that others look like: a checkpoint may tell which it is."""
+        return any(cause.id in CANDIDATES for cause in self.causes)
+
+    def settled(self, cause: Cause) -> Diagnosis:
+        """With `cause` in the place of those that looked alike."""
+        return replace(self, causes=[cause, *(c for c in self.causes if c.id not in CANDIDATES)])
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -157,9 +157,10 @@ def _moved_among(tokens: Tokens) -> tuple[signs.Shift | None, signs.Shift | None
             return None
         # Where all sequences differ, as those of an old policy do, some look moved by chance; where the others agree, none.
         rest = tokens.where(~np.isin(tokens.sequence, found.sequences))
-        if found.whole and not _exactly(found, rest):
+        many = enough(found.sequences, tokens, limits.SHIFT_ALL)
+        if found.whole and not (_exactly(found, rest) and (many or _too_likely(found, tokens))):
             return None
-        if enough(found.sequences, tokens, limits.SHIFT_ALL) or not gap(rest).noise > limits.BREAK_NOISE:
+        if many or not gap(rest).noise > limits.BREAK_NOISE:
             return found
         return found if found.lag and _above(gap(tokens).excess) else None  # E_q[ρ] stays at 1 at any staleness
 
@@ -181,6 +182,12 @@ def _exactly(shift: signs.Shift, rest: Tokens) -> bool:
     counts = np.bincount(which)
     others = np.bincount(which, np.abs(rest.q - rest.o))[counts > 0] / counts[counts > 0]
     return shift.fits < limits.SHIFT_LEFT * shift.apart + 2 * float(np.median(others))
+
+
+def _too_likely(shift: signs.Shift, tokens: Tokens) -> bool:
+    """E_q[ρ] over 1 in these sequences: log q of another token is often far too low. Honest sequences that look moved by chance
+    are ones that the trainer finds less likely than the sampler did."""
+    return gap(tokens.where(np.isin(tokens.sequence, shift.sequences))).excess.value > 0
 
 
 def _above(excess: Mean) -> bool:

@@ -1,8 +1,8 @@
 """Which weights, in which dtype, give the very log-probs that a run recorded: tried with one of its checkpoints.
 
 Signs in tokens tell that an engine computed something else. Of a small gap of both signs over all tokens they cannot tell
-whether a norm was never loaded, a reload forgot a tensor, or the engine has fewer bits than it states. Rounding and loading
-are no chance, though: what the engine did can be done again, and then the gap is gone.
+whether a norm was never loaded, a reload forgot a tensor or came late, or the engine has fewer bits than it states. Rounding
+and loading are no chance, though: what the engine did can be done again, and then the gap is gone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollkeel.config import Config
 from rollkeel.diagnostics.analyzer.capture import Tokens
 from rollkeel.diagnostics.analyzer.sides import engine_forward, prefill_logprobs
 from rollkeel.diagnostics.doctor import thresholds as limits
-from rollkeel.diagnostics.doctor.diagnosis import CANDIDATES, Cause, Diagnosis
+from rollkeel.diagnostics.doctor.diagnosis import Cause, Diagnosis
 from rollkeel.diagnostics.rollout_store import read_step, to_rollouts
 from rollkeel.diagnostics.runfolder import CONFIG, RunFolder, rollout_files
 from rollkeel.errors import RollkeelError
@@ -31,7 +31,16 @@ from rollkeel.types import Rollout
 
 MAX_PARAMETERS = 50_000_000
 """Larger models are left to `rollkeel analyze`: some hundred forward passes are a minute's work up to here."""
-MAX_TOKENS = 4096
+MAX_TOKENS = 2048
+MOST = 3
+"""Earlier checkpoints that are tried beside the first."""
+LATEST = 32
+"""Steps behind a checkpoint in which its rollouts are looked for."""
+_ADVICE = {
+    "wrong_weights": "Load every tensor and compare what the engine holds with what it was sent.",
+    "stale_version": "Compare log-probs of fixed probes after every publication, and refuse to stamp a version that fails.",
+    "quantisation": "Serve the dtype that is stated, or state the one that is served.",
+}
 _LAYER = re.compile(r"\.\d+\.")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
@@ -45,6 +54,10 @@ class Sampled:
     policy: Policy
     step: int
     """Of the checkpoint."""
+    earlier: Mapping[int, Weights]
+    """Step → weights of older checkpoints, the first of them first."""
+    began_clean: bool
+    """The first checkpoint's weights, as stated, gave the log-probs recorded of it: whatever is wrong came later."""
     mode: str
     """Numeric mode that the engine stated."""
     tokens: Tokens
@@ -69,54 +82,82 @@ def refine(found: Diagnosis, folder: Path) -> Diagnosis:
 
     The same diagnosis where nothing is in doubt, where no checkpoint fits the rollouts, or where no guess explains them.
     """
-    if not any(cause.id in CANDIDATES for cause in found.causes) or not (folder / CONFIG).is_file():
+    if not found.in_doubt or not (folder / CONFIG).is_file():
         return found
     try:
         sampled = _sampled(folder)
     except RollkeelError as error:
         return replace(found, notes=(*found.notes, f"not recomputed: {error}"))
-    cause = None if sampled is None else explain(sampled, _first(folder, sampled))
-    if cause is None:
-        return found
-    return replace(found, causes=[cause, *(c for c in found.causes if c.id not in CANDIDATES)])
+    cause = None if sampled is None else explain(sampled)
+    return found if cause is None else found.settled(cause)
 
 
-def explain(sampled: Sampled, first: Weights | None) -> Cause | None:
-    """What takes the gap away; `first`: the weights of the first publication. None if the weights and dtype that were stated
-    fit as well as that dtype lets them, or if nothing does."""
+def explain(sampled: Sampled) -> Cause | None:
+    """What takes the gap away. None if the weights and dtype that were stated fit as well as that dtype lets them, or if
+    nothing does.
+
+    A guess has to leave nothing but what the dtype explains. Weights of an earlier step need not be the very ones that an engine
+    held, which had no checkpoint: it is enough that they are nearer than the stated ones and than those of any other guess.
+    """
     views = checkpoint_views(sampled.policy.model)
     stated = _apart(sampled, views, sampled.mode)
-    tried = [(_apart(sampled, {**views, **g.weights}, g.mode), g) for g in guesses(views, first, sampled)]
-    if not tried:
+    if stated < limits.RECOMPUTED_LEAST:
         return None
-    rest, best = min(tried, key=lambda pair: pair[0])
-    if stated < limits.RECOMPUTED_LEAST or rest > limits.RECOMPUTED * stated:
+    rest, best, tried = stated, None, 0
+    for guess in guesses(views, sampled):
+        tried += 1
+        left = _apart(sampled, {**views, **guess.weights}, guess.mode)
+        if left < rest:
+            rest, best = left, guess
+        if rest < limits.RECOMPUTED_EXACT * stated:
+            break
+    if best is None:
+        return None
+    enough = limits.RECOMPUTED_NEARER if best.cause == "stale_version" else limits.RECOMPUTED
+    if rest > enough * stated and not (best.cause != "stale_version" and rest < _rounding(best.mode) < 0.5 * stated):
         return None
     return Cause(
         id=best.cause,
         score=1 - rest / stated,
         evidence=f"With {best.words} the checkpoint of step {sampled.step} gives the log-probs that the engine recorded: "
-        f"{rest:.2g} away on average, {stated:.2g} with what it was said to compute ({len(tried)} guesses tried).",
-        advice="Load every tensor and compare what the engine holds with what it was sent."
-        if best.cause == "wrong_weights"
-        else "Serve the dtype that is stated, or state the one that is served.",
+        f"{rest:.2g} away on average, {stated:.2g} with what it was said to compute ({tried} guess{'' if tried == 1 else 'es'} "
+        "tried).",
+        advice=_ADVICE[best.cause],
     )
 
 
-def guesses(views: Weights, first: Weights | None, sampled: Sampled) -> Iterator[Guess]:
-    """Other dtypes; norms that were never loaded; tensors that kept their first value, one, all of a kind, or all of a layer;
-    experts in another order."""
+def _rounding(mode: str) -> float:
+    """Mean distance that two ways of computing the same in `mode` have."""
+    return limits.RECOMPUTED_LEAST if mode == "fp32" else limits.RECOMPUTED_ROUNDED
+
+
+def guesses(views: Weights, sampled: Sampled) -> Iterator[Guess]:
+    """What can have gone wrong from the start: other dtypes; norms that were never loaded; experts in another order. What
+    only later weights show: those of an earlier checkpoint; tensors that kept their first value, one, all of a kind, or all
+    of a layer."""
+    if not sampled.began_clean:
+        yield from _at_start(views, sampled)
+    first = next(iter(sampled.earlier.values()), {})
+    stuck = {n: t for n, t in first.items() if n in views and not torch.equal(t, views[n])}
+    for step, weights in sampled.earlier.items():
+        words = f"the weights of step {step} in the place of its own"
+        yield Guess(cause="stale_version", words=words, weights=weights, mode=sampled.mode)
+    for words, names in sets(list(stuck)):
+        if len(names) < len(stuck):
+            weights = {name: stuck[name] for name in names}
+            yield Guess(cause="wrong_weights", words=f"{words} as first published", weights=weights, mode=sampled.mode)
+
+
+def _at_start(views: Weights, sampled: Sampled) -> Iterator[Guess]:
     for mode in MODES:
         if mode != sampled.mode:
             words = f"{mode} in the place of the stated {sampled.mode}"
             yield Guess(cause="quantisation", words=words, weights={}, mode=mode)
     initial = 0.0 if "gemma" in sampled.policy.model.config.get_text_config().model_type else 1.0
     norms = {name: torch.full_like(t, initial) for name, t in views.items() if t.ndim == 1 and "norm" in name}
-    stuck = {n: t for n, t in (first or {}).items() if n in views and not torch.equal(t, views[n])}
-    for what, values in ((f"{{}} still {initial:g}", norms), ("{} as first published", stuck)):
-        for words, names in sets(list(values)):
-            weights = {name: values[name] for name in names}
-            yield Guess(cause="wrong_weights", words=what.format(words), weights=weights, mode=sampled.mode)
+    for words, names in sets(list(norms)):
+        weights = {name: norms[name] for name in names}
+        yield Guess(cause="wrong_weights", words=f"{words} still {initial:g}", weights=weights, mode=sampled.mode)
     for words, weights in rolled_experts(views):
         yield Guess(cause="wrong_weights", words=words, weights=weights, mode=sampled.mode)
 
@@ -176,20 +217,40 @@ def _apart(sampled: Sampled, weights: Weights, mode: str) -> float:
 def _sampled(folder: Path) -> Sampled | None:
     """The newest checkpoint whose weights sampled whole sequences that are recorded, with some of these."""
     config = RunFolder.open(folder, lock=False).config
-    files = dict(rollout_files(folder))
-    for step, path in reversed(checkpoint.listing(folder / "checkpoints")):
-        if step + 1 not in files:
+    saved = checkpoint.listing(folder / "checkpoints")
+    for at in reversed(range(len(saved))):
+        rollouts = _of_weights(folder, saved[at][0])
+        if not rollouts or rollouts[0].dtype not in MODES or rollouts[0].sampling.temperature <= 0:
             continue
-        rollouts = to_rollouts(read_step(files[step + 1]))
-        version = max((int(r.span.versions.max()) for r in rollouts if len(r.span)), default=0)
-        whole = [r for r in rollouts if len(r.span) and (r.span.versions == version).all()]
-        if whole and whole[0].dtype in MODES and whole[0].sampling.temperature > 0:
-            return _loaded(config, checkpoint.verify(path), whole)
+        found = _taken(_policy(config, saved[at][1]), saved[at][0], rollouts)
+        if found is None or at == 0:
+            return found
+        earlier = {step: _policy(config, path) for step, path in (saved[0], *saved[1:at][-MOST:])}
+        first, begin = saved[0][0], _of_weights(folder, saved[0][0])
+        clean = begin and _clean(_taken(earlier[first], first, begin))
+        weights = {step: checkpoint_views(policy.model) for step, policy in earlier.items()}
+        return replace(found, earlier=weights, began_clean=bool(clean))
     return None
 
 
-def _loaded(config: Config, saved: checkpoint.Checkpoint, rollouts: Sequence[Rollout]) -> Sampled | None:
-    policy = _policy(config, saved.model)
+def _of_weights(folder: Path, step: int) -> list[Rollout]:
+    """Rollouts that the weights behind update `step` sampled alone. Where batches are older than the trainer, they come later."""
+    files = {s: path for s, path in rollout_files(folder) if s > step}
+    version = None
+    for path in [files[s] for s in sorted(files)[:LATEST]]:
+        table = read_step(path)
+        if version is None:  # step + 1 is where these weights are the trainer's
+            known = [v for v in table["train_version"].to_pylist() if v is not None]
+            if step + 1 not in files or not known:
+                return []
+            version = known[0]
+        if whole := [r for r in to_rollouts(table) if len(r.span) and (r.span.versions == version).all()]:
+            return whole
+    return []
+
+
+def _taken(policy: Policy, step: int, rollouts: Sequence[Rollout]) -> Sampled | None:
+    """Some of the rollouts; None for a model that is too large."""
     if sum(p.numel() for p in policy.model.parameters()) > MAX_PARAMETERS:
         return None
     taken: list[Rollout] = []
@@ -204,7 +265,9 @@ def _loaded(config: Config, saved: checkpoint.Checkpoint, rollouts: Sequence[Rol
     ]
     return Sampled(
         policy=policy,
-        step=saved.step,
+        step=step,
+        earlier={},
+        began_clean=False,
         mode=rollouts[0].dtype,
         tokens=Tokens(
             sequences=tuple(np.concatenate([prompt, span.token_ids]) for prompt, span in pairs),
@@ -215,18 +278,15 @@ def _loaded(config: Config, saved: checkpoint.Checkpoint, rollouts: Sequence[Rol
     )
 
 
-def _first(folder: Path, sampled: Sampled) -> Weights | None:
-    """Weights of the first checkpoint, where that is another one."""
-    step, path = checkpoint.listing(folder / "checkpoints")[0]
-    if step == sampled.step:
-        return None
-    config = RunFolder.open(folder, lock=False).config
-    return checkpoint_views(_policy(config, checkpoint.verify(path).model).model)
+def _clean(sampled: Sampled | None) -> bool:
+    if sampled is None:
+        return False
+    return _apart(sampled, checkpoint_views(sampled.policy.model), sampled.mode) < _rounding(sampled.mode)
 
 
-def _policy(config: Config, model: Path) -> Policy:
+def _policy(config: Config, path: Path) -> Policy:
     quiet_transformers()
-    section = config.model.model_copy(update={"path": str(model), "overrides": {}})
+    section = config.model.model_copy(update={"path": str(checkpoint.verify(path).model), "overrides": {}})
     policy = load_policy(section, "cpu")
     policy.model.eval()
     return policy

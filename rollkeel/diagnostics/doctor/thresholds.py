@@ -163,17 +163,17 @@ FLIPPED_EARLY = 0.4
 """Share of the later steps' flips that the first quarter has where routers are at fault; old weights have none at first."""
 FLIPPED_SHARE = 0.6
 """Share of k3 on tokens with other experts: 0.46 to 0.88 where routers are at fault, 0.17 to 0.48 where bits are missing."""
-FLIPS_PER_NOISE = 2.4
-"""Share of flipped tokens over the noise in logits of the others: 2.8 to 11 where routers are at fault, 0.3 to 2.0 where
-flips follow from int4, fp8 or bf16."""
+FLIPS_PER_NOISE = 2.2
+"""Share of flipped tokens over the noise in logits of the others: 2.4 to 11 where routers round, 0.3 to 2.0 where flips follow
+from int4, fp8 or bf16."""
 FLIPPED_TAILS = 1.97
 """Standard deviation over noise of the gap in logits: 2.02 to 4.4 where routers are at fault, 1.4 to 2.2 for rounding. A vote, no proof."""
 FLIPPED_BY_TOKEN = 0.025
 """Share of that variance between token ids: at most 0.01 where routers are at fault, 0.016 to 0.13 for rounding."""
 FLIPPED_NO_TOKEN = 0.015
 """The same below which no tails are needed: with more experts per token each flip is smaller."""
-RANDOM = 0.5
-"""Root of the share of the gap between repeats of the same question: 0.8 to 0.9 where routers jitter, 0.00 for every dtype."""
+RANDOM = 0.2
+"""Root of the share of the gap between repeats of the same question: 0.33 to 0.9 where routers jitter, 0.00 for every dtype."""
 FLIPS_OF_NOISE = 0.15
 """Share of flipped tokens over the noise in logits: 0.06 where the fault is behind the last router, rounding has 0.3 and more."""
 BEHIND = 3.0
@@ -239,6 +239,8 @@ SILENT_SHARE = 0.5
 LINE_FITS = 0.3
 """Share of the variance of log ρ that the line of a temperature explains; simulated: 0.93 and more at T 0.7 with a gap of
 fp8 beside it, 0.66 at T 0.9; numerics 0.03."""
+LINE_ALL = 0.95
+"""Share from which a few sequences that look moved by chance do not count against it: T 1.4 has 0.997 beside 7 % of these."""
 LINE_FITS_HONEST = 0.8
 """The same where E_q[ρ] is 1, so that sharper weights must be told from another temperature: 16 steps of staleness 0.54."""
 WRONG_BIAS = 0.7
@@ -251,8 +253,14 @@ DRIFT_Z = 2.0
 """z-score from which the sampler is said to go on learning: stale ones had −3.8 to 1.4, those with stuck layers 2.8 and more."""
 UNEXPLAINED = 0.02
 """E_q[ρ] this far off without a pattern is reported as it is; the z-score asked for is twice the usual one."""
-RECOMPUTED = 0.5
+RECOMPUTED = 0.1
 """Share of the gap that may be left where other weights or another dtype are said to be what the engine computed with; a wrong
-guess adds its own gap to that of the fault."""
+guess adds its own gap to that of the fault, a right one leaves 1e-5 and in a rounded dtype what prefill and decoding differ by."""
+RECOMPUTED_NEARER = 0.8
+"""The same where weights of an earlier step are nearer than any others: the engine may have stood still between checkpoints."""
+RECOMPUTED_EXACT = 1e-3
+"""Share below which nothing else is tried."""
 RECOMPUTED_LEAST = 1e-3
-"""Mean distance below which the record is what the stated weights and dtype give: fp32 1e-6, bf16 by prefill instead of decoding 3e-3 at most."""
+"""Mean distance below which the record is what the stated weights and dtype give: fp32 1e-6."""
+RECOMPUTED_ROUNDED = 5e-3
+"""The same in a rounded dtype: bf16 by prefill instead of decoding 3e-3 at most."""

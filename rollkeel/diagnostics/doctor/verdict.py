@@ -46,6 +46,9 @@ def _gap_causes(e: Evidence) -> list[Cause]:
         return [impossible]  # what stands there is no log-prob, so nothing else can be read from it
     found = [c for judge in (logging.mask, logging.alignment) if (c := judge(e)) is not None]
     if (again := logging.retokenised(e)) is not None:
+        few = e.displaced is not None and e.displaced.share < limits.SHIFT_ALL
+        if few and e.tempered.explained > limits.LINE_ALL and (cause := logging.line(e)) is not None:
+            return [*found, cause]  # the gap is so wide that some sequences look moved by chance
         found.append(again)
     if (
         len(e.clean) < limits.MIN_TOKENS

@@ -46,7 +46,16 @@ def recorded(
     weights = {**checkpoint_views(policy.model), **changed}
     said = prefill_logprobs(engine_forward(policy.model.config, weights.items(), mode), tokens, temperature)
     said[~tokens.response] = float("nan")
-    return Sampled(policy=policy, step=7, mode="fp32", tokens=tokens, logprobs=said, temperature=temperature)
+    return Sampled(
+        policy=policy,
+        step=7,
+        earlier={},
+        began_clean=False,
+        mode="fp32",
+        tokens=tokens,
+        logprobs=said,
+        temperature=temperature,
+    )
 
 
 def moved(policy: Policy, word: str) -> dict[str, torch.Tensor]:
@@ -59,7 +68,7 @@ def moved(policy: Policy, word: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_a_norm_that_was_never_loaded(policy: Policy, temperature: float) -> None:
     one = torch.ones_like(checkpoint_views(policy.model)[INPUT])
-    cause = explain(recorded(policy, {INPUT: one}, temperature=temperature), None)
+    cause = explain(recorded(policy, {INPUT: one}, temperature=temperature))
     assert cause is not None
     assert cause.id == "wrong_weights"
     assert INPUT in cause.evidence
@@ -68,21 +77,44 @@ def test_a_norm_that_was_never_loaded(policy: Policy, temperature: float) -> Non
 
 @pytest.mark.parametrize("mode", ["fp8", "int8", "int4", "bf16"])
 def test_a_dtype_that_was_not_stated(policy: Policy, mode: str) -> None:
-    cause = explain(recorded(policy, {}, mode), None)
+    cause = explain(recorded(policy, {}, mode))
     assert cause is not None
     assert (cause.id, cause.evidence.split()[1]) == ("quantisation", mode)
 
 
-def test_tensors_that_a_reload_forgot(policy: Policy) -> None:
-    start = {**checkpoint_views(policy.model), **moved(policy, "layers.1.")}
-    stuck = {n: t for n, t in start.items() if "v_proj" in n}
-    everything = explain(recorded(policy, start), start)
-    one_kind = explain(recorded(policy, stuck), start)
-    assert everything is not None
-    assert one_kind is not None
-    assert "layers.1.*" in everything.evidence
-    assert "v_proj" in one_kind.evidence
-    assert explain(recorded(policy, stuck), None) is None  # the start is what tells
+def since(start: Mapping[str, torch.Tensor], sampled: Sampled) -> Sampled:
+    """The same with an older checkpoint, of which the engine had what it was sent."""
+    return replace(sampled, earlier={0: start}, began_clean=True)
+
+
+@pytest.mark.parametrize(("word", "told"), [("v_proj", "v_proj"), (r"layers.1.", "layers.1.*"), ("k_norm", "k_norm")])
+def test_tensors_that_a_reload_forgot(policy: Policy, word: str, told: str) -> None:
+    start = moved(policy, "")
+    stuck = {n: t for n, t in start.items() if word in n}
+    cause = explain(since(start, recorded(policy, stuck)))
+    assert cause is not None
+    assert cause.id == "wrong_weights"
+    assert told in cause.evidence
+    assert "as first published" in cause.evidence
+    assert explain(recorded(policy, stuck)) is None  # the start is what tells
+
+
+@pytest.mark.parametrize("between", [0.0, 0.2, 0.4])
+def test_weights_that_came_late(policy: Policy, between: float) -> None:
+    """An engine that stood still has weights near a checkpoint's, seldom the very ones."""
+    views, start = checkpoint_views(policy.model), moved(policy, "")
+    held = {n: start[n] + between * (t - start[n]) for n, t in views.items()}
+    cause = explain(since(start, recorded(policy, held)))
+    assert cause is not None
+    assert cause.id == "stale_version"
+    assert "the weights of step 0" in cause.evidence
+
+
+def test_what_began_clean_is_no_dtype(policy: Policy) -> None:
+    """A norm at its initial value would have shown in the first checkpoint's tokens."""
+    start, one = moved(policy, ""), torch.ones_like(checkpoint_views(policy.model)[INPUT])
+    assert explain(since(start, recorded(policy, {INPUT: one}))) is None
+    assert explain(since(start, recorded(policy, {}, "int8"))) is None
 
 
 def test_experts_in_another_order(policy: Policy) -> None:
@@ -91,7 +123,7 @@ def test_experts_in_another_order(policy: Policy) -> None:
     count = sum(name.format(e, "up_proj") in views for e in range(64))
     parts = ("gate_proj", "up_proj", "down_proj")
     rolled = {name.format(e, p): views[name.format((e + by) % count, p)] for e in range(count) for p in parts}
-    cause = explain(recorded(policy, rolled), None)
+    cause = explain(recorded(policy, rolled))
     assert cause is not None
     assert cause.id == "wrong_weights"
     assert "model.layers.1.mlp.experts 3 places further" in cause.evidence
@@ -102,7 +134,7 @@ def test_nothing_is_said_where_nothing_fits(policy: Policy) -> None:
     rng = torch.Generator().manual_seed(1)
     noisy = replace(honest, logprobs=honest.logprobs + 0.1 * torch.randn(honest.logprobs.shape, generator=rng))
     other = recorded(policy, moved(policy, "q_proj"))
-    assert [explain(found, None) for found in (honest, noisy, other)] == [None] * 3
+    assert [explain(found) for found in (honest, noisy, other)] == [None] * 3
 
 
 def test_sets_of_names() -> None:
