@@ -16,7 +16,7 @@ from benchmarks.doctor.workloads import BRIEF, make, words_of
 HEALTHY = "healthy"
 OWN_START = ("retokenised", "length_truncation", "entropy_collapse")
 """Faults whose warm start is another one."""
-FIRST_SEED = {"dev": 0, "dev2": 1000, "dev3": 2000, "dev4": 3000, "test": 4000, "healthy": 5000}
+FIRST_SEED = {"dev": 0, "dev2": 1000, "dev3": 2000, "dev4": 3000, "dev5": 4000, "test": 10000, "healthy": 5000}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,34 +16,38 @@ LETTERS = "abcdefghij"
 ALL = ("plain", "bf16", "truncated", "tempered", "stale")
 UNTRUNCATED = ("plain", "bf16", "tempered", "stale")
 BASES: dict[str, dict[str, list[str]]] = {
-    "plain": {"dev": [], "dev2": [], "dev3": [], "dev4": [], "test": []},
+    "plain": {"dev": [], "dev2": [], "dev3": [], "dev4": [], "dev5": [], "test": []},
     "bf16": {
         "dev": ["engine.dtype=bf16"],
         "dev2": ["engine.dtype=bf16", "objective.name=grpo"],
         "dev3": ["engine.dtype=bf16", "objective.name=gspo"],
         "dev4": ["engine.dtype=bf16", "objective.name=dapo"],
-        "test": ["engine.dtype=bf16", "objective.name=cispo"],
+        "dev5": ["engine.dtype=bf16", "objective.name=cispo"],
+        "test": ["engine.dtype=bf16", "objective.name=dppo_binary_kl"],
     },
     "truncated": {
         "dev": ["sampling.top_p=0.9"],
         "dev2": ["sampling.top_p=0.95", "sampling.top_k=20"],
         "dev3": ["sampling.top_p=0.97", "sampling.min_p=0.01"],
         "dev4": ["sampling.top_p=0.92", "sampling.top_k=8"],
-        "test": ["sampling.top_p=0.94", "sampling.top_k=12"],
+        "dev5": ["sampling.top_p=0.94", "sampling.top_k=12"],
+        "test": ["sampling.top_p=0.96", "sampling.min_p=0.02"],
     },
     "tempered": {
         "dev": ["sampling.temperature=0.8"],
         "dev2": ["sampling.temperature=1.2"],
         "dev3": ["sampling.temperature=0.9"],
         "dev4": ["sampling.temperature=1.1"],
-        "test": ["sampling.temperature=0.85"],
+        "dev5": ["sampling.temperature=0.85"],
+        "test": ["sampling.temperature=1.15"],
     },
     "stale": {
         "dev": ["rollout.lag=1"],
         "dev2": ["rollout.lag=2", "objective.name=grpo"],
         "dev3": ["rollout.lag=3", "objective.name=dppo_binary_tv"],
         "dev4": ["rollout.lag=4", "objective.name=icepop"],
-        "test": ["rollout.lag=2", "objective.name=minirl"],
+        "dev5": ["rollout.lag=2", "objective.name=minirl"],
+        "test": ["rollout.lag=3", "objective.name=cispo"],
     },
 }
 """What a run is without its fault; seeds take turns, so that no fault is judged on one kind of run alone."""
@@ -62,14 +66,14 @@ class Fault:
     dev2: dict[str, Sequence[Magnitude]]
     dev3: dict[str, Sequence[Magnitude]]
     dev4: dict[str, Sequence[Magnitude]]
-    """What is held out stands in `held_out`."""
+    """What was or is held out since stands in `held_out`."""
     bases: tuple[str, ...] = ("plain",)
     models: tuple[str, str] = ("moe", "dense")
     brief: bool = False
     """It is there from the first step on: half as many steps do in `BRIEF` splits."""
 
     def magnitudes(self, split: str, model: str) -> Sequence[Magnitude]:
-        found: dict[str, Sequence[Magnitude]] = HELD_OUT[self.id] if split == "test" else getattr(self, split)
+        found: dict[str, Sequence[Magnitude]] = HELD_OUT[split][self.id] if split in HELD_OUT else getattr(self, split)
         return found.get(model) or found["any"]
 
 
