@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.doctor.alterations import Alter, inserted, with_output
-from rollkeel import loop
+from rollkeel import loop, run
 from rollkeel.engines import local
 from rollkeel.models import loading, numerics, presets
 from rollkeel.models.forward import FastForward
@@ -263,16 +263,21 @@ class ToolEngine:
 @contextmanager
 def tool_calls(output: str, after: int, seed: int) -> Iterator[None]:
     """Rollouts of training go through a `ToolEngine`; graders see what the policy wrote. One token per character."""
-    honest, n = loop.collect, len(output)
+    honest, n = run.gather, len(output)
     ids = presets.build_tokenizer()(output, add_special_tokens=False)["input_ids"]
 
-    def collect(engine: Any, *args: Any, **options: Any) -> Any:
-        wrapped: Any = ToolEngine(engine, ids, after)
-        found = honest(wrapped, *args, **options)
-        return [replace(r, text=r.text[:after] + r.text[after + n :]) if len(r.span) > after else r for r in found]
+    def gather(*about: Any) -> Any:
+        inner = honest(*about)
+
+        def collect(engine: Any, *args: Any, **options: Any) -> Any:
+            wrapped: Any = ToolEngine(engine, ids, after)
+            found = inner(wrapped, *args, **options)
+            return [replace(r, text=r.text[:after] + r.text[after + n :]) if len(r.span) > after else r for r in found]
+
+        return collect
 
     with (
-        mock.patch.object(loop, "collect", collect),
+        mock.patch.object(run, "gather", gather),
         altered(lambda rollout, rng: with_output(rollout, output, after), seed),
     ):
         yield
