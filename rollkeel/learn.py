@@ -213,7 +213,8 @@ def store(
     seen: dict[str, torch.Tensor],
 ) -> None:
     """Write the step's rollouts with what the trainer thought of every token of those it was trained on."""
-    starts = np.concatenate([[0], np.cumsum([len(r.span.own) for r in chosen])]).tolist()
+    sizes = [len(r.span.token_ids if r.span.sampled is None else r.span.own) for r in chosen]
+    starts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
     windows = {r.id: slice(a, b) for r, a, b in zip(chosen, starts[:-1], starts[1:], strict=True)}
     per_token = {name: value.cpu().numpy() for name, value in seen.items()}
     columns: dict[str, Any] = {
@@ -223,7 +224,7 @@ def store(
     }
     if "train_version" in per_token:
         columns["train_version"] = {i: int(per_token["train_version"][w.start]) for i, w in windows.items()}
-    spread = {r.id: _at(r, np.full(len(r.span.own), credit[r.id], np.float32), np.nan) for r in chosen}
+    spread = {r.id: _at(r, np.full(n, credit[r.id], np.float32), np.nan) for r, n in zip(chosen, sizes, strict=True)}
     tokenizer = run.policy.tokenizer
     write_step(
         run.folder.rollouts(step),

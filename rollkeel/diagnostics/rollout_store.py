@@ -73,9 +73,7 @@ def write_step(
         "prompt_index": pa.array([r.prompt.index for r in rollouts], pa.int64()),
         "reward": pa.array([r.reward for r in rollouts], pa.float64()),
     }
-    told = _Told()
-    texts = [_strings(rollout, told) for rollout in rollouts]
-    columns |= {name: pa.array([t[name] for t in texts], pa.string()) for name in _STRINGS}
+    columns |= {name: pa.array(values, pa.string()) for name, values in _strings(rollouts).items()}
     columns["prompt_token_ids"] = _lists([r.prompt.token_ids for r in rollouts], np.int64)
     columns["token_ids"] = _lists([s.token_ids for s in spans], np.int64)
     columns["logprobs"] = _lists([s.logprobs for s in spans], np.float32)
@@ -97,7 +95,11 @@ def write_step(
     if piece is not None:
         columns["pieces"] = _pieces(spans, piece)
     buffer = pa.BufferOutputStream()
-    options: dict[str, Any] = {"compression": "lz4", "use_dictionary": [*_STRINGS, "pieces.list.element"]}
+    options: dict[str, Any] = {
+        "compression": "lz4",
+        "use_dictionary": [*_STRINGS, "pieces.list.element"],
+        "write_statistics": False,
+    }
     pq.write_table(pa.table(columns), buffer, **options)
     write_atomic(path, buffer.getvalue().to_pybytes(), sync=False)
 
@@ -180,25 +182,28 @@ class _Told:
         return self._sampling[thing]
 
 
-def _strings(rollout: Rollout, told: _Told) -> dict[str, str]:
-    prompt = rollout.prompt
-    values = {
-        "prompt_id": prompt.id,
-        "prompt_text": prompt.text,
-        "answer": prompt.answer,
-        "grader": prompt.grader.name,
-        "grader_options": told(prompt.grader.options),
-        "task": prompt.task,
-        "metadata": told(prompt.metadata),
-        "status": str(rollout.status),
-        "engine": rollout.engine,
-        "dtype": rollout.dtype,
-        "text": rollout.text,
-        "detail": rollout.detail,
-        "sampling": told(rollout.sampling),
+def _strings(rollouts: Sequence[Rollout]) -> dict[str, list[str]]:
+    """The text columns. A lone surrogate cannot be stored; texts are for people, training uses the ids."""
+    told, prompts = _Told(), [r.prompt for r in rollouts]
+    columns = {
+        "prompt_id": [p.id for p in prompts],
+        "prompt_text": [p.text for p in prompts],
+        "answer": [p.answer for p in prompts],
+        "grader": [p.grader.name for p in prompts],
+        "grader_options": [told(p.grader.options) for p in prompts],
+        "task": [p.task for p in prompts],
+        "metadata": [told(p.metadata) for p in prompts],
+        "status": [r.status.value for r in rollouts],
+        "engine": [r.engine for r in rollouts],
+        "dtype": [r.dtype for r in rollouts],
+        "text": [r.text for r in rollouts],
+        "detail": [r.detail for r in rollouts],
+        "sampling": [told(r.sampling) for r in rollouts],
     }
-    # A lone surrogate cannot be stored; texts are for people, training uses the ids.
-    return {name: v if v.isascii() else v.encode("utf-8", "replace").decode() for name, v in values.items()}
+    return {
+        name: [v if v.isascii() else v.encode("utf-8", "replace").decode() for v in values]
+        for name, values in columns.items()
+    }
 
 
 def _optional(spans: Sequence[TokenSpan]) -> dict[str, pa.Array]:
@@ -216,12 +221,10 @@ def _optional(spans: Sequence[TokenSpan]) -> dict[str, pa.Array]:
 
 
 def _aligned(rollouts: Sequence[Rollout], values: PerToken, name: str) -> list[np.ndarray | None]:
-    result: list[np.ndarray | None] = []
-    for rollout in rollouts:
-        value = values.get(rollout.id)
-        if value is not None and len(value) != len(rollout.span):
+    result = [values.get(rollout.id) for rollout in rollouts]
+    for rollout, value in zip(rollouts, result, strict=True):
+        if value is not None and len(value) != len(rollout.span.token_ids):
             raise ValueError(f"{name} of rollout {rollout.id}: expected {len(rollout.span)} entries, got {len(value)}")
-        result.append(None if value is None else np.asarray(value))
     return result
 
 
