@@ -1,7 +1,8 @@
 """Graders by name. A wrong answer is 0; a grader that breaks is a failure with a reason (see `grading.py`).
 
 `task`, `exact`, `numeric`, `choice`, `quantity` and `constraints` run in this process and are bounded in time themselves. `math` runs in
-workers, `code` in the sandbox, `reward_model` on batches, and `mix` combines others. `register` adds one's own.
+workers, as does `task` for families that ask for it, `code` in the sandbox, `reward_model` on batches, and `mix` combines others.
+`register` adds one's own.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from typing import Any
 from rollkeel.errors import BadInput
 from rollkeel.rewards.answers import NoAnswer, final_answer
 from rollkeel.rewards.workers import Broken
-from rollkeel.tasks import Task, TaskItem
+from rollkeel.tasks import TASKS, Task, TaskItem
 from rollkeel.tasks import get as get_task
 from rollkeel.tasks.base import excerpt, nearest
 from rollkeel.tasks.environment import GRADER
-from rollkeel.types import Rollout
+from rollkeel.types import GraderSpec, Rollout
 
 GraderFn = Callable[[Rollout], float | tuple[float, str]]
 """Reward of one complete rollout, or reward and one line of detail. Raising means that the grader failed."""
@@ -205,6 +206,13 @@ def get(name: str) -> Entry:
     if entry.needs and importlib.util.find_spec(entry.needs) is None:
         raise BadInput(f"grader {name!r}: needs {entry.needs}; install rollkeel[{entry.extra}]")
     return entry
+
+
+def entry_of(spec: GraderSpec) -> Entry:
+    """Who grades by `spec`: as `get`, and a worker for `task` where the family's verifier is not trusted to return."""
+    entry = get(spec.name)
+    family = TASKS.get(str(spec.options.get("task"))) if entry.run is grade_task else None
+    return Entry(lane=Lane.WORKER, run=family.worker) if family is not None and family.worker else entry
 
 
 def _options(rollout: Rollout, **defaults: Any) -> Mapping[str, Any]:
