@@ -39,6 +39,8 @@ class Adder:
 
     def score_answer(self, said, entry):
         sys.scored = True
+        if said and "pytest" in sys.modules:  # or a regression would hang the tests
+            raise AssertionError("scored in the process of the run")
         while said == "hang":
             pass
         if said == "exit":
