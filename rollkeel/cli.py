@@ -97,14 +97,21 @@ def rollout(
 def score(
     source: Annotated[Path, typer.Argument(help="Rollouts written by `rollkeel rollout`.")],
     out: Out,
-    failure_budget: Annotated[float, typer.Option(min=0, max=1, help="Share of graders that may fail.")] = 0.05,
+    words: Words = None,
+    failure_budget: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Share of rollouts that may fail (rollout.failure_budget)."),
+    ] = None,
 ) -> None:
-    """Grade rollouts; writes them with rewards (parquet)."""
+    """Grade rollouts as reward.graders says; writes them with rewards (parquet)."""
     if not source.is_file():
         raise BadInput(f"{source}: no such file")
+    config = config_of(words)
     from rollkeel.stages import score_stage
 
-    show_metrics(score_stage(source, out, failure_budget))
+    show_metrics(
+        score_stage(config, source, out, config.rollout.failure_budget if failure_budget is None else failure_budget)
+    )
 
 
 @app.command()

@@ -69,14 +69,17 @@ def rollout_stage(config: Config, out: Path, step: int) -> list[Rollout]:
     return sampled
 
 
-def score_stage(source: Path, out: Path, failure_budget: float) -> dict[str, float]:
-    """Grade the rollouts of a parquet file and write them, with rewards, to `out`."""
+def score_stage(config: Config, source: Path, out: Path, failure_budget: float) -> dict[str, float]:
+    """Grade the rollouts of a parquet file by `reward.graders` and write them, with rewards, to `out`.
+
+    Of the config also `run.seed` (which are graded twice) and `run.device` (of reward models).
+    """
     _refuse_existing(out)
     table = read_step(source)
     rollouts = to_rollouts(table)
     if not rollouts:
         raise BadInput(f"{source}: expected rollouts, found none")
-    with open_graders(Config()) as grader:
+    with open_graders(config) as grader:
         done = {r.id: r for r in grader.grade([r for r in rollouts if r.status.complete])}
     graded = [done.get(r.id, r) for r in rollouts]
     metrics = FailureBudget(failure_budget).check(graded)

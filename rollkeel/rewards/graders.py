@@ -1,7 +1,8 @@
 """Graders by name. A wrong answer is 0; a grader that breaks is a failure with a reason (see `grading.py`).
 
-`task`, `exact`, `numeric`, `choice`, `quantity` and `constraints` run in this process and are bounded in time themselves. `math` runs in
-workers, `code` in the sandbox, `reward_model` on batches, and `mix` combines others. `register` adds one's own.
+`task`, `exact`, `numeric`, `choice`, `set`, `quantity` and `constraints` run in this process and are bounded in time themselves. `math` runs in
+workers, as does `task` for families that ask for it, `code` in the sandbox, `reward_model` on batches, and `mix` combines others.
+`register` adds one's own.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from typing import Any
 from rollkeel.errors import BadInput
 from rollkeel.rewards.answers import NoAnswer, final_answer
 from rollkeel.rewards.workers import Broken
-from rollkeel.tasks import Task, TaskItem
+from rollkeel.tasks import TASKS, Task, TaskItem
 from rollkeel.tasks import get as get_task
 from rollkeel.tasks.base import excerpt, nearest
 from rollkeel.tasks.environment import GRADER
-from rollkeel.types import Rollout
+from rollkeel.tasks.members import key, members
+from rollkeel.types import GraderSpec, Rollout
 
 GraderFn = Callable[[Rollout], float | tuple[float, str]]
 """Reward of one complete rollout, or reward and one line of detail. Raising means that the grader failed."""
@@ -106,6 +108,31 @@ def grade_choice(rollout: Rollout) -> tuple[float, str]:
     return float(letter == gold), letter
 
 
+def grade_set(rollout: Rollout) -> tuple[float, str]:
+    """1 when the final answer names the members of the gold answer, all of them, no other and none twice, in any order. Members are
+    words or numbers, see `rollkeel.tasks.members`. Options `{extract: "auto"}`."""
+    options = _options(rollout, extract="auto")
+    gold = [_member(part) for part in members(rollout.prompt.answer)]
+    if not gold or len(set(gold)) < len(gold):
+        raise ValueError(f"the gold answer {excerpt(rollout.prompt.answer)!r} is no list without repetition")
+    try:
+        text = final_answer(rollout.text, options["extract"])
+    except NoAnswer as none:
+        return 0.0, str(none)
+    read = [_member(part) for part in members(text)]
+    if not read:
+        return 0.0, f"no list: {excerpt(text)}"
+    twice = next((member for member in read if read.count(member) > 1), None)
+    if twice is not None:
+        return 0.0, f"names {excerpt(str(twice))} twice: {excerpt(text)}"
+    return float(set(read) == set(gold)), excerpt(text)
+
+
+def _member(text: str) -> Fraction | str:
+    number = parse_number(word := key(text))
+    return word if number is None else number
+
+
 def grade_quantity(rollout: Rollout) -> tuple[float, str]:
     """1 when the final answer is the quantity of the gold answer. Options `{relative: null, extract: "auto"}`; `relative` is the
     tolerance of values, see `rollkeel.tasks.quantity`."""
@@ -168,6 +195,7 @@ _INLINE: dict[str, GraderFn] = {
     "exact": grade_exact,
     "numeric": grade_numeric,
     "choice": grade_choice,
+    "set": grade_set,
     "quantity": grade_quantity,
     "constraints": grade_constraints,
     GRADER: grade_environment,
@@ -205,6 +233,13 @@ def get(name: str) -> Entry:
     if entry.needs and importlib.util.find_spec(entry.needs) is None:
         raise BadInput(f"grader {name!r}: needs {entry.needs}; install rollkeel[{entry.extra}]")
     return entry
+
+
+def entry_of(spec: GraderSpec) -> Entry:
+    """Who grades by `spec`: as `get`, and a worker for `task` where the family's verifier is not trusted to return."""
+    entry = get(spec.name)
+    family = TASKS.get(str(spec.options.get("task"))) if entry.run is grade_task else None
+    return Entry(lane=Lane.WORKER, run=family.worker) if family is not None and family.worker else entry
 
 
 def _options(rollout: Rollout, **defaults: Any) -> Mapping[str, Any]:

@@ -212,12 +212,15 @@ class Graders:
                         name = f"rollkeel-{part.entry.lane.name.lower()}"
                         threads = ThreadPoolExecutor(self.settings.workers, thread_name_prefix=name)
                         self._threads[part.entry.lane] = threads
-                run = self._in_worker if part.entry.lane is Lane.WORKER else self._code
-                part.future = threads.submit(_outcome, part, lambda part=part, run=run: run(part.rollout))
+                run = self._in_worker if part.entry.lane is Lane.WORKER else self._in_sandbox
+                part.future = threads.submit(_outcome, part, lambda part=part, run=run: run(part))
 
-    def _in_worker(self, rollout: Rollout) -> tuple[Any, str]:
-        spec = rollout.prompt.grader
-        return self._workers.run(graders.get(spec.name).run, rollout.text, rollout.prompt.answer, spec.options)
+    def _in_worker(self, part: Part) -> tuple[Any, str]:
+        prompt = part.rollout.prompt
+        return self._workers.run(part.entry.run, part.rollout.text, prompt.answer, prompt.grader.options)
+
+    def _in_sandbox(self, part: Part) -> tuple[Any, str]:
+        return self._code(part.rollout)
 
     def _score(self, parts: Sequence[Part]) -> None:
         """Reward models, each on all of its texts in order."""
@@ -300,7 +303,7 @@ def _parts(rollout: Rollout) -> list[Part]:
     own = rollout.prompt.grader
     specs = [own] if graders.get(own.name).lane is not Lane.MIX else parts_of(own)
     return [
-        Part(rollout=replace(rollout, prompt=replace(rollout.prompt, grader=spec)), entry=graders.get(spec.name))
+        Part(rollout=replace(rollout, prompt=replace(rollout.prompt, grader=spec)), entry=graders.entry_of(spec))
         for spec in specs
     ]
 

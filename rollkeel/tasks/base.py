@@ -70,6 +70,9 @@ class Task(ABC, Generic[O]):
     summary: ClassVar[str]
     """One line for `rollkeel tasks list`."""
     options_type: ClassVar[type[TaskOptions]]
+    worker: ClassVar[str] = ""
+    """`module:function` of `(text, answer, options)` that grades in a killable process, for a verifier that may hang or crash;
+    empty: `verify` is bounded and runs in place."""
     junk: ClassVar[tuple[str, ...]] = JUNK
     """Endings that spoil a gold answer; a family that reads the answer out of prose or a program names its own."""
     options: O

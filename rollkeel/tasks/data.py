@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ import pyarrow.parquet as pq
 from rollkeel.config import DataConfig
 from rollkeel.errors import BadInput
 from rollkeel.tasks.base import hash_fraction, nearest
+from rollkeel.tasks.lines import Lines
 
 SUFFIXES = (".jsonl", ".parquet")
+BATCH = 1024
+"""Rows of parquet that are Python objects of the reader's at one time."""
 REPORT, PART = "report.json", "part-{:05d}.parquet"
 """Files of a folder that `rollkeel data clean` has finished."""
 
@@ -35,10 +39,10 @@ class Row:
     """What a demonstration shows, where `data.solution_column` names it."""
 
 
-def load_rows(config: DataConfig) -> list[Row]:
-    """All rows of `config.path` in file order.
+def load_rows(config: DataConfig, keep: Callable[[Row], bool] | None = None) -> Sequence[Row]:
+    """All rows of `config.path` in file order, or those that `keep` says; all of them are checked.
 
-    Strings are taken as they are and numbers as text. Raises `BadInput` for a missing file, missing columns (naming those
+    Rows of `.jsonl` stay in their file, which must not be changed meanwhile (`BadInput` at the row), others are in memory. Strings are taken as they are and numbers as text. Raises `BadInput` for a missing file, missing columns (naming those
     present), empty data, malformed lines, nulls, empty or other values, each with the row, and when `datasets` is not installed.
     """
     if config.path is None:
@@ -47,7 +51,9 @@ def load_rows(config: DataConfig) -> list[Row]:
     if path.suffix in SUFFIXES:
         if not path.is_file():
             raise BadInput(f"data.path {config.path!r}: no such file")
-        found = _jsonl(path, config) if path.suffix == ".jsonl" else _parquet([path], config)
+        if path.suffix == ".jsonl":
+            return _jsonl(path, config, keep)
+        found = _parquet([path], config)
     elif path.is_file():
         raise BadInput(
             f"data.path {config.path!r}: expected a file ending in {' or '.join(SUFFIXES)}, got {path.suffix!r}"
@@ -58,9 +64,12 @@ def load_rows(config: DataConfig) -> list[Row]:
         raise BadInput(f"data.path {config.path!r}: `rollkeel data clean` has not finished it; run that again")
     else:
         found = _hugging_face(config, path)
-    rows = [_row(config, number, values) for number, values in found]
-    if not rows:
-        raise BadInput(f"data.path {config.path!r}: expected at least one row, got empty data")
+    total, rows = 0, list[Row]()
+    for number, values in found:
+        row, total = _row(config, number, values), total + 1
+        if keep is None or keep(row):
+            rows.append(row)
+    _check_any(config, total)
     return rows
 
 
@@ -107,23 +116,30 @@ def _check_columns(config: DataConfig, present: Sequence[str], where: str = "") 
             raise BadInput(f"data.path {config.path!r}{where}: no column {column!r}; present: {there}{hint}")
 
 
-def _jsonl(path: Path, config: DataConfig) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _check_any(config: DataConfig, total: int) -> None:
+    if not total:
+        raise BadInput(f"data.path {config.path!r}: expected at least one row, got empty data")
+
+
+def _jsonl(path: Path, config: DataConfig, keep: Callable[[Row], bool] | None) -> Lines[Row]:
     try:
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+        rows = Lines(path, partial(_parsed, config), keep)
     except OSError as error:
         raise BadInput(f"data.path {config.path!r}: cannot be read: {error.strerror}") from None
-    for number, raw in enumerate(lines, 1):
-        if not raw.strip():
-            continue
-        try:
-            record = json.loads(raw.decode("utf-8"))
-        except (ValueError, RecursionError) as error:  # bad UTF-8 and bad JSON are both ValueErrors
-            reason = getattr(error, "msg", None) or getattr(error, "reason", None) or str(error)
-            raise BadInput(f"data.path {config.path!r} line {number}: not valid JSON: {reason}") from None
-        if not isinstance(record, dict):
-            raise BadInput(f"data.path {config.path!r} line {number}: expected an object, got {type(record).__name__}")
-        _check_columns(config, list(record), f" line {number}")
-        yield number, record
+    _check_any(config, rows.total)
+    return rows
+
+
+def _parsed(config: DataConfig, number: int, line: bytes) -> Row:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # bad UTF-8 and bad JSON are both ValueErrors
+        reason = getattr(error, "msg", None) or getattr(error, "reason", None) or str(error)
+        raise BadInput(f"data.path {config.path!r} line {number}: not valid JSON: {reason}") from None
+    if not isinstance(record, dict):
+        raise BadInput(f"data.path {config.path!r} line {number}: expected an object, got {type(record).__name__}")
+    _check_columns(config, list(record), f" line {number}")
+    return _row(config, number, record)
 
 
 def _parquet(files: Sequence[Path], config: DataConfig) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -132,11 +148,11 @@ def _parquet(files: Sequence[Path], config: DataConfig) -> Iterator[tuple[int, M
         try:
             with pq.ParquetFile(path) as file:
                 _check_columns(config, file.schema_arrow.names)
-                table = file.read(columns=columns)
+                for batch in file.iter_batches(batch_size=BATCH, columns=columns):
+                    yield from _numbered({c: batch.column(c).to_pylist() for c in columns}, number + 1)
+                    number += batch.num_rows
         except (OSError, pa.ArrowException) as error:
             raise BadInput(f"data.path {config.path!r}: not readable as parquet: {_line(error)}") from None
-        yield from _numbered({c: table[c].to_pylist() for c in columns}, number + 1)
-        number += table.num_rows
 
 
 def _hugging_face(config: DataConfig, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:

@@ -1,7 +1,8 @@
 """Every usable generator of the library reasoning-gym as a task: `gym` with `generator` and its own `config`.
 
 Reward is 1 where the generator's scorer says exactly 1, else 0: much of the library pays partial credit, some of it for any
-text at all. What its scorer raises is raised, so that it counts as a broken grader. Generators that could not keep the
+text at all. What its scorer raises is raised, so that it counts as a broken grader; runs grade in killable workers
+(`gym_worker.py`), since some scorers call computer algebra without a bound. Generators that could not keep the
 promises of a task are refused by name (`REFUSED`); text that a scorer would run as a program is never given to it
 (`ACCEPTED`). Install with `pip install 'rollkeel[gym]'`; nothing of it is imported before a `gym` task is made.
 """
@@ -84,6 +85,7 @@ class Gym(Task[GymOptions]):
     name = "gym"
     summary = "a generator of reasoning-gym, by name"
     options_type = GymOptions
+    worker = "rollkeel.tasks.gym_worker:grade"
     junk = ()
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:

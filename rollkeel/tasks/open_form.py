@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rollkeel.tasks.base import excerpt
+from rollkeel.tasks.members import key, members
 from rollkeel.tasks.quantity import NotQuantity, compare, readings
+from rollkeel.types import GraderSpec
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 MAX_WORDS, MAX_ANSWER_CHARS, MAX_QUESTION_CHARS = 4, 40, 8000
@@ -43,7 +45,6 @@ _COMBINES = re.compile(
     re.IGNORECASE,
 )
 _TWO_WAY = re.compile(r"true|false|yes|no|(?:in|de)creases?|positive|negative|left|right|up|down", re.IGNORECASE)
-_LIST = re.compile(r"\s*(?:,|;|\band\b|&)\s*(?:and\b\s*)?")
 
 
 class Refused(ValueError):
@@ -60,6 +61,11 @@ class OpenForm:
     kind: Literal["quantity", "exact", "set"]
     row: int = 0
     """1-based place among the rows given."""
+
+    @property
+    def grader(self) -> GraderSpec:
+        """Who grades answers to it: each kind has a grader of its name."""
+        return GraderSpec(name=self.kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +192,7 @@ def _gradable(text: str) -> tuple[str, Literal["quantity", "exact", "set"]]:
         pass
     if _TWO_WAY.fullmatch(bare):
         raise Refused("the answer is one of two")
-    parts = [part for part in _LIST.split(bare) if part]
+    parts = members(bare)
     if (
         any(len(part.split()) > MAX_WORDS or len(part) > MAX_ANSWER_CHARS for part in parts)
         or not parts
@@ -195,6 +201,8 @@ def _gradable(text: str) -> tuple[str, Literal["quantity", "exact", "set"]]:
         raise Refused("the answer is too long to be graded")
     if any(c.isdigit() for c in bare):
         raise Refused("the answer mixes numbers and words")
+    if len({key(part) for part in parts}) < len(parts):
+        raise Refused("the answer names one thing twice")
     if len(parts) > 1:
         return ", ".join(sorted(parts, key=str.lower)), "set"
     return bare, "exact"
@@ -203,4 +211,6 @@ def _gradable(text: str) -> tuple[str, Literal["quantity", "exact", "set"]]:
 def _equivalent(right: str, other: str, kind: str) -> bool:
     if kind == "quantity":
         return any(c.isdigit() for c in other) and compare(right, other).right is not False
+    if kind == "set":
+        return {key(part) for part in members(right)} == {key(part) for part in members(other)}
     return right.rstrip(".").lower() == other.rstrip(".").lower()

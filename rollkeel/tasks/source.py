@@ -83,11 +83,16 @@ class FileProblems(Problems):
         self.name, self.seed = Path(str(config.path)).stem, seed
         self.grader = GraderSpec(name=config.grader, options=config.grader_options)
         wanted = "eval" if split == "eval" else "train"
-        rows = load_code_rows(config) if config.form == "tests" else load_rows(config)
-        self.rows: list[Row] = [row for row in rows if side(row, config.eval_fraction) == wanted]
+
+        def mine(row: Row) -> bool:
+            return side(row, config.eval_fraction) == wanted
+
+        coded = config.form == "tests"
+        self.rows: Sequence[Row] = list(filter(mine, load_code_rows(config))) if coded else load_rows(config, mine)
         if not self.rows:
+            total = len(load_code_rows(config) if coded else load_rows(config))
             raise BadInput(
-                f"data.path {config.path!r}: none of {len(rows)} rows is in the {wanted} split "
+                f"data.path {config.path!r}: none of {total} rows is in the {wanted} split "
                 f"at data.eval_fraction={config.eval_fraction}; {'raise' if wanted == 'eval' else 'lower'} it or add rows"
             )
         self.size = len(self.rows)

@@ -24,6 +24,7 @@ from rollkeel.errors import BadInput
 from rollkeel.evals.benchmarks import BENCHMARKS, Loaded, Options, get
 from rollkeel.evals.benchmarks.programs import _tests
 from rollkeel.rewards import graders
+from rollkeel.tasks.constraints import check
 
 
 @pytest.fixture(autouse=True)
@@ -205,6 +206,31 @@ def test_ifeval_keeps_each_instructions_own_arguments(tmp_path: Path) -> None:
     assert item.text == "Write two words."
     assert item.grader.options["constraints"] == IFEVAL_CONSTRAINTS
     assert item.key == "1000"
+
+
+def test_ifeval_numbers_of_tables_with_gaps_are_whole_again(tmp_path: Path) -> None:
+    """Where one row has no number, pandas stores those of all others as floats, which the grader refuses."""
+    given = [{"relation": "at least", "num_words": 2.0, "keywords": None}, None]
+    path = jsonl(tmp_path / "x.jsonl", [{**IFEVAL, "kwargs": given}])
+    [item] = load("ifeval", path).items
+    assert item.grader.options["constraints"] == IFEVAL_CONSTRAINTS
+    assert [ok for ok, _ in check("Two words", item.grader.options["constraints"])] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kwargs": [{}]}, "ifeval row 1: expected as many kwargs as instructions, got 1 and 2"),
+        ({"instruction_id_list": [], "kwargs": []}, "ifeval row 1: expected as many kwargs as instructions, got 0 and 0"),
+        ({"instruction_id_list": ["punctuation:no_coma", "x"]}, "ifeval row 1: .*did you mean 'punctuation:no_comma'"),
+        ({"kwargs": [{"relation": "at least"}, {}]}, "ifeval row 1: .*number_words: .* num_words missing"),
+    ],
+)  # fmt: skip
+def test_ifeval_rows_that_no_grader_could_check_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BadInput, match=message):
+        load("ifeval", jsonl(tmp_path / "x.jsonl", [{**IFEVAL, **changes}]))
 
 
 IFEVAL_CONSTRAINTS = [

@@ -155,7 +155,8 @@ def test_a_broken_scorer_is_a_grader_failure_and_no_zero() -> None:
         )
         for i, of in enumerate((item, foreign))
     ]  # fmt: skip
-    right, broken = Graders().grade(rollouts)
+    with Graders() as made:
+        right, broken = made.grade(rollouts)
     assert (right.reward, right.status) == (1.0, Status.FINISHED)
     assert (broken.reward, broken.status) == (None, Status.GRADER_FAILURE)
     assert "use the version of reasoning-gym" in broken.detail

@@ -37,6 +37,7 @@ ABCD = ["one", "two", "three", "four"]
         ("What is the boiling point of water?", ["100 °C", "50 °C"], "A", "100 °C", "quantity"),
         ("What is 3 × 4 × 10^5?", ["1.2 × 10^6", "1.2 × 10^5"], "A", "1.2 × 10^6", "quantity"),
         ("What are the primary colours of light?", ["blue, red and green", "cyan, red and black"], "A", "blue, green, red", "set"),
+        ("What department invents things?", ["R&D", "sales"], "A", "R&D", "exact"),
         ("At least how many legs has a stool?", ["3", "4"], "A", "3", "quantity"),
     ],
 )  # fmt: skip
@@ -73,6 +74,8 @@ def test_kept(question: str, choices: Any, answer: Any, expected: str, kind: str
         ("Many leaves", ["fall", "stay"], "A", "an unfinished sentence with many ends"),
         ("How long is it?", ["5 m", "500 cm", "6 m"], "A", "two choices are the same answer"),
         ("What floats?", ["wood", "Wood", "ice"], "A", "two choices are the same answer"),
+        ("What floats?", ["wood, ice and Wood", "iron"], "A", "the answer names one thing twice"),
+        ("What floats?", ["wood and ice", "ice, wood"], "A", "two choices are the same answer"),
         ("What is it?", ["NH3", "H2O"], "A", "the answer mixes numbers and words"),
         ("", ABCD, "A", "malformed: no question"),
         (None, ABCD, "A", "malformed: no question"),

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 
+from rollkeel.errors import BadInput
 from rollkeel.evals.benchmarks.base import Benchmark, Item, Options, text_of
+from rollkeel.tasks.constraints import from_ifeval
 from rollkeel.tasks.rows import Row
 from rollkeel.types import GraderSpec
 
 
 def ifeval(row: Row, number: int, options: Options) -> list[Item]:
-    """Every instruction with its own arguments; those of others are null in tables and left out. The prompt is used as it is."""
+    """Every instruction with its own arguments, as `from_ifeval` reads them. The prompt is used as it is."""
     names, arguments = list(row["instruction_id_list"]), list(row["kwargs"])
     if len(names) != len(arguments) or not names:
         raise ValueError(f"expected as many kwargs as instructions, got {len(arguments)} and {len(names)}")
-    constraints = [
-        {"kind": name, **{k: v for k, v in (given or {}).items() if v is not None}}
-        for name, given in zip(names, arguments, strict=True)
-    ]
+    try:
+        constraints = from_ifeval({"instruction_id_list": names, "kwargs": arguments})
+    except BadInput as error:
+        raise ValueError(str(error)) from None  # the caller says which row it is
     return [
         Item(
             key=text_of(row, "key"),
