@@ -16,6 +16,13 @@ from rollkeel.errors import BadInput, Corrupt
 from rollkeel.events import write_atomic
 from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
 
+_SPAN = {
+    "token_ids": np.int64,
+    "logprobs": np.float32,
+    "kept_mass": np.float32,
+    "versions": np.int64,
+    "kv_versions": np.int64,
+}
 PerToken = Mapping[int, np.ndarray]
 """`Rollout.id` → one value per token of its response."""
 
@@ -75,11 +82,8 @@ def write_step(
     }
     columns |= {name: pa.array(values, pa.string()) for name, values in _strings(rollouts).items()}
     columns["prompt_token_ids"] = _lists([r.prompt.token_ids for r in rollouts], np.int64)
-    columns["token_ids"] = _lists([s.token_ids for s in spans], np.int64)
-    columns["logprobs"] = _lists([s.logprobs for s in spans], np.float32)
-    columns["kept_mass"] = _lists([s.kept_mass for s in spans], np.float32)
-    columns["versions"] = _lists([s.versions for s in spans], np.int64)
-    columns["kv_versions"] = _lists([s.kv_versions for s in spans], np.int64)
+    for name, dtype in _SPAN.items():
+        columns[name] = _lists([getattr(s, name) for s in spans], dtype)
     columns |= _optional(spans)
     if train_version is not None:
         columns["train_version"] = pa.array([train_version.get(r.id) for r in rollouts], pa.int64())
