@@ -120,6 +120,10 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+_LEGEND = 84
+"""Characters that a chart is wide in its legend's type; an entry has seven beside its name."""
+
+
 def drawing(title: str, caption: str, paint: Callable[[Axes], None]) -> Chart:
     """A chart in the page's style of whatever `paint` draws, with a legend if it labels more than one thing."""
     with matplotlib.rc_context(_STYLE):
@@ -130,7 +134,8 @@ def drawing(title: str, caption: str, paint: Callable[[Axes], None]) -> Chart:
         handles, labels = axes.get_legend_handles_labels()
         labels = ["".join(c for c in label if c.isprintable())[:40] for label in labels]
         if len(labels) > 1:
-            figure.legend(handles, labels, loc="outside upper left", ncols=min(len(labels), 4), handlelength=1.2)
+            columns = min(len(labels), 4, max(_LEGEND // (max(map(len, labels)) + 7), 1))
+            figure.legend(handles, labels, loc="outside upper left", ncols=columns, handlelength=1.2)
         return Chart(title=title, caption=caption, markup=_markup(figure, title))
 
 
