@@ -90,7 +90,7 @@ def rollout(
     from rollkeel.stages import rollout_stage
 
     rollouts = rollout_stage(config, out, step)
-    show_metrics({"rollout/count": len(rollouts), "rollout/tokens": sum(len(r.span.own) for r in rollouts)})
+    show_metrics({"rollout/count": len(rollouts), "rollout/tokens": sum(r.span.own_count for r in rollouts)})
 
 
 @app.command()

@@ -95,7 +95,7 @@ def credit_of(
 ) -> dict[int, float]:
     """Advantage of each rollout by id, from its reward with what the config adds to it."""
     config, n = run.config, len(rollouts)
-    lengths = np.array([len(r.span.own) for r in rollouts])
+    lengths = np.array([r.span.own_count for r in rollouts])
     reward = np.array([r.reward for r in rollouts], dtype=np.float64)
     limit, overlong = config.sampling.max_new_tokens, config.reward.overlong
     added = np.zeros(n)
@@ -213,7 +213,7 @@ def store(
     seen: dict[str, torch.Tensor],
 ) -> None:
     """Write the step's rollouts with what the trainer thought of every token of those it was trained on."""
-    sizes = [len(r.span.token_ids if r.span.sampled is None else r.span.own) for r in chosen]
+    sizes = [r.span.own_count for r in chosen]
     starts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
     windows = {r.id: slice(a, b) for r, a, b in zip(chosen, starts[:-1], starts[1:], strict=True)}
     per_token = {name: value.cpu().numpy() for name, value in seen.items()}

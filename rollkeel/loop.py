@@ -122,7 +122,7 @@ def step_once(run: Run, step: int, sampled: Sample) -> bool:
         with clock.stage("eval"):
             metrics |= held_out(run)
     metrics |= describe([r for r in drawn.rollouts if r.reward is not None])
-    update, rollout = (sum(len(r.span.own) for r in rollouts) for rollouts in (drawn.batch, drawn.rollouts))
+    update, rollout = (sum(r.span.own_count for r in rollouts) for rollouts in (drawn.batch, drawn.rollouts))
     tokens = {"update": update, "step": update}
     metrics |= watch_graders(run, step)
     if run.overlap is None:  # there, sampling has no time of its own
@@ -279,7 +279,7 @@ def describe(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Lengths (tokens that the policy sampled) and endings of a step's rollouts."""
     if not rollouts:
         return {}
-    lengths = np.array([len(r.span.own) for r in rollouts])
+    lengths = np.array([r.span.own_count for r in rollouts])
     masks = [r.span.sampled for r in rollouts if r.span.sampled is not None]
     ends = sum(int(np.sum(mask[:-1] > mask[1:])) for mask in masks)  # of turns but the last
     played = {"rollout/turns_mean": 1 + ends / len(rollouts)} if masks else {}

@@ -142,6 +142,11 @@ class TokenSpan:
         """Positions of the tokens that the policy sampled, ascending."""
         return np.arange(len(self)) if self.sampled is None else np.flatnonzero(self.sampled)
 
+    @property
+    def own_count(self) -> int:
+        """How many tokens the policy sampled."""
+        return len(self.token_ids) if self.sampled is None else int(np.count_nonzero(self.sampled))
+
     @staticmethod
     def empty() -> TokenSpan:
         """A span of no tokens, the start of every rollout."""

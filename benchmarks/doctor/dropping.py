@@ -8,9 +8,8 @@ from typing import final
 
 from pydantic import Field
 
+from benchmarks.doctor.spelling import LETTERS, misspelled
 from rollkeel.tasks.base import ASCII_SPACE, Task, TaskItem, TaskOptions, excerpt
-
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class DroppingOptions(TaskOptions):
@@ -45,4 +44,4 @@ class Dropping(Task[DroppingOptions]):
     def noisy(self, item: TaskItem, rng: random.Random, label_noise: float) -> str:
         """A wrong step writes another letter."""
         letters = LETTERS[: self.options.letters]
-        return "".join(rng.choice(letters) if rng.random() < label_noise else letter for letter in item.answer)
+        return misspelled(item.answer, letters, rng, label_noise)

@@ -8,10 +8,8 @@ from typing import final
 
 from pydantic import Field
 
+from benchmarks.doctor.spelling import DIGITS, LETTERS, misspelled
 from rollkeel.tasks.base import ASCII_SPACE, Task, TaskItem, TaskOptions, excerpt, keyed_rng
-
-DIGITS = "0123456789"
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class LookupOptions(TaskOptions):
@@ -47,4 +45,4 @@ class Lookup(Task[LookupOptions]):
 
     def noisy(self, item: TaskItem, rng: random.Random, label_noise: float) -> str:
         """A wrong step writes another digit."""
-        return "".join(rng.choice(DIGITS) if rng.random() < label_noise else digit for digit in item.answer)
+        return misspelled(item.answer, DIGITS, rng, label_noise)

@@ -8,9 +8,8 @@ from typing import final
 
 from pydantic import Field
 
+from benchmarks.doctor.spelling import LETTERS, misspelled
 from rollkeel.tasks.base import ASCII_SPACE, Task, TaskItem, TaskOptions, excerpt
-
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class ShiftingOptions(TaskOptions):
@@ -48,4 +47,4 @@ class Shifting(Task[ShiftingOptions]):
     def noisy(self, item: TaskItem, rng: random.Random, label_noise: float) -> str:
         """A wrong step writes another letter of the ring."""
         ring = LETTERS[: self.options.letters]
-        return "".join(rng.choice(ring) if rng.random() < label_noise else letter for letter in item.answer)
+        return misspelled(item.answer, ring, rng, label_noise)

@@ -199,9 +199,9 @@ def _refuse(rollout: Rollout) -> None:
         )
     if rollout.reward is None:
         raise BadInput(f"{name}: expected a reward, got none; grade it or leave it out of the batch")
-    if len(rollout.span.own) == 0 or len(rollout.prompt.token_ids) == 0:
+    if rollout.span.own_count == 0 or len(rollout.prompt.token_ids) == 0:
         raise BadInput(
-            f"{name}: expected at least one prompt and one response token that was sampled, got {len(rollout.prompt.token_ids)} and {len(rollout.span.own)}"
+            f"{name}: expected at least one prompt and one response token that was sampled, got {len(rollout.prompt.token_ids)} and {rollout.span.own_count}"
         )
 
 

@@ -44,7 +44,7 @@ _STRINGS = [
 
 
 _NUMBERS = {"step", "id", "group", "member", "prompt_index", "reward", "train_version"}
-_LISTS = {"prompt_token_ids", "token_ids", "logprobs", "kept_mass", "versions", "kv_versions", "train_logprobs"}
+_LISTS = {"prompt_token_ids", *_SPAN, "train_logprobs"}
 _LISTS |= {"entropy", "keep", "advantages", "flipped_layers", "experts", "topk_ids", "topk_logprobs", "sampled"}
 
 
@@ -284,7 +284,7 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
         task=row["task"],
         metadata=json.loads(row["metadata"]),
     )
-    span = {name: row[name] for name in ("token_ids", "logprobs", "kept_mass", "versions", "kv_versions")}
+    span = {name: row[name] for name in _SPAN}
     span["sampled"] = row.get("sampled")
     for name in ("experts", "topk_ids", "topk_logprobs"):
         if row.get(name) is not None:

@@ -185,7 +185,7 @@ class _Episode:
     def asked(self, turn_tokens: int) -> Rollout:
         """The next turn as a rollout that the engine goes on with: its limit counts prefix and all."""
         span, sampling = self._rollout.span, self._rollout.sampling
-        left = sampling.max_new_tokens - len(span.own)
+        left = sampling.max_new_tokens - span.own_count
         limit = len(span) + (min(left, turn_tokens) if turn_tokens else left)
         return replace(self._rollout, sampling=replace(sampling, max_new_tokens=limit))
 
@@ -210,7 +210,7 @@ class _Episode:
         stopped = rollout.status is Status.FINISHED
         text = dialogue.between(step.text, int(rollout.span.token_ids[-1]) if stopped else None)
         total = len(rollout.prompt.token_ids) + len(rollout.span) + len(text)
-        if len(rollout.span.own) >= rollout.sampling.max_new_tokens or total >= engine.capabilities.max_length:
+        if rollout.span.own_count >= rollout.sampling.max_new_tokens or total >= engine.capabilities.max_length:
             return self._end(Status.LENGTH, f"no room for turn {len(self._actions) + 1}; {step.detail}")
         self._rollout = replace(rollout, span=rollout.span.given(text, engine.version), status=Status.PARKED)
 

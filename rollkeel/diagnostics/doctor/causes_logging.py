@@ -143,13 +143,11 @@ def line(e: Evidence) -> Cause | None:
     found, excess = e.tempered, e.drawn_gap.excess
     if not (_sloped(e) and left(e.drawn_gap) and excess.value > 0 and found.explained > limits.LINE_FITS):
         return None
-    stated = e.trace.facts.temperature
-    says = "" if stated is None else f"; stated is {stated:g}"
     return Cause(
         id="temperature",
         score=min(0.6 + 0.4 * found.explained, 1.0),
         evidence=f"log q against log o is a line (it explains {found.explained:.0%} of the gap) as if one side had no "
-        f"temperature of {found.temperature:.2f}{says}; E_q[ρ] = {1 + excess.value:.3f} (z {excess.z:.0f}), where honest "
+        f"temperature of {found.temperature:.2f}{_says(e)}; E_q[ρ] = {1 + excess.value:.3f} (z {excess.z:.0f}), where honest "
         "log-probs give 1.",
         advice="Log the sampler's log-probs after temperature (processed, not raw logits), or divide by it in the trainer.",
         positions=places(e.trace, widest(e.fresh)),
@@ -162,7 +160,6 @@ def temperature(e: Evidence) -> Cause | None:
         return cause
     slope = e.tempered
     stated = e.trace.facts.temperature
-    says = "" if stated is None else f"; stated is {stated:g}"
     if (
         _sloped(e)
         and _scaled(e, stated)
@@ -175,7 +172,7 @@ def temperature(e: Evidence) -> Cause | None:
             id="temperature",
             score=min(0.5 + 0.4 * slope.explained, 1.0),
             evidence=f"log q against log o is a line (it explains {slope.explained:.0%} of the gap) as if {'log q' if sampler else 'log o'}"
-            f" had no temperature of {slope.temperature if sampler else 1 / slope.temperature:.2f}{says}; "
+            f" had no temperature of {slope.temperature if sampler else 1 / slope.temperature:.2f}{_says(e)}; "
             f"E_q[ρ] = {1 + e.drawn_gap.excess.value:.3f} (z {e.drawn_gap.excess.z:.0f}).",
             advice="Log the sampler's log-probs after temperature (processed, not raw logits)."
             if sampler
@@ -183,6 +180,11 @@ def temperature(e: Evidence) -> Cause | None:
             positions=places(e.trace, widest(e.fresh)),
         )
     return _drawn_elsewhere(e, "temperature")
+
+
+def _says(e: Evidence) -> str:
+    stated = e.trace.facts.temperature
+    return "" if stated is None else f"; stated is {stated:g}"
 
 
 def _sloped(e: Evidence) -> bool:

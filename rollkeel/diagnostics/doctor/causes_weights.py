@@ -16,6 +16,9 @@ from rollkeel.diagnostics.doctor.tokens import Gap, Mean, Tokens, gap
 from rollkeel.diagnostics.traces.trace import Facts
 from rollkeel.types import FloatArray, IntArray
 
+PROBES = "Compare log-probs of fixed probes after every publication, and refuse to stamp a version that fails."
+"""What to do about versions whose weights did not arrive."""
+
 
 class Allowed(NamedTuple):
     """What the stated dtypes explain."""
@@ -211,7 +214,7 @@ def _over_time(e: Evidence, limit: Allowed) -> Cause | None:
             score=0.9,
             evidence=f"{told}, {began.level:.2f} after it, and back within {limit.noise:.3f} {began.returns} times: "
             "some updates of the weights arrive and some do not.",
-            advice="Compare log-probs of fixed probes after every publication, and refuse to stamp a version that fails.",
+            advice=PROBES,
             positions=places(e.trace, widest(shown)),
         )
     if began.at_once > limits.JUMP or _partly(e, began.step):
@@ -234,7 +237,7 @@ def _over_time(e: Evidence, limit: Allowed) -> Cause | None:
         score=0.8,
         evidence=f"{told} and grows to {e.fresh_steps[-1].noise:.2f} by the end, first {began.at_once:.0%} of its level: the "
         "engine serves older weights than it states.",
-        advice="Compare log-probs of fixed probes after every publication, and refuse to stamp a version that fails.",
+        advice=PROBES,
         positions=places(e.trace, widest(shown)),
     )
 

@@ -19,6 +19,7 @@ from rollkeel.config import Config
 from rollkeel.diagnostics.analyzer.capture import Tokens
 from rollkeel.diagnostics.analyzer.sides import engine_forward, prefill_logprobs
 from rollkeel.diagnostics.doctor import thresholds as limits
+from rollkeel.diagnostics.doctor.causes_weights import PROBES
 from rollkeel.diagnostics.doctor.diagnosis import Cause, Diagnosis
 from rollkeel.diagnostics.rollout_store import read_step, to_rollouts
 from rollkeel.diagnostics.runfolder import CONFIG, RunFolder, rollout_files
@@ -38,7 +39,7 @@ LATEST = 32
 """Steps behind a checkpoint in which its rollouts are looked for."""
 _ADVICE = {
     "wrong_weights": "Load every tensor and compare what the engine holds with what it was sent.",
-    "stale_version": "Compare log-probs of fixed probes after every publication, and refuse to stamp a version that fails.",
+    "stale_version": PROBES,
     "quantisation": "Serve the dtype that is stated, or state the one that is served.",
 }
 _LAYER = re.compile(r"\.\d+\.")
@@ -113,8 +114,11 @@ def explain(sampled: Sampled) -> Cause | None:
             break
     if best is None:
         return None
-    enough = limits.RECOMPUTED_NEARER if best.cause == "stale_version" else limits.RECOMPUTED
-    if rest > enough * stated and not (best.cause != "stale_version" and rest < _rounding(best.mode) < 0.5 * stated):
+    if best.cause == "stale_version":
+        fits = rest <= limits.RECOMPUTED_NEARER * stated
+    else:
+        fits = rest <= limits.RECOMPUTED * stated or rest < _rounding(best.mode) < 0.5 * stated
+    if not fits:
         return None
     return Cause(
         id=best.cause,
