@@ -1,8 +1,8 @@
-"""RL whose rewards come from hidden tests in the sandbox: a server that dies in the middle must cost time and nothing else.
+"""RL whose rewards come from the sandbox, by hidden tests or a judge: a server that dies in the middle must cost time and nothing else.
 
-A run graded by a `rollkeel sandbox serve` that is killed with force and started again all the time, against one whose programs
-run in sandboxes of its own: the same metrics, rewards, details and weights, bit for bit. Not covered: how well such a run learns
-(recipes/programs.yaml).
+A run graded by a `rollkeel sandbox serve` that is killed with force and started again all the time, against one with sandboxes of
+its own: the same metrics, rewards, details and weights, bit for bit. Not covered: how well such a run learns (recipes/programs.yaml,
+recipes/game24.yaml).
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ pytestmark = [
 STEPS = 8
 WORDS = [
     *(word for word in TINY if not word.startswith("data.")),
-    "data.task=programs",
-    "data.options.level=1",
     "sampling.max_new_tokens=12",
     "sft.steps=200",
     f"run.steps={STEPS}",
@@ -39,6 +37,10 @@ WORDS = [
     "reward.graders.sandbox_level=restricted",
     "reward.graders.regrade=0",
 ]
+FAMILIES = {
+    "programs": ["data.options.level=1"],
+    "game24": ["data.options={cards: 3, max_card: 12, target: 12, sandbox: true}"],
+}
 
 
 def rewarded(run: Path) -> list[tuple[float, str]]:
@@ -60,19 +62,23 @@ def kills_until(over: threading.Event, server: Any) -> list[float]:
     return at
 
 
-def test_killing_the_server_all_the_time_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_killing_the_server_all_the_time_changes_nothing(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("fastapi")
     monkeypatch.syspath_prepend(Path(__file__).parent / "sandbox")
     from service_host import TOKEN, Server  # pyright: ignore[reportMissingImports]
 
-    here = train(load(None, [*WORDS, f"run.dir={tmp_path / 'here'}"]))
+    words = [*WORDS, f"data.task={family}", *FAMILIES[family]]
+    here = train(load(None, [*words, f"run.dir={tmp_path / 'here'}"]))
     (tmp_path / "mine").write_text(TOKEN)
     server, over, kills = Server(tmp_path, "--minimum", "restricted"), threading.Event(), []
     killer = threading.Thread(target=lambda: kills.extend(kills_until(over, server)))
     remote = [f"reward.graders.sandbox={server.url}", f"reward.graders.sandbox_token_file={tmp_path / 'mine'}"]
     killer.start()
     try:
-        there = train(load(None, [*WORDS, *remote, f"run.dir={tmp_path / 'there'}"]))
+        there = train(load(None, [*words, *remote, f"run.dir={tmp_path / 'there'}"]))
     finally:
         over.set()
         killer.join()

@@ -1,7 +1,8 @@
 """Graders by name. A wrong answer is 0; a grader that breaks is a failure with a reason (see `grading.py`).
 
 `task`, `exact`, `numeric`, `choice`, `set`, `quantity` and `constraints` run in this process and are bounded in time themselves. `math` runs in
-workers, as does `task` for families that ask for it, `code` in the sandbox, `reward_model` on batches, and `mix` combines others.
+workers, as does `task` for families that ask for it, `code` and `judge` in the sandbox, `reward_model` on batches, and `mix` combines
+others.
 `register` adds one's own.
 """
 
@@ -18,6 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 from rollkeel.errors import BadInput
+from rollkeel.rewards import judge, programs
 from rollkeel.rewards.answers import NoAnswer, final_answer
 from rollkeel.rewards.workers import Broken
 from rollkeel.tasks import TASKS, Task, TaskItem
@@ -183,7 +185,7 @@ class Entry:
 
     lane: Lane
     run: Any = None
-    """`GraderFn` of an inline one, `module:function` of one in a worker."""
+    """`GraderFn` of an inline one, `module:function` of one in a worker, a function of `(run, rollout)` of one in the sandbox."""
     needs: str = ""
     """Module that must be installed."""
     extra: str = ""
@@ -202,7 +204,8 @@ _INLINE: dict[str, GraderFn] = {
 }
 _GRADERS: dict[str, Entry] = {name: Entry(lane=Lane.INLINE, run=fn) for name, fn in _INLINE.items()} | {
     "math": Entry(lane=Lane.WORKER, run="rollkeel.rewards.mathematics:grade", needs="math_verify", extra="math"),
-    "code": Entry(lane=Lane.SANDBOX),
+    "code": Entry(lane=Lane.SANDBOX, run=programs.grade),
+    "judge": Entry(lane=Lane.SANDBOX, run=judge.grade),
     "reward_model": Entry(lane=Lane.MODEL),
     "mix": Entry(lane=Lane.MIX),
 }

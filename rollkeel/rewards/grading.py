@@ -1,9 +1,9 @@
 """`Graders`: complete rollouts in, rewards out. A grader that breaks is a failure with a reason, never a reward of 0.
 
-    begin(ended) ── math ─▶ workers (processes)  ─┐
-                 ── code ─▶ sandbox (threads)    ─┤ results, in any order
-    grade(all)   ── the cheap ones, in place     ─┤
-                 ── reward models, in batches    ─┴─▶ wait for what is left ─▶ the same rollouts, in order
+    begin(ended) ── math ─▶ workers (processes)      ─┐
+                 ── code, judge ─▶ sandbox (threads) ─┤ results, in any order
+    grade(all)   ── the cheap ones, in place         ─┤
+                 ── reward models, in batches        ─┴─▶ wait for what is left ─▶ the same rollouts, in order
 
 What a rollout is given depends on it alone, so that grading beside sampling gives the same bits as grading afterwards.
 """
@@ -27,7 +27,7 @@ from rollkeel.errors import BadInput, GraderFailure
 from rollkeel.rewards import graders
 from rollkeel.rewards.graders import Entry, Lane
 from rollkeel.rewards.mix import combined, parts_of
-from rollkeel.rewards.programs import CodeGrader
+from rollkeel.rewards.sandboxed import SharedSandbox
 from rollkeel.rewards.workers import Broken, Workers
 from rollkeel.tasks.base import hash_fraction
 from rollkeel.types import Rollout, Status
@@ -115,7 +115,7 @@ class Graders:
         self._begun: dict[int, Item] = {}
         self._threads: dict[Lane, ThreadPoolExecutor] = {}
         self._workers = Workers(deadline_s=self.settings.deadline_s, memory_mb=self.settings.memory_mb)
-        self._code = CodeGrader(self.settings)
+        self._sandbox = SharedSandbox(self.settings)
         self._models: dict[str, Scorer] = {}
         self._watch = Watch()
 
@@ -128,7 +128,7 @@ class Graders:
     def close(self) -> None:
         """End workers and sandbox, whatever they are at."""
         self._workers.close()
-        self._code.close()
+        self._sandbox.close()
         for threads in self._threads.values():
             threads.shutdown(wait=True, cancel_futures=True)
 
@@ -220,7 +220,7 @@ class Graders:
         return self._workers.run(part.entry.run, part.rollout.text, prompt.answer, prompt.grader.options)
 
     def _in_sandbox(self, part: Part) -> tuple[Any, str]:
-        return self._code(part.rollout)
+        return part.entry.run(self._sandbox.run, part.rollout)
 
     def _score(self, parts: Sequence[Part]) -> None:
         """Reward models, each on all of its texts in order."""

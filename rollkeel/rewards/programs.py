@@ -15,27 +15,16 @@ from __future__ import annotations
 import json
 import math
 import re
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollkeel.config import GradersConfig
-from rollkeel.errors import BadInput
 from rollkeel.rewards.answers import NoAnswer, spoken
-from rollkeel.rewards.workers import Broken
+from rollkeel.rewards.sandboxed import Run, fault_of
 from rollkeel.tasks.base import excerpt
 from rollkeel.types import Rollout
-
-if TYPE_CHECKING:
-    from rollkeel.sandbox.job import Job, Result
-    from rollkeel.sandbox.remote import RemoteSandbox
-    from rollkeel.sandbox.sandbox import Sandbox
-
-    Run = Callable[[Job], Result]
 
 MAX_PROGRAM_CHARS = 1 << 16
 RESULTS = "results.jsonl"
@@ -137,13 +126,13 @@ def answers(run: Run, problem: CodeProblem, program: str, inputs: Sequence[Any])
     if problem.mode == "stdin":
         for given in inputs:
             result = run(Job(source=program.encode(), kind=problem.kind, stdin=str(given).encode(), **about))
-            fault = _fault(result) or ("printed too much" if result.stdout_truncated else "")
+            fault = fault_of(result) or ("printed too much" if result.stdout_truncated else "")
             yield Answer(fault=fault) if fault else Answer(value=result.stdout)
         return
     asked = json.dumps({"function": problem.function, "inputs": list(inputs)}).encode()
     files = {"program.py": program.encode(), "asked.json": asked}
     result = run(Job(source=_DRIVER, files=files, collect=(RESULTS,), **about))
-    fault = _fault(result)
+    fault = fault_of(result)
     rows = result.files.get(RESULTS, b"").split(b"\n")[:-1][: len(inputs)]
     yield from map(_answer, rows)
     if len(rows) < len(inputs):
@@ -180,77 +169,14 @@ def judge(run: Run, problem: CodeProblem, program: str) -> tuple[float, str]:
     return 1.0, f"{len(tests)} tests passed"
 
 
-@final
-class CodeGrader:
-    """Owns the sandbox in which programs of rollouts are judged; it is opened when the first one comes."""
-
-    def __init__(self, settings: GradersConfig) -> None:
-        self._settings = settings
-        self._lock = threading.Lock()
-        self._sandbox: Sandbox | RemoteSandbox | None = None
-
-    def __call__(self, rollout: Rollout) -> tuple[float, str]:
-        """Reward and detail. Raises for what is no fault of the program: options, sandbox, server."""
-        problem = CodeProblem(**rollout.prompt.grader.options)
-        try:
-            program = program_of(rollout.text, problem.extract)
-        except NoAnswer as none:
-            return 0.0, str(none)
-        return judge(self.run, problem, program)
-
-    def run(self, job: Job) -> Result:
-        """Run a job, from any thread. Raises what the sandbox raises, and `Refused` below `reward.graders.sandbox_level`."""
-        return self._open().run(job)
-
-    def _open(self) -> Sandbox | RemoteSandbox:
-        from rollkeel.sandbox.job import Level, Refused
-        from rollkeel.sandbox.remote import RemoteSandbox
-        from rollkeel.sandbox.sandbox import Sandbox
-
-        with self._lock:
-            if self._sandbox is None:
-                s, minimum = self._settings, Level[self._settings.sandbox_level.upper()]
-                if s.sandbox == "local":
-                    self._sandbox = Sandbox(workers=s.workers, minimum=minimum)
-                    return self._sandbox
-                remote = RemoteSandbox(s.sandbox, _token(s.sandbox_token_file), patience_s=s.wait_s / 3)
-                if (level := remote.level) < minimum:
-                    raise Refused(f"sandbox: {s.sandbox} gives {level.name.lower()}, below {s.sandbox_level}")
-                self._sandbox = remote
-            return self._sandbox
-
-    def close(self) -> None:
-        """End the local sandbox, or let go of the other one."""
-        with self._lock:
-            if self._sandbox is not None:
-                self._sandbox.close()
-
-
-def _token(file: str | None) -> str | None:
-    if file is None:
-        return None
+def grade(run: Run, rollout: Rollout) -> tuple[float, str]:
+    """Reward and detail. Raises for what is no fault of the program: options, sandbox, server."""
+    problem = CodeProblem(**rollout.prompt.grader.options)
     try:
-        return Path(file).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise BadInput(f"reward.graders.sandbox_token_file {file!r}: {error.strerror or error}") from None
-
-
-def _fault(result: Result) -> str:
-    """Why the program has no result, empty if it may have one. Raises `Broken` when that is not its own doing."""
-    from rollkeel.sandbox.job import Status, display
-
-    if result.status in (Status.KILLED, Status.REFUSED):
-        raise Broken(f"sandbox: {result.status.value}: {result.reason or 'no reason given'}")
-    if result.status is Status.OK:
-        return ""
-    if result.status is not Status.ERROR:
-        return f"{result.status.value} limit"
-    last = display(result.stderr[-300:]).strip().split("\n")[-1]
-    return (
-        f"exit code {result.exit_code}" + (f": {last}" if last else "")
-        if result.signal is None
-        else f"signal {result.signal}"
-    )
+        program = program_of(rollout.text, problem.extract)
+    except NoAnswer as none:
+        return 0.0, str(none)
+    return judge(run, problem, program)
 
 
 def _answer(row: bytes) -> Answer:

@@ -36,6 +36,8 @@ class TaskOptions(BaseModel):
     """Base of every task's difficulty knobs: frozen, no unknown keys, no silent conversions."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    beside: ClassVar[frozenset[str]] = frozenset()
+    """Options that change how an item is graded, and not which items there are."""
 
 
 O = TypeVar("O", bound=TaskOptions)  # noqa: E741 - reads as Task[O]
@@ -127,7 +129,9 @@ class Task(ABC, Generic[O]):
 
     @cached_property
     def _key(self) -> str:
-        return json.dumps([self.name, self.options.model_dump(mode="json")], sort_keys=True)
+        return json.dumps(
+            [self.name, self.options.model_dump(mode="json", exclude=set(self.options.beside))], sort_keys=True
+        )
 
     def item(self, seed: int, split: str, index: int) -> TaskItem:
         """Item `index` of `split`: redrawn until its content hash falls into the split.

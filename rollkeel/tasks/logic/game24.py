@@ -11,15 +11,51 @@ from pydantic import Field
 
 from rollkeel.tasks.base import TaskItem, TaskOptions
 from rollkeel.tasks.countdown import ExpressionTask, join
+from rollkeel.types import GraderSpec
 
 Tree = Any
 """A number, or `(operator, left, right)`."""
+LIMITS = {"wall_s": 5.0, "cpu_s": 5.0, "memory_mb": 256}
+JUDGE = """
+import ast, operator, re
+from collections import Counter
+from fractions import Fraction
+
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+def value(node, used):
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](value(node.left, used), value(node.right, used))
+    if not isinstance(node, ast.Constant):
+        raise SyntaxError("more than numbers and + - * /")
+    used.append(node.value)
+    return Fraction(node.value)
+
+def judge(text, given):
+    text = re.sub("[ \\t\\r\\n]", " ", text).strip(" ").translate({215: "*", 247: "/", 8722: "-"})
+    depths = [0]
+    for c in text:
+        depths.append(depths[-1] + (c == "(") - (c == ")"))
+    if not re.fullmatch("[0-9 ()+*/-]{1,256}", text) or max(depths) > 16:
+        return False, "not an expression"
+    used = []
+    try:
+        worth = value(ast.parse(text, mode="eval").body, used)
+    except (SyntaxError, ZeroDivisionError) as error:
+        return False, f"not an expression: {error}"
+    if Counter(used) != Counter(given["numbers"]):
+        return False, f"uses {used}"
+    return worth == given["target"], f"{text} is {worth}"
+"""
+"""`ExpressionTask.verify` once more for the sandbox, by Python's own parser: the same rewards."""
 
 
 class Game24Options(TaskOptions):
+    beside = frozenset({"sandbox"})
     cards: int = Field(4, ge=3, le=5, description="how many cards are dealt")
     max_card: int = Field(13, ge=2, le=100, description="cards are drawn from 1 to this")
     target: int = Field(24, ge=1, le=1000, description="what the expression must be worth")
+    sandbox: bool = Field(False, description="responses are evaluated in the sandbox, by the grader judge")
 
 
 @final
@@ -40,6 +76,12 @@ class Game24(ExpressionTask[Game24Options]):
         """Hands without a solution are dealt again."""
         tree, _ = search(item.metadata["numbers"], item.metadata["target"])
         return None if tree is None else replace(item, answer=_write(tree)[0])
+
+    def grader(self, item: TaskItem) -> GraderSpec:
+        if not self.options.sandbox:
+            return super().grader(item)
+        given = {key: item.metadata[key] for key in ("numbers", "target")}
+        return GraderSpec(name="judge", options={"judge": JUDGE, "given": given, "limits": LIMITS})
 
     def effort(self, item: TaskItem) -> float:
         """Merges of two values that depth-first search makes until its first solution."""

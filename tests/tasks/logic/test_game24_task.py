@@ -6,14 +6,16 @@ by an independent evaluator. What responses are read is covered by test_countdow
 
 from __future__ import annotations
 
+import random
 from fractions import Fraction
 from itertools import combinations_with_replacement
+from typing import Any
 
 import pytest
 
 from rollkeel import tasks
 from rollkeel.tasks.base import TaskItem
-from rollkeel.tasks.logic.game24 import search
+from rollkeel.tasks.logic.game24 import JUDGE, search
 
 
 def value(expression: str) -> Fraction:
@@ -75,3 +77,54 @@ def test_the_order_of_cards_is_no_new_problem() -> None:
     task = tasks.get("game24")
     hands = [TaskItem(text="", answer="", metadata={"numbers": n, "target": 24}) for n in ([1, 2, 3, 4], [4, 2, 1, 3])]
     assert task.identity(hands[0]) == task.identity(hands[1])
+
+
+def responses(rng: random.Random, task: tasks.Task, item: TaskItem) -> list[str]:
+    """Right and wrong expressions, and texts made of the pieces of one."""
+    pieces = [
+        *map(str, item.metadata["numbers"]),
+        *"+-*/()",
+        "0",
+        "01",
+        "×",
+        "÷",
+        "−",
+        " ",
+        "\t",
+        "\n",
+        "\v",
+        ".",
+        "**",
+        "//",
+        "24",
+    ]
+    drawn = ["".join(rng.choice(pieces) for _ in range(rng.randint(0, 12))) for _ in range(60)]
+    cut = [
+        item.answer[: rng.randrange(len(item.answer))]
+        + rng.choice(pieces)
+        + item.answer[rng.randrange(len(item.answer)) :]
+        for _ in range(60)
+    ]
+    brackets = ["(" * n + item.answer + ")" * n for n in (1, 15, 16, 17, 100, 124)]
+    return [item.answer, f" {item.answer}\r\n", *task.near_misses(item), *drawn, *cut, *brackets]
+
+
+def test_the_judge_for_the_sandbox_gives_the_same_rewards() -> None:
+    names: dict[str, Any] = {}
+    exec(JUDGE, names)
+    task, rng, right = tasks.get("game24"), random.Random(0), 0
+    for i in range(40):
+        item = task.item(0, "train", i)
+        for text in responses(rng, task, item):
+            reward = task.score(item, text)[0]
+            assert float(names["judge"](text, dict(item.metadata))[0]) == reward, repr(text)
+            right += int(reward)
+    assert right > 200
+
+
+def test_with_the_sandbox_the_items_are_the_same() -> None:
+    here, there = tasks.get("game24"), tasks.get("game24", {"sandbox": True})
+    assert [here.item(3, "eval", i) for i in range(20)] == [there.item(3, "eval", i) for i in range(20)]
+    item = there.item(0, "train", 0)
+    assert (here.grader(item).name, there.grader(item).name) == ("task", "judge")
+    assert there.grader(item).options["given"] == dict(item.metadata)
