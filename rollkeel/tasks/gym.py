@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import random
 import re
 import threading
@@ -23,7 +24,7 @@ from typing import Any, final
 import numpy as np
 from pydantic import Field
 
-from rollkeel.errors import BadInput
+from rollkeel.errors import BadInput, GraderFailure
 from rollkeel.tasks.base import Task, TaskItem, TaskOptions, excerpt, nearest
 
 _ORDER = "makes other items in another process: it depends on the order of Python's hashes"
@@ -131,7 +132,7 @@ class Gym(Task[GymOptions]):
         return form is None or form.fullmatch(response.strip()) is not None
 
     def verify(self, item: TaskItem, response: str) -> tuple[float, str]:
-        """Raises what the scorer raises, and `BadInput` when this installation makes another question of the number."""
+        """Raises what the scorer raises, `GraderFailure` for a score that is no number, and `BadInput` when this installation makes another question of the number."""
         if not self._accepts(response):
             return 0.0, f"not of the form of an answer: {excerpt(response)}"
         source, entry = self._entry(item.metadata["number"])
@@ -142,6 +143,8 @@ class Gym(Task[GymOptions]):
             )
         with _alone(item.metadata["number"]):
             score = source.score_answer(response, entry)
+        if not isinstance(score, int | float) or not math.isfinite(score):
+            raise GraderFailure(f"task gym: expected a finite score from {self.options.generator}, got {score!r}")
         return float(score == 1), f"scored {score}: {excerpt(response)}"
 
     def finish(self, item: TaskItem, rng: random.Random) -> TaskItem | None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from rollkeel import tasks
-from rollkeel.errors import BadInput
+from rollkeel.errors import BadInput, GraderFailure
 from rollkeel.rewards import Graders
 from rollkeel.tasks.base import TaskItem
 from rollkeel.types import Prompt, Rollout, SamplingParams, Status, TokenSpan
@@ -160,6 +160,16 @@ def test_a_broken_scorer_is_a_grader_failure_and_no_zero() -> None:
     assert (right.reward, right.status) == (1.0, Status.FINISHED)
     assert (broken.reward, broken.status) == (None, Status.GRADER_FAILURE)
     assert "use the version of reasoning-gym" in broken.detail
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), None, "1"])
+def test_a_score_that_is_no_number_is_no_zero(score: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = tasks.get("gym")
+    item = task.item(0, "train", 0)
+    source, _ = task._entry(item.metadata["number"])
+    monkeypatch.setattr(source, "score_answer", lambda response, entry: score)
+    with pytest.raises(GraderFailure, match="expected a finite score from chain_sum"):
+        task.verify(item, item.answer)
 
 
 def test_global_random_states_and_output_stay_as_they_were(capsys: pytest.CaptureFixture[str]) -> None:
