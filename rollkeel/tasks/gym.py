@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import Field
 
 from rollkeel.errors import BadInput, GraderFailure
-from rollkeel.tasks.base import Task, TaskItem, TaskOptions, excerpt, nearest
+from rollkeel.tasks.base import MAX_RESPONSE_CHARS, Task, TaskItem, TaskOptions, excerpt, nearest
 
 _ORDER = "makes other items in another process: it depends on the order of Python's hashes"
 _SILENT = "publishes no answer, so that nothing proves its scorer"
@@ -112,7 +112,12 @@ class Gym(Task[GymOptions]):
         from reasoning_gym.factory import create_dataset  # pyright: ignore[reportMissingImports]
 
         with _alone(seed):
-            return create_dataset(self.options.generator, seed=seed, size=size, **self.options.config)
+            made = create_dataset(self.options.generator, seed=seed, size=size, **self.options.config)
+        if self.options.generator == "word_ladder":
+            # Of several shortest ladders it takes one by the order of a set, which is another one in every process.
+            for graph in made.word_graphs.values():
+                graph.update({word: sorted(neighbors) for word, neighbors in graph.items()})
+        return made
 
     def _make(self, number: int) -> tuple[Any, dict[str, Any]]:
         """Scorer and entry of item `number`."""
@@ -148,8 +153,9 @@ class Gym(Task[GymOptions]):
         return float(score == 1), f"scored {score}: {excerpt(response)}"
 
     def finish(self, item: TaskItem, rng: random.Random) -> TaskItem | None:
-        """Draws again what silence solves, and integrals whose published answer is an integral."""
-        accepted = self._accepts(item.answer) and self.verify(item, "")[0] == 0
+        """Draws again what silence solves, answers longer than any response that is read, and integrals whose published answer is an integral."""
+        readable = len(item.answer) <= MAX_RESPONSE_CHARS and self._accepts(item.answer)
+        accepted = readable and self.verify(item, "")[0] == 0
         return item if accepted else None
 
     def near_misses(self, item: TaskItem) -> Sequence[str]:
