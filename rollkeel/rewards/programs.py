@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -29,6 +30,11 @@ from rollkeel.types import Rollout
 MAX_PROGRAM_CHARS = 1 << 16
 RESULTS = "results.jsonl"
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*$", re.MULTILINE)
+_MAIN = rb"""
+names = {"__name__": "__main__"}
+for file in ("prelude.py", "program.py"):
+    exec(compile(open(file, encoding="utf-8").read(), file, "exec"), names)
+"""
 _DRIVER = rb"""
 import json
 asked = json.load(open("asked.json", encoding="utf-8"))
@@ -38,6 +44,7 @@ if asked["function"] is None:
     call = lambda given: eval(code, dict(given))
 else:
     names = {"__name__": "program"}
+    exec(compile(asked["prelude"], "prelude.py", "exec"), names)
     exec(compile(source, "program.py", "exec"), names)
     first, *rest = asked["function"].split(".")
     target = names[first]
@@ -76,14 +83,18 @@ class CodeProblem(BaseModel):
     preload: str = "code"
     limits: Mapping[str, Any] = Field(default_factory=dict)
     """Of `rollkeel.sandbox.Limits`: of each run with `stdin`, of all calls together else."""
-    tolerance: float | None = Field(default=None, gt=0)
-    """Numbers may differ by this, absolutely or relatively; None asks for equal ones."""
+    prelude: str = ""
+    """Python that runs before the program, in its names: imports that a benchmark gives. Not with `expression`."""
+    tolerance: float | None = Field(default=None, ge=0)
+    """Numbers may differ by this, absolutely or relatively; None asks for equal ones, printed alike. With 0 `0.50` is `0.5`."""
     extract: Literal["auto", "fenced", "whole"] = "auto"
     """`fenced` takes the last block between fences, `auto` the same where there is any fence and else the whole response."""
 
     def model_post_init(self, _: Any) -> None:
         if (self.mode == "function") != (self.function is not None):
             raise ValueError("expected the option function with mode function, and with no other")
+        if self.prelude and (self.mode == "expression" or self.kind != "python"):
+            raise ValueError("expected the option prelude with programs in Python, and not with mode expression")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +135,16 @@ def answers(run: Run, problem: CodeProblem, program: str, inputs: Sequence[Any])
     limits = Limits(**problem.limits)
     about: dict[str, Any] = {"preload": problem.preload, "limits": limits}
     if problem.mode == "stdin":
+        source, files = program.encode(), {}
+        if problem.prelude:
+            source, files = _MAIN, {"prelude.py": problem.prelude.encode(), "program.py": source}
         for given in inputs:
-            result = run(Job(source=program.encode(), kind=problem.kind, stdin=str(given).encode(), **about))
+            result = run(Job(source=source, kind=problem.kind, stdin=str(given).encode(), files=files, **about))
             fault = fault_of(result) or ("printed too much" if result.stdout_truncated else "")
             yield Answer(fault=fault) if fault else Answer(value=result.stdout)
         return
-    asked = json.dumps({"function": problem.function, "inputs": list(inputs)}).encode()
+    about_calls = {"function": problem.function, "prelude": problem.prelude, "inputs": list(inputs)}
+    asked = json.dumps(about_calls).encode()
     files = {"program.py": program.encode(), "asked.json": asked}
     result = run(Job(source=_DRIVER, files=files, collect=(RESULTS,), **about))
     fault = fault_of(result)
@@ -150,7 +165,7 @@ def equal(problem: CodeProblem, value: Any, expected: Any) -> bool:
         return same(value, wanted)
     rows = [[line.split() for line in text.decode("utf-8", "replace").rstrip().split("\n")] for text in (value, wanted)]
     return [len(row) for row in rows[0]] == [len(row) for row in rows[1]] and all(
-        a == b or (_number(a) is not None and _same_value(_number(a), _number(b), problem.tolerance))
+        a == b or _same_number(a, b, problem.tolerance)
         for left, right in zip(*rows, strict=True)
         for a, b in zip(left, right, strict=True)
     )
@@ -187,11 +202,12 @@ def _answer(row: bytes) -> Answer:
         return Answer(fault="a result that cannot be read")
 
 
-def _number(word: str) -> float | None:
+def _same_number(a: str, b: str, tolerance: float) -> bool:
     try:
-        return float(word)
-    except ValueError:
-        return None
+        # By decimals, since floats take two long integers for one.
+        return Decimal(a) == Decimal(b) if tolerance == 0 else _same_value(float(a), float(b), tolerance)
+    except (ArithmeticError, ValueError):
+        return False
 
 
 def _same_value(a: Any, b: Any, tolerance: float | None) -> bool:

@@ -64,8 +64,8 @@ class OpenForm:
 
     @property
     def grader(self) -> GraderSpec:
-        """Who grades answers to it: each kind has a grader of its name."""
-        return GraderSpec(name=self.kind)
+        """Who grades answers to it: words are a list of one, so that the final answer is read out of a response."""
+        return GraderSpec(name="quantity" if self.kind == "quantity" else "set")
 
 
 @dataclass(frozen=True, kw_only=True)

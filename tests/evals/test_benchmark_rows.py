@@ -6,6 +6,7 @@ No benchmark contents are here. Not covered: that the published files have this 
 from __future__ import annotations
 
 import base64
+import collections
 import csv
 import json
 import pickle
@@ -22,7 +23,7 @@ import pytest
 from rollkeel import rewards
 from rollkeel.errors import BadInput
 from rollkeel.evals.benchmarks import BENCHMARKS, Loaded, Options, get
-from rollkeel.evals.benchmarks.programs import _tests
+from rollkeel.evals.benchmarks.programs import PRELUDE, _tests
 from rollkeel.rewards import graders
 from rollkeel.tasks.constraints import check
 
@@ -239,11 +240,31 @@ IFEVAL_CONSTRAINTS = [
 ]
 
 
+def lcb_rules(seconds: float) -> dict[str, Any]:
+    limits = {"wall_s": seconds, "cpu_s": seconds, "memory_mb": 1024}
+    return {"prelude": PRELUDE, "tolerance": 0.0, "limits": limits}
+
+
+def test_the_names_that_livecodebench_gives() -> None:
+    names: dict[str, Any] = {}
+    limit = sys.getrecursionlimit()
+    try:
+        exec(PRELUDE, names)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert names["List"] is list
+    assert names["pow"] is pow
+    assert names["sys"] is sys
+    assert names["deque"] is collections.deque
+    assert {"gcd", "heappush", "bisect_left", "lru_cache", "accumulate", "Counter", "ascii_lowercase"} <= set(names)
+
+
 def test_livecodebench_by_standard_input(tmp_path: Path) -> None:
     [item] = load("livecodebench", jsonl(tmp_path / "test6.jsonl", [lcb()])).items
     assert item.grader.options == {
         "mode": "stdin",
         "tests": [{"input": "2\n", "output": "4\n"}, {"input": "3\n", "output": "6\n"}],
+        **lcb_rules(10.0),
     }
     assert "standard input" in item.text
     assert "6" not in item.text.removeprefix("Print twice the number.")
@@ -261,6 +282,7 @@ def test_livecodebench_by_method(tmp_path: Path) -> None:
         "mode": "function",
         "function": "Solution.double",
         "tests": [{"input": [[1, 2], 3], "output": 9}],
+        **lcb_rules(60.0),
     }
     assert "class Solution" in item.text
 

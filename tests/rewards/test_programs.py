@@ -88,6 +88,27 @@ def test_verdicts(graders: Graders, options: dict[str, Any], text: str, reward: 
     assert (found.reward, found.detail) == (reward, detail)
 
 
+IMPORTS = "from math import *\nimport heapq\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (ADD, "from __future__ import annotations\ndef add(a: int, b: List) -> int: return floor(a + b)"),
+        (ADD, "def add(a, b):\n    h = [b, a]\n    heapq.heapify(h)\n    return sum(h)"),
+        (DOUBLE, "print(floor(2 * int(input())))"),
+        (
+            DOUBLE,
+            "from __future__ import annotations\nif __name__ == '__main__':\n    def main(): print(floor(2 * int(input())))\n    main()",
+        ),
+    ],
+)
+def test_a_prelude_gives_names(graders: Graders, options: dict[str, Any], text: str) -> None:
+    given = graders.grade([code(text, options, prelude=IMPORTS), code(text, options)])
+    assert [r.reward for r in given] == [1.0, 0.0], [r.detail for r in given]
+    assert "NameError" in given[1].detail
+
+
 LIES = {
     "a value that says it is equal": "class Yes(int):\n    __eq__ = lambda s, o: True\n    __hash__ = int.__hash__\ndef add(a, b): return Yes(9)",
     "a file of results of its own": "open('results.jsonl', 'w').write('{\"value\": 9}\\n' * 2)\nimport os; os._exit(0)",
@@ -127,7 +148,8 @@ def test_what_it_does_to_itself_is_its_own_fault(graders: Graders) -> None:
 @pytest.mark.parametrize(
     "options",
     [{}, {"tests": []}, {"tests": [{"input": "1"}]}, {**ADD, "function": None}, {**DOUBLE, "function": "f"}, {**DOUBLE, "mode": "x"},
-     {**DOUBLE, "limits": {"wall_s": -1}}, {**DOUBLE, "limits": {"wal_s": 1}}, {**DOUBLE, "kind": "cobol"}],
+     {**DOUBLE, "limits": {"wall_s": -1}}, {**DOUBLE, "limits": {"wal_s": 1}}, {**DOUBLE, "kind": "cobol"}, {**DOUBLE, "kind": "shell", "prelude": "x"},
+     {**EXPRESSION, "prelude": "x = 1"}, {**DOUBLE, "tolerance": -1.0}],
 )  # fmt: skip
 def test_faults_of_the_tests_are_failures_and_never_a_0(graders: Graders, options: dict[str, Any]) -> None:
     found = graders.grade([rollout("print(1)", "", GraderSpec(name="code", options=options))])[0]
@@ -160,6 +182,13 @@ def test_a_sandbox_that_is_refused_or_away_is_a_failure(tmp_path: Path, monkeypa
         (b"x 0.33\n", "x 0.3333334", 1e-6, False),
         (b"x 1\n", "y 1", 1e-6, False),
         (b"1\n2\n", "1 2", 1e-6, False),
+        (b"0.50 x\n", "0.5 x", 0.0, True),
+        (b"0.50\n", "0.5", None, False),
+        (b"0.1\n", "0.10000000000000001", 0.0, False),
+        (b"10000000000000001\n", "10000000000000000", 0.0, False),
+        (b"1e999999999999\n", "5", 0.0, False),
+        (b"sNaN\n", "nan", 0.0, False),
+        (b"1_0\n", "1_0", 0.0, True),
         (b"nan\n", "1", 1e-6, False),
     ],
 )

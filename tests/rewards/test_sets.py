@@ -113,7 +113,7 @@ def test_options() -> None:
     ("right", "others", "name"),
     [
         ("blue, red and green", ["cyan, red and black"], "set"),
-        ("Paris", ["Rome"], "exact"),
+        ("Paris", ["Rome"], "set"),
         ("9.8 m/s", ["4.9 m/s"], "quantity"),
     ],
 )
@@ -122,6 +122,7 @@ def test_every_kind_of_open_form_has_a_grader_that_knows_its_answer(right: str, 
     assert form.grader == GraderSpec(name=name)
     assert get(name).lane is graders.Lane.INLINE
     assert [grade(rollout(text, form.answer, form.grader)).reward for text in (form.answer, *others)] == [1.0, 0.0]
+    assert grade(rollout(f"I think so.\nThe answer is **{form.answer}**.", form.answer, form.grader)).reward == 1.0
 
 
 @given(

@@ -16,6 +16,34 @@ from rollkeel.types import GraderSpec
 TEMPLATE = "{question}\n\n{how}\n\nReason step by step, and end with the whole program in one ```python code block."
 STDIN = "Write a Python program that reads the input from standard input and prints the answer to standard output."
 METHOD = "Complete this Python code, keeping its names:\n```python\n{starter}\n```"
+_STAR = [
+    "string",
+    "re",
+    "datetime",
+    "collections",
+    "heapq",
+    "bisect",
+    "copy",
+    "math",
+    "random",
+    "statistics",
+    "itertools",
+    "functools",
+    "operator",
+    "io",
+    "sys",
+    "json",
+    "builtins",
+    "typing",
+]
+PRELUDE = "".join(
+    [
+        *(f"from {module} import *\n" for module in _STAR),
+        *(f"import {module}\n" for module in _STAR[:-2]),
+        "sys.setrecursionlimit(50000)\n",
+    ]
+)
+"""The names that the benchmark's own runner gives to every program, in its order: later ones hide earlier ones."""
 SINCE, UNTIL = "2024-08", "2025-05"
 """The window of release 6 that the Ring-1T report evaluates."""
 MAX_TESTS_BYTES = 1 << 28
@@ -37,6 +65,9 @@ def livecodebench(row: Row, number: int, options: Options) -> list[Item]:
         # One JSON value per line and argument; the result is one JSON value.
         called = [{"input": [json.loads(a) for a in t["input"].splitlines() if a.strip()], "output": json.loads(t["output"])} for t in tests]  # fmt: skip
         grader = {"mode": "function", "function": f"Solution.{function}" if "class Solution" in starter else function, "tests": called}  # fmt: skip
+    seconds = 60.0 if function else 10.0  # the calls of a method run as one job
+    limits = {"wall_s": seconds, "cpu_s": seconds, "memory_mb": 1024}
+    grader |= {"prelude": PRELUDE, "tolerance": 0.0, "limits": limits}
     how = METHOD.format(starter=starter) if starter else STDIN
     return [
         Item(
