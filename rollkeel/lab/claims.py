@@ -1,6 +1,6 @@
 """The forms that most claims have: one setting above another, no difference, within a range; each becomes a finding by numbers.
 
-Two standard errors over seeds decide everywhere. A reading that a run does not have is NaN and decides nothing.
+Two standard errors over seeds decide everywhere, of differences seed by seed where two settings are compared. A reading that a run does not have is NaN and decides nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rollkeel.lab.preset import (
     Readings,
     Rows,
     apart,
+    compared,
     over_steps,
     shown,
     within,
@@ -94,7 +95,7 @@ def above(
 
     def judge(readings: Readings) -> Finding:
         a, b = readings[reading][high], readings[reading][low]
-        numbers = f"{reading}: {shown(a, form)} against {shown(b, form)}"
+        numbers = f"{reading}: {compared(a, b, form)}"
         return Finding(claim=claim, source=source, numbers=numbers, verdict=apart(a, b, margin))
 
     return judge
@@ -111,7 +112,7 @@ def alike(one: str, other: str, *, claim: str, source: str, reading: str = REWAR
             verdict = NOT_REPRODUCED
         elif apart(a, b, -margin) == apart(b, a, -margin) == REPRODUCED:
             verdict = REPRODUCED
-        return Finding(claim=claim, source=source, numbers=f"{reading}: {shown(a)} against {shown(b)}", verdict=verdict)
+        return Finding(claim=claim, source=source, numbers=f"{reading}: {compared(a, b)}", verdict=verdict)
 
     return judge
 

@@ -111,7 +111,10 @@ def test_a_range_is_kept_or_left_by_two_errors(values: list[float], expected: st
 
 def test_above_says_what_was_measured() -> None:
     found = above("a", "b", claim="more", source="x", reading="r")(R)
-    assert (found.verdict, found.numbers) == (REPRODUCED, "r: 0.850 ± 0.050 against 0.150 ± 0.050")
+    assert (found.verdict, found.numbers) == (
+        REPRODUCED,
+        "r: 0.850 ± 0.050 against 0.150 ± 0.050, apart by 0.700 ± 0.000",
+    )
     assert above("b", "a", claim="more", source="x", reading="r")(R).verdict == NOT_REPRODUCED
     assert above("a", "one", claim="more", source="x", reading="r")(R).verdict == UNDECIDED
 

@@ -26,6 +26,7 @@ from rollkeel.lab.preset import (
     Arm,
     Finding,
     apart,
+    compared,
     over_steps,
     shown,
 )
@@ -46,6 +47,8 @@ from rollkeel.lab.presets import PRESETS
         ([0.8, 0.9, 0.85], [0.7, 0.8, 0.75], 0.3, NOT_REPRODUCED),
         ([0.8, 0.9, 0.85], [0.1, 0.2, 0.15], 0.3, REPRODUCED),
         ([float("nan"), 0.9], [0.1, 0.2], 0.0, UNDECIDED),
+        ([0.1, 0.5, 0.95], [0.05, 0.43, 0.9], 0.0, REPRODUCED),  # seeds apart by far, arms by little in each
+        ([0.1, 0.5, 0.95], [0.9, 0.05, 0.43], 0.0, UNDECIDED),  # the same numbers of other seeds
     ],
 )
 def test_two_standard_errors_decide(high: list[float], low: list[float], margin: float, expected: str) -> None:
@@ -76,6 +79,9 @@ def test_readings() -> None:
     assert np.isnan(over_last("b", 1)(rows))
     assert shown(np.array([0.5])) == "0.500"
     assert shown(np.array([0.4, 0.6])) == "0.500 ± 0.100"
+    both = compared(np.array([0.4, 0.6]), np.array([0.3, 0.4]), "{:.2f}")
+    assert both == "0.50 ± 0.10 against 0.35 ± 0.05, apart by 0.15 ± 0.05"
+    assert compared(np.array([0.4]), np.array([0.3]), "{:.1f}") == "0.4 against 0.3"
 
 
 def finding(kind: str, met: bool | None = None, claim: str = "it is so") -> Finding:
@@ -193,7 +199,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     code, out, err = cli(capsys, "lab", "measured", "--out", tmp_path / "up", "--jobs", "2")
     assert code == 0
     assert out.splitlines()[-2:] == [
-        "Reproduced: 2.005 ± 0.005 against 1.005 ± 0.005.",
+        "Reproduced: 2.005 ± 0.005 against 1.005 ± 0.005, apart by 1.000 ± 0.000.",
         f"report {tmp_path}/up/lab.html",
     ]
     assert len(err.splitlines()) == 4

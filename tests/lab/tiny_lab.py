@@ -13,7 +13,7 @@ import numpy as np
 from tiny_run import TINY
 
 from rollkeel.lab.claims import over_last
-from rollkeel.lab.preset import Arm, Finding, Preset, Readings, apart, over_steps, shown
+from rollkeel.lab.preset import Arm, Finding, Preset, Readings, apart, compared, over_steps
 
 HEARD = "ROLLKEEL_TEST_HEARD"
 """Environment variable: the file to which a measurement adds a line, so that a test can count them."""
@@ -46,7 +46,7 @@ def judge(readings: Readings) -> Sequence[Finding]:
         Finding(
             claim="more is more",
             source="rollkeel",
-            numbers=f"{shown(value[high])} against {shown(value[low])}",
+            numbers=compared(value[high], value[low]),
             verdict=apart(value[high], value[low]),
             met=met,
         )

@@ -11,6 +11,7 @@ from rollkeel.lab.preset import (
     Preset,
     Readings,
     apart,
+    compared,
     held,
     over_steps,
     shown,
@@ -40,7 +41,7 @@ def _judge_async_fp8(readings: Readings) -> Sequence[Finding]:
             Finding(
                 claim=f"{name} learns where GRPO collapses",
                 source={"dppo_binary_tv": "DPPO §5, Fig. 3"}.get(name, "Ring-1T §2.4.1, Fig. 6"),
-                numbers=f"{shown(reward[name])} against {shown(reward['grpo'])}",
+                numbers=compared(reward[name], reward["grpo"]),
                 verdict=apart(reward[name], reward["grpo"]),
             )
         )
@@ -73,14 +74,14 @@ def _judge_neg_int4(readings: Readings) -> Sequence[Finding]:
         Finding(
             claim="an int4 sampler alone destroys a run on negative advantages: at least 0.25 below an fp32 sampler",
             source="rollkeel, prototype",
-            numbers=f"{shown(int4)} against {shown(fp32)} with an fp32 sampler",
+            numbers=f"with an fp32 sampler {compared(fp32, int4)}",
             verdict=apart(fp32, int4, 0.25),
             met=met,
         ),
         Finding(
             claim="with the trainer on the same int4 weights (straight-through, ρ = 1) it learns: the gap kills, not the rounding",
             source="rollkeel, prototype",
-            numbers=f"{shown(through)} against {shown(int4)}",
+            numbers=compared(through, int4),
             verdict=apart(through, int4),
             met=within(through, 0.4, 1),
         ),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rollkeel.lab.claims import over_last
-from rollkeel.lab.preset import UNDECIDED, Arm, Finding, Preset, Readings, apart, shown
+from rollkeel.lab.preset import UNDECIDED, Arm, Finding, Preset, Readings, apart, compared, shown
 from rollkeel.lab.presets import bases
 
 _ARM = "grpo, restarted"
@@ -44,7 +44,7 @@ def _judge(readings: Readings) -> Sequence[Finding]:
         Finding(
             claim=f"from the same weights of step {_LATE} DPPO-TV ends above GRPO: what cannot be undone is the setting",
             source="rollkeel: the control that the study lacks",
-            numbers=f"{shown(cured)} against {shown(again)}",
+            numbers=compared(cured, again),
             verdict=apart(cured, again) if np.isfinite(cured).all() else UNDECIDED,
         ),
     ]
