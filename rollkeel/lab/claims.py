@@ -1,6 +1,7 @@
 """The forms that most claims have: one setting above another, no difference, within a range; each becomes a finding by numbers.
 
-Two standard errors over seeds decide everywhere, of differences seed by seed where two settings are compared. A reading that a run does not have is NaN and decides nothing.
+Two standard errors over seeds decide everywhere, of differences seed by seed where two settings are compared. A reading that a run
+does not have is NaN and decides nothing.
 """
 
 from __future__ import annotations

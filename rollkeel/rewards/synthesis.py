@@ -18,7 +18,7 @@ from rollkeel.errors import BadInput
 from rollkeel.rewards.programs import Answer, CodeProblem, Example, answers, equal, judge
 
 if TYPE_CHECKING:
-    from rollkeel.rewards.programs import Run
+    from rollkeel.rewards.sandboxed import Run
 
 EDGES: tuple[int, ...] = (0, 1, -1, 2, 10, 100, 10**3, 10**5, 2**31 - 1, 2**31, 2**63)
 ROUNDS = 40

@@ -26,6 +26,8 @@ SPLIT_EDGES = {"eval": (0.0, 0.125), "sft": (0.125, 0.5), "train": (0.5, 1.0)}
 """Which part of the hash range `[0, 1)` each split owns."""
 MAX_ATTEMPTS = 1000
 MAX_RESPONSE_CHARS = 4096
+LIMITS = {"wall_s": 5.0, "cpu_s": 5.0, "memory_mb": 256}
+"""In the sandbox, of what belongs to one response."""
 """Longer responses score 0 unread: no task has an answer this long, and a scorer must not be made to work for minutes."""
 ASCII_SPACE = " \t\r\n"
 JUNK = ("0", " 0", "x", " x", "=", ".", "\n1", "\x00", "٣", "²")

@@ -137,7 +137,8 @@ class Gym(Task[GymOptions]):
         return form is None or form.fullmatch(response.strip()) is not None
 
     def verify(self, item: TaskItem, response: str) -> tuple[float, str]:
-        """Raises what the scorer raises, `GraderFailure` for a score that is no number, and `BadInput` when this installation makes another question of the number."""
+        """Raises what the scorer raises, `GraderFailure` for a score that is no number, and `BadInput` when this installation makes
+        another question of the number."""
         if not self._accepts(response):
             return 0.0, f"not of the form of an answer: {excerpt(response)}"
         source, entry = self._entry(item.metadata["number"])
@@ -153,7 +154,8 @@ class Gym(Task[GymOptions]):
         return float(score == 1), f"scored {score}: {excerpt(response)}"
 
     def finish(self, item: TaskItem, rng: random.Random) -> TaskItem | None:
-        """Draws again what silence solves, answers longer than any response that is read, and integrals whose published answer is an integral."""
+        """Draws again what silence solves, answers longer than any response that is read, and integrals whose published answer is
+        an integral."""
         readable = len(item.answer) <= MAX_RESPONSE_CHARS and self._accepts(item.answer)
         accepted = readable and self.verify(item, "")[0] == 0
         return item if accepted else None

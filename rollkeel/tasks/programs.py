@@ -11,10 +11,9 @@ from pydantic import Field
 
 from rollkeel.errors import GraderFailure
 from rollkeel.tasks import pipelines
-from rollkeel.tasks.base import Task, TaskItem, TaskOptions
+from rollkeel.tasks.base import LIMITS, Task, TaskItem, TaskOptions
 from rollkeel.types import GraderSpec
 
-LIMITS = {"wall_s": 5.0, "cpu_s": 5.0, "memory_mb": 256}
 EDGES = ([], [0], [-4, -4, 7], [5, 5, 5])
 """Among the hidden tests of every list program."""
 _ATTEMPTS = 200

@@ -16,26 +16,10 @@ from rollkeel.types import GraderSpec
 TEMPLATE = "{question}\n\n{how}\n\nReason step by step, and end with the whole program in one ```python code block."
 STDIN = "Write a Python program that reads the input from standard input and prints the answer to standard output."
 METHOD = "Complete this Python code, keeping its names:\n```python\n{starter}\n```"
-_STAR = [
-    "string",
-    "re",
-    "datetime",
-    "collections",
-    "heapq",
-    "bisect",
-    "copy",
-    "math",
-    "random",
-    "statistics",
-    "itertools",
-    "functools",
-    "operator",
-    "io",
-    "sys",
-    "json",
-    "builtins",
-    "typing",
-]
+_STAR = (
+    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools",
+    "functools", "operator", "io", "sys", "json", "builtins", "typing",
+)  # fmt: skip
 PRELUDE = "".join(
     [
         *(f"from {module} import *\n" for module in _STAR),

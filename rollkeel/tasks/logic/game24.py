@@ -9,13 +9,12 @@ from typing import Any, final
 
 from pydantic import Field
 
-from rollkeel.tasks.base import TaskItem, TaskOptions
+from rollkeel.tasks.base import LIMITS, TaskItem, TaskOptions
 from rollkeel.tasks.countdown import ExpressionTask, join
 from rollkeel.types import GraderSpec
 
 Tree = Any
 """A number, or `(operator, left, right)`."""
-LIMITS = {"wall_s": 5.0, "cpu_s": 5.0, "memory_mb": 256}
 JUDGE = """
 import ast, operator, re
 from collections import Counter
@@ -47,7 +46,7 @@ def judge(text, given):
         return False, f"uses {used}"
     return worth == given["target"], f"{text} is {worth}"
 """
-"""`ExpressionTask.verify` once more for the sandbox, by Python's own parser: the same rewards."""
+"""`ExpressionTask.verify` once more for the sandbox, by Python's own parser: the same rewards, but that the grader leaves out a thought before it."""
 
 
 class Game24Options(TaskOptions):
