@@ -241,9 +241,9 @@ def check(
 @objectives_app.command(name="list")
 def list_objectives() -> None:
     """Names of the recipes."""
-    from rollkeel.stages import objective_summaries
+    from rollkeel.objectives.described import summaries
 
-    for name, summary in objective_summaries():
+    for name, summary in summaries():
         print(f"{name:22} {summary}")
     print("  beside these: composed (your own masks, weight, surrogate) and module:function; see docs/objectives.md")
 
@@ -256,9 +256,9 @@ ObjectiveOptions = Annotated[
 @objectives_app.command(name="show")
 def show_objective(name: str, options: ObjectiveOptions = None) -> None:
     """Formula, source, options with their defaults, and what they resolve to."""
-    from rollkeel.stages import objective_description
+    from rollkeel.objectives.described import description
 
-    print(objective_description(name, load(None, [f"objective.{o}" for o in options or []]).objective.options))
+    print(description(name, load(None, [f"objective.{o}" for o in options or []]).objective.options))
 
 
 @objectives_app.command()
@@ -274,9 +274,11 @@ def plot(
     """Draw acceptance regions over the two probabilities of a token, by calling the objectives."""
     names = [w for w in words or [] if "=" not in w]
     options = load(None, [f"objective.{w}" for w in words or [] if "=" in w]).objective.options
-    from rollkeel.stages import plot_objectives
+    from rollkeel import objectives
+    from rollkeel.report import regions
 
-    print(plot_objectives(names, options, out)[-1])
+    made = {name: objectives.build(name, options) for name in names or list(objectives.RECIPES)}
+    print(regions.write(made, out)[-1])
 
 
 def main(argv: list[str] | None = None) -> None:

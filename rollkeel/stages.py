@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rollkeel import objectives, rewards
+from rollkeel import rewards
 from rollkeel.config import Config
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.rollout_store import read_step, to_rollouts, write_step
@@ -19,11 +17,9 @@ from rollkeel.diagnostics.stopping import StopFlag
 from rollkeel.errors import BadInput, Interrupted
 from rollkeel.evals.record import open_folder
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers, resolve_device, save_policy
-from rollkeel.objectives.registry import find
 from rollkeel.pipeline import sft
 from rollkeel.play import gathering
 from rollkeel.recipe import load
-from rollkeel.report import regions
 from rollkeel.rewards import FailureBudget
 from rollkeel.rollout.collect import issue
 from rollkeel.rollout.evaluate import evaluate
@@ -174,33 +170,6 @@ def measured(scenario: Scenario) -> Scenario:
     return scenario.model_copy(update={"engine": scenario.engine.model_copy(update=update)})
 
 
-def objective_summaries() -> list[tuple[str, str]]:
-    """Name and first paragraph, on one line, of every objective recipe."""
-    docs = {name: inspect.getdoc(recipe) or "" for name, recipe in objectives.RECIPES.items()}
-    return [(name, " ".join(doc.split("\n\n")[0].split())) for name, doc in docs.items()]
-
-
-def objective_description(name: str, options: Mapping[str, Any]) -> str:
-    """What an objective's docstring says, its options with their defaults, and the composition it resolves to.
-
-    `name`: a recipe, `composed`, or `module:function` of a user's own.
-    """
-    built = objectives.build(name, options)
-    recipe = find(name)
-    recipe = recipe.func if isinstance(recipe, functools.partial) else recipe
-    parameters = inspect.signature(recipe).parameters.values()
-    defaults = ", ".join(f"{p.name}={p.default!r}" for p in parameters if p.default is not p.empty and p.name != "name")
-    resolved = "\n".join(f"  {key}: {json.dumps(value)}" for key, value in built.describe().items())
-    said = [name, inspect.getdoc(recipe) or "", f"Defaults: {defaults}", f"Resolved:\n{resolved}"]
-    return "\n\n".join(part for part in said if part)
-
-
-def plot_objectives(names: Sequence[str], options: Mapping[str, Any], out: Path) -> list[Path]:
-    """Draw the acceptance regions of these recipes (all of them when none is named); the page is the last file."""
-    chosen = names or list(objectives.RECIPES)
-    return regions.write({name: objectives.build(name, options) for name in chosen}, out)
-
-
 def _policy(config: Config) -> Policy:
     quiet_transformers()
     torch.set_num_threads(config.run.threads)
@@ -222,9 +191,6 @@ def _make_parent(out: Path) -> None:
 __all__ = [
     "eval_stage",
     "measured",
-    "objective_description",
-    "objective_summaries",
-    "plot_objectives",
     "reward_model_stage",
     "rollout_stage",
     "score_stage",

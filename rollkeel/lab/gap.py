@@ -9,7 +9,6 @@ import torch
 from rollkeel import objectives
 from rollkeel.diagnostics.mismatch import mismatch_metrics
 from rollkeel.diagnostics.routing import flipped_layers, routing_metrics
-from rollkeel.lab.sampled import sample
 from rollkeel.objectives.kl import k3
 
 TOKENS, VOCABULARY, SPREAD, FIRST_SEED, PIECE = 50_000, 2048, 1.5, 1234, 1000
@@ -36,6 +35,9 @@ def softmax_ratio(seed: int) -> Mapping[str, float]:
 
 def engine_gap(words: Sequence[str], seed: int) -> Mapping[str, float]:
     """What an engine's rounding does to tokens it sampled from the trainer's own weights, and what masks would drop."""
+    # It brings models and engines, which take longer to import than the softmax above to measure.
+    from rollkeel.lab.sampled import sample
+
     sampled = sample(words, seed)
     batch = sampled.batch
     scores = sampled.trainer().score(batch, experts=batch.experts is not None)

@@ -25,7 +25,7 @@ _MAX_SERIES = 8
 _MAX_SVG = 64_000
 # Stand-ins that become CSS variables in the SVG; in a PNG they are the colours themselves, legible on both themes.
 INK, GRID = "#80848b", "#80848c"
-SERIES = ("#3b7dd8", "#e0762f", "#2f9e63", "#b455c4", "#c9a227", "#d64561", "#26a0b5", "#8a6d5a")
+SERIES = ("#3b7dd8", "#e0762f", "#2f9e63", "#b455c4", "#d64561", "#26a0b5", "#c9a227", "#8a6d5a")
 _CSS = {INK: "var(--muted)", GRID: "var(--grid)"} | {color: f"var(--s{i + 1})" for i, color in enumerate(SERIES)}
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",

@@ -51,6 +51,7 @@ class _Ends:
 
 def main(config_text: str) -> NoReturn:
     """`config_text`: JSON with `uid` (of the job, null for this process's) and `mount_mb` (see `_mount_scratch`)."""
+    libc.default_signals()
     config = json.loads(config_text)
     channel: Any = _Pipes()
     try:

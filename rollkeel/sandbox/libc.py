@@ -92,6 +92,16 @@ def unshare(flags: int) -> None:
     call("unshare", flags)
 
 
+def default_signals() -> None:
+    """Undo what this process was started with: a script's `&` has SIGINT ignored and `nohup` SIGHUP, and every job would inherit
+    that and could not be interrupted."""
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
+    for number in _signal.valid_signals():
+        # Two that Python itself ignores, and needs to.
+        if number not in (_signal.SIGPIPE, _signal.SIGXFSZ) and _signal.getsignal(number) == _signal.SIG_IGN:
+            on_signal(number, DEFAULT)
+
+
 def set_namespace(descriptor: int, kind: int) -> None:
     """Enter a namespace; for `CLONE_NEWPID` it is the one that children are born in."""
     call("setns", descriptor, kind)

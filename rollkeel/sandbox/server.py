@@ -35,6 +35,7 @@ DESCRIPTOR = struct.Struct("=i")
 
 def main(control_fd: int, package_root: str) -> NoReturn:
     """Entry point of the launcher; the first message on the control socket says what to be."""
+    libc.default_signals()
     control = socket.socket(fileno=control_fd)
     config = json.loads(control.recv(MAX_MESSAGE))
     caller = os.pidfd_open(config["caller"])

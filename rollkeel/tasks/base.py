@@ -26,9 +26,9 @@ SPLIT_EDGES = {"eval": (0.0, 0.125), "sft": (0.125, 0.5), "train": (0.5, 1.0)}
 """Which part of the hash range `[0, 1)` each split owns."""
 MAX_ATTEMPTS = 1000
 MAX_RESPONSE_CHARS = 4096
+"""Longer responses score 0 unread: no task has an answer this long, and a scorer must not be made to work for minutes."""
 LIMITS = {"wall_s": 5.0, "cpu_s": 5.0, "memory_mb": 256}
 """In the sandbox, of what belongs to one response."""
-"""Longer responses score 0 unread: no task has an answer this long, and a scorer must not be made to work for minutes."""
 ASCII_SPACE = " \t\r\n"
 JUNK = ("0", " 0", "x", " x", "=", ".", "\n1", "\x00", "٣", "²")
 """What `check` glues to a gold answer, which must then score 0."""
@@ -40,6 +40,10 @@ class TaskOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
     beside: ClassVar[frozenset[str]] = frozenset()
     """Options that change how an item is graded, and not which items there are."""
+
+    def defining(self) -> dict[str, Any]:
+        """The others, which key every draw: of items and of what a demonstration gets wrong."""
+        return self.model_dump(mode="json", exclude=set(self.beside))
 
 
 O = TypeVar("O", bound=TaskOptions)  # noqa: E741 - reads as Task[O]
@@ -131,9 +135,7 @@ class Task(ABC, Generic[O]):
 
     @cached_property
     def _key(self) -> str:
-        return json.dumps(
-            [self.name, self.options.model_dump(mode="json", exclude=set(self.options.beside))], sort_keys=True
-        )
+        return json.dumps([self.name, self.options.defining()], sort_keys=True)
 
     def item(self, seed: int, split: str, index: int) -> TaskItem:
         """Item `index` of `split`: redrawn until its content hash falls into the split.

@@ -57,7 +57,7 @@ class GeneratedProblems(Problems):
     def __init__(self, task: Task[Any], seed: int, split: str) -> None:
         self.name, self.size = task.name, None
         self.task, self.seed, self.split = task, seed, split
-        self._options = task.options.model_dump(mode="json")
+        self._options = task.options.defining()
         self._last: tuple[int, TaskItem] | None = None
 
     def _item(self, index: int) -> TaskItem:

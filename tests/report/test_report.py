@@ -171,9 +171,9 @@ def test_a_full_run_shows_everything_fast_and_small(tmp_path: Path) -> None:
     run.events.emit("objective", name="kpop", phi=0.1, clip_low=0.2)
     run.events.emit("checkpoint_refused", step=125, path="step_000125", reason="model/a does not match its checksum")
     run.end("done")
-    start = time.perf_counter()
+    start = time.process_time()
     path = render(tmp_path / "run")
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start  # of this process: other load does not count
     assert path == tmp_path / "run" / "report.html"
     assert path.stat().st_size < 2_000_000
     assert seconds < 15, "5 s on an idle machine"

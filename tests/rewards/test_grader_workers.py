@@ -133,8 +133,9 @@ def test_nothing_is_left_after_close() -> None:
 
 
 ORPHANS = """
-import os, sys, threading, time
+import os, signal, sys, threading, time
 from rollkeel.rewards.workers import Workers
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
 workers = Workers(deadline_s=60.0)
 workers.run("grader_fakes:by_command", "four", "", {})
 threading.Thread(target=workers.run, args=("grader_fakes:by_command", "hang in C", "", {}), daemon=True).start()

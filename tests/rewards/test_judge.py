@@ -16,6 +16,7 @@ from rollkeel import tasks
 from rollkeel.config import GradersConfig
 from rollkeel.rewards import Graders
 from rollkeel.sandbox import Level, probe
+from rollkeel.tasks.source import GeneratedProblems
 from rollkeel.types import GraderSpec, Rollout, Status
 
 pytestmark = pytest.mark.skipif(probe().plan(()).level < Level.RESTRICTED, reason="no isolation can be had here")
@@ -91,3 +92,10 @@ def test_the_24_game_in_the_sandbox(graders: Graders) -> None:
     texts = [item.answer, *task.near_misses(item), "__import__('os')._exit(0)", "(" * 300]
     found = graders.grade([rollout(text, "", task.grader(item)) for text in texts])
     assert [r.reward for r in found] == [1.0] + [0.0] * (len(texts) - 1), [r.detail for r in found]
+
+
+def test_who_judges_the_24_game_changes_no_item_and_no_demonstration() -> None:
+    here, there = (GeneratedProblems(tasks.get("game24", {"sandbox": s}), 0, "train") for s in (False, True))
+    for i in range(20):
+        assert here.problem(i).text == there.problem(i).text
+        assert here.response(i, 0.5) == there.response(i, 0.5)

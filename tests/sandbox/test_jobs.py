@@ -16,7 +16,7 @@ import pytest
 from sandbox_driver import Here, There
 
 from rollkeel.errors import BadInput
-from rollkeel.sandbox import Job, Level, Limits, Result, Sandbox, Status, display, probe
+from rollkeel.sandbox import Job, Level, Limits, Result, Sandbox, Status, display, enclosure, probe
 
 pytestmark = pytest.mark.skipif(probe().plan().level < Level.NAMESPACES, reason="namespaces do not hold here")
 SECOND = Limits(wall_s=1, cpu_s=1, memory_mb=128)
@@ -367,3 +367,32 @@ def test_display_escapes_what_a_terminal_would_obey() -> None:
     assert display(b"a\x1b[31m\0\xff\tb\n") == "a\\x1b[31m\\x00\\xff\tb\n"
     assert display("x\u202ey\x9b".encode()) == "x\\u202ey\\x9b"
     assert display(b"abcdef", 3) == "abc… (6 bytes)"
+
+
+SIGNALS = r"""
+import signal
+ignored = {s.name for s in map(signal.Signals, range(1, 32)) if signal.getsignal(s) is signal.SIG_IGN}
+print(sorted(ignored - {"SIGPIPE", "SIGXFSZ"}), signal.getsignal(signal.SIGINT) is signal.default_int_handler, end=" ")
+print(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+"""
+
+
+@pytest.mark.parametrize("backend", ["native", "bubblewrap", "gvisor"])
+def test_what_the_caller_ignores_or_blocks_a_job_does_not(backend: str) -> None:
+    """A script's `&` starts a server with SIGINT ignored, `nohup` with SIGHUP."""
+    if backend != "native" and enclosure.probe(backend).level < Level.RESTRICTED:
+        pytest.skip(f"{backend} does not hold here")
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})
+    try:
+        with Sandbox(workers=1, minimum=Level.RESTRICTED, backend=backend) as sandbox:
+            python = sandbox.run(Job(source=SIGNALS.encode()))
+            shell = sandbox.run(Job(source=b"grep -E 'Sig(Blk|Ign)' /proc/self/status", kind="shell"))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert python.stdout == b"[] True set()\n", python
+    if backend != "gvisor":  # its /proc does not tell
+        reserved = 1 << 31  # the C library's own first signal, which make leaves ignored and nobody can set
+        assert [int(line.split()[1], 16) & ~reserved for line in shell.stdout.splitlines()] == [0, 0], shell
