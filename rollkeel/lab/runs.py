@@ -44,6 +44,7 @@ STOPPED = "stopped: "
 POLL_S, GRACE_S = 1.0, 60.0
 WAIT_S = 3600.0
 """Longest wait for a run that another process is making."""
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,8 @@ def execute(runs: Sequence[Planned], jobs: int, tell: Callable[[Planned, str], N
         try:
             while todo or running:
                 while todo and len(running) < jobs:
-                    running.append(_Worker(todo.pop(0)))
+                    with _held_signals():
+                        running.append(_Worker(todo.pop(0)))
                 connection.wait([worker.process.sentinel for worker in running], timeout=POLL_S)
                 for worker in [w for w in running if not w.process.is_alive()]:
                     running.remove(worker)
@@ -144,20 +146,20 @@ def _term_is_interrupt() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # only there may handlers be set
         return
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    before = [signal.signal(number, signal.default_int_handler) for number in _ENDING]
     try:
         yield
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in zip(_ENDING, before, strict=True):
             signal.signal(number, handler)
 
 
 @contextmanager
-def _held_interrupt() -> Iterator[None]:
-    """Ctrl-C waits while a process is started: a worker must not die of it, with a traceback, before it is on its own."""
+def _held_signals() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait while a worker is started: cut short, it would end with a traceback, or go on with nobody
+    who knows of it. The worker starts with them held, too: see `_work`."""
     resource_tracker.ensure_running()  # starting it later would lift the block
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
         yield
     finally:
@@ -165,15 +167,14 @@ def _held_interrupt() -> Iterator[None]:
 
 
 class _Worker:
-    """A process that makes one run."""
+    """A process that makes one run; to be started under `_held_signals`."""
 
     def __init__(self, run: Planned) -> None:
         context = multiprocessing.get_context("spawn")
         self.run = run
         self._receive, send = context.Pipe(duplex=False)
         self.process = context.Process(target=_work, args=(run, send), daemon=False)
-        with _held_interrupt():
-            self.process.start()
+        self.process.start()
         send.close()
 
     def said(self) -> str:
@@ -201,6 +202,7 @@ def _work(run: Planned, send: connection.Connection) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     try:
         send.send(("done", _make(run)))
     except RollkeelError as error:

@@ -6,21 +6,25 @@ Not covered: kills in every stage of a single run, which `test_resume.py` tries.
 from __future__ import annotations
 
 import fcntl
+import multiprocessing.util
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_lab
 from tiny_lab import TRAINED
 from tiny_run import DEADLINE_S, events, rows, weights
 
+from rollkeel.errors import Interrupted
 from rollkeel.lab.command import run_preset
-from rollkeel.lab.runs import _make, plan
+from rollkeel.lab.runs import _make, execute, plan
 
 HERE = Path(__file__).resolve()
 
@@ -100,3 +104,30 @@ def test_a_signal_ends_the_workers_too_and_says_one_line(
     if lock.exists():
         with lock.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody is left who holds it
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "term"])
+def test_a_signal_between_the_start_of_a_worker_and_its_first_words_leaves_nothing_behind(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The worker's process exists, and waits to be told what it is for."""
+    real = multiprocessing.util.spawnv_passfds
+    started: list[int] = []
+
+    def interrupted(*args: Any) -> int:
+        started.append(real(*args))
+        os.kill(os.getpid(), number)
+        return started[-1]
+
+    resource_tracker.ensure_running()
+    monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", interrupted)
+    monkeypatch.setenv(tiny_lab.HEARD, str(tmp_path / "heard"))
+    runs = plan(tiny_lab.measured("hanging", less="hang"), [0], tmp_path)
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(Interrupted, match="2 runs are missing"):
+        execute(runs, 2, lambda run, said: None)
+    assert len(started) == 1
+    assert not Path(f"/proc/{started[0]}").exists()
+    assert capfd.readouterr() == ("", "")
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
