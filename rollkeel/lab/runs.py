@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
 from pathlib import Path
+from types import FrameType
 
 from rollkeel.config import Config
 from rollkeel.diagnostics.runfolder import CONFIG, METRICS, read_rows
@@ -119,11 +120,12 @@ def execute(runs: Sequence[Planned], jobs: int, tell: Callable[[Planned, str], N
         if run.folder not in missing:
             tell(run, "found")
     running: list[_Worker] = []
-    with _term_is_interrupt():
+    signals = _Signals()
+    with signals.taken():
         try:
             while todo or running:
                 while todo and len(running) < jobs:
-                    with _held_signals():
+                    with signals.held():
                         running.append(_Worker(todo.pop(0)))
                 connection.wait([worker.process.sentinel for worker in running], timeout=POLL_S)
                 for worker in [w for w in running if not w.process.is_alive()]:
@@ -139,35 +141,50 @@ def execute(runs: Sequence[Planned], jobs: int, tell: Callable[[Planned, str], N
                 worker.end()
 
 
-@contextmanager
-def _term_is_interrupt() -> Iterator[None]:
+class _Signals:
     """SIGTERM ends the runs as Ctrl-C does, or they would go on alone; and both do where a shell in the background had
     them ignored, as `rollkeel train` takes them too."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only there may handlers be set
-        return
-    before = [signal.signal(number, signal.default_int_handler) for number in _ENDING]
-    try:
-        yield
-    finally:
-        for number, handler in zip(_ENDING, before, strict=True):
-            signal.signal(number, handler)
 
+    def __init__(self) -> None:
+        self._holding = self._came = False
 
-@contextmanager
-def _held_signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait while a worker is started: cut short, it would end with a traceback, or go on with nobody
-    who knows of it. The worker starts with them held, too: see `_work`."""
-    resource_tracker.ensure_running()  # starting it later would lift the block
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Both raise `KeyboardInterrupt` in here."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only there may handlers be set
+            return
+        before = [signal.signal(number, self._handle) for number in _ENDING]
+        try:
+            yield
+        finally:
+            for number, handler in zip(_ENDING, before, strict=True):
+                signal.signal(number, handler)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """They wait while a worker is started: cut short, it would end with a traceback, or go on with nobody who knows
+        of it. The worker starts with them blocked, too (see `_work`); here the block is not enough, as another thread may
+        take a signal."""
+        resource_tracker.ensure_running()  # starting it later would lift the block
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+        self._holding = True
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            self._holding = False
+        if self._came:
+            raise KeyboardInterrupt
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._holding:
+            raise KeyboardInterrupt
+        self._came = True
 
 
 class _Worker:
-    """A process that makes one run; to be started under `_held_signals`."""
+    """A process that makes one run; to be started under `_Signals.held`."""
 
     def __init__(self, run: Planned) -> None:
         context = multiprocessing.get_context("spawn")
