@@ -40,6 +40,8 @@ app.add_typer(sandbox, name="sandbox")
 app.add_typer(data, name="data")
 tasks_app = typer.Typer(no_args_is_help=True, help="Verifiable task families.")
 app.add_typer(tasks_app, name="tasks")
+EPISODES = 4
+"""Episodes played at once by `tasks check`: one waits for its tool most of the time."""
 objectives_app = typer.Typer(
     no_args_is_help=True, help="Objectives: masks, weights and surrogates under their papers' names."
 )
@@ -220,17 +222,18 @@ def check(
 ) -> None:
     """Prove that gold answers score 1, near misses 0, items repeat and splits are disjoint."""
     from rollkeel import rewards, tasks
+    from rollkeel.diagnostics.bars import Bars
     from rollkeel.tasks.environment import Environment
 
     task = _task(name, options)
     if isinstance(task, Environment):
         from rollkeel.play import equipped
 
-        with equipped(task):
-            result = tasks.check(task, count)
+        with equipped(task), Bars() as bars:
+            result = tasks.check(task, count, threads=EPISODES if task.uses_tool else 1, progress=bars)
     else:
-        with rewards.Graders() as graders:
-            result = tasks.check(task, count, score=_through(graders, task))
+        with rewards.Graders() as graders, Bars() as bars:
+            result = tasks.check(task, count, score=_through(graders, task), progress=bars)
     for failure in result.failures:
         print(f"FAIL {failure}")
     print(f"{name}: {result.items} items, {result.scored} answers scored, {len(result.failures)} failures")

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -33,12 +30,13 @@ def clean(
     """Remove what must not be trained on; writes parquet files and a report of what was removed and why."""
     from rollkeel.data import clean as run
     from rollkeel.data import read_options
+    from rollkeel.diagnostics.bars import Bars
 
     inputs = [word for word in words if "=" not in word or Path(word).exists()]
     if not inputs:
         raise BadInput("data clean: expected an input file, folder or pattern, got options only")
     chosen = read_options(options, [word for word in words if word not in inputs])
-    with _Bars() as bars:
+    with Bars() as bars:
         run(inputs, out, chosen, processes=processes, progress=bars)
     report(out)
 
@@ -58,45 +56,3 @@ def report(folder: Annotated[Path, typer.Argument(help="A folder that `data clea
         print(data_view.write_page(found, folder))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Corrupt(f"{path}: not a report of `rollkeel data clean` ({error!r}); clean the data again") from None
-
-
-class _Bars:
-    """A bar per stage where there is a terminal, else a line every ten seconds."""
-
-    def __enter__(self) -> Callable[[str, int, int | None], None]:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        console = Console(stderr=True)
-        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._progress.start()
-        stages: dict[str, Any] = {}
-        said = time.monotonic()
-
-        def update(stage: str, done: int, total: int | None) -> None:
-            nonlocal said
-            if not console.is_terminal and time.monotonic() - said >= 10:
-                said = time.monotonic()
-                print(f"{stage}: {done:,}" + (f" of {total:,}" if total else ""), file=sys.stderr, flush=True)
-            if stage not in stages:
-                stages[stage] = self._progress.add_task(stage, total=total)
-            self._progress.update(stages[stage], completed=done, total=total)
-
-        return update
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()

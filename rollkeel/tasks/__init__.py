@@ -6,9 +6,11 @@ gold answers with junk around them score 0, items are reproducible, splits share
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rollkeel.errors import BadInput
 from rollkeel.tasks.addition import Addition
@@ -28,6 +30,7 @@ from rollkeel.tasks.programs import Programs
 from rollkeel.tasks.runsum import Runsum
 from rollkeel.tasks.science import Science
 
+R = TypeVar("R")
 Score = Callable[[TaskItem, str], tuple[float, str]]
 """`(item, response)` → reward and detail. Raising means that the grader failed."""
 
@@ -71,9 +74,19 @@ class CheckReport:
         return not self.failures
 
 
-def check(task: Task[Any], n: int = 100, seed: int = 0, score: Score | None = None) -> CheckReport:
+def check(
+    task: Task[Any],
+    n: int = 100,
+    seed: int = 0,
+    score: Score | None = None,
+    *,
+    threads: int = 1,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> CheckReport:
     """Prove `task` on `n` items of each split, graded by `score` (default `task.score`); one that raises is a failure.
 
+    `threads`: items whose answers are scored at once, for scores that wait; the report is the same. `progress`: called after
+    every item with the split, the items done in it, and `n`.
     Raises `BadInput` when a split has no items at these knobs or n < 1.
     """
     if n < 1:
@@ -82,17 +95,21 @@ def check(task: Task[Any], n: int = 100, seed: int = 0, score: Score | None = No
     scored = 0
     problems: dict[str, set[str]] = {}
     twin = type(task)(task.options.model_dump())
+
+    def look(item: TaskItem) -> tuple[list[str], int]:
+        return _check_scores(task, item, score or task.score)
+
     for split in SPLITS:
         problems[split] = set()
-        for index in range(n):
-            item = task.item(seed, split, index)
+        items = (task.item(seed, split, index) for index in range(n))
+        for index, (item, (faults, count)) in enumerate(_at_once(look, items, threads)):
             problems[split].add(task.identity(item))
             where = f"{split} item {index} {item.text!r}"
             if twin.item(seed, split, index) != item:
                 failures.append(f"{where}: drawn twice, came out different")
-            faults, count = _check_scores(task, item, score or task.score)
             scored += count
             failures += [f"{where}: {fault}" for fault in faults]
+            progress(split, index + 1, n)
     for i, a in enumerate(SPLITS):
         for b in SPLITS[i + 1 :]:
             failures += [f"splits {a} and {b} share {p!r}" for p in sorted(problems[a] & problems[b])]
@@ -104,6 +121,24 @@ def check(task: Task[Any], n: int = 100, seed: int = 0, score: Score | None = No
         distinct={s: len(p) for s, p in problems.items()},
         failures=tuple(failures),
     )
+
+
+def _at_once(look: Callable[[TaskItem], R], items: Iterable[TaskItem], threads: int) -> Iterator[tuple[TaskItem, R]]:
+    """Each item with what `look` says, in order; `threads` are looked at while the caller has the one before."""
+    if threads == 1:
+        yield from ((item, look(item)) for item in items)
+        return
+    pool = ThreadPoolExecutor(threads)
+    waiting: deque[tuple[TaskItem, Future[R]]] = deque()
+    try:
+        for item in items:
+            waiting.append((item, pool.submit(look, item)))
+            if len(waiting) > threads:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        yield from ((item, future.result()) for item, future in waiting)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _check_scores(task: Task[Any], item: TaskItem, score: Score) -> tuple[list[str], int]:

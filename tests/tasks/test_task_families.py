@@ -11,6 +11,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 from typing import Any, ClassVar
 
 import pytest
@@ -172,6 +173,43 @@ def test_check_takes_another_score_and_names_one_that_breaks() -> None:
     failures = tasks.check(task, 2, score=broken).failures
     assert len(failures) == 12  # the gold answer of six items, before and after JSON
     assert all("scores None, expected 1 (OSError: no sandbox)" in failure for failure in failures)
+
+
+def test_items_checked_at_once_make_the_same_report() -> None:
+    task = tasks.get("addition", {"digits": 2})
+    meet = threading.Barrier(3)
+
+    def picky(item: TaskItem, response: str) -> tuple[float, str]:
+        if response == "":  # once per item: three items are under way together, or this fails
+            meet.wait(timeout=30)
+        return 0.0, item.answer
+
+    report = tasks.check(task, 6, score=picky, threads=3)
+    assert report == tasks.check(task, 6, score=lambda item, _: (0.0, item.answer))
+    assert report.scored > 18 * 3
+    assert len(report.failures) == 18 * 2  # the gold answer of each, before and after JSON
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_check_tells_how_far_it_is_and_stops_where_it_is_stopped(threads: int) -> None:
+    task, seen, told = tasks.get("addition", {"digits": 2}), set[str](), list[tuple[str, int, int]]()
+
+    def score(item: TaskItem, response: str) -> tuple[float, str]:
+        seen.add(item.text)
+        return task.score(item, response)
+
+    def progress(split: str, done: int, total: int) -> None:
+        told.append((split, done, total))
+        if (split, done) == (SPLITS[1], 2):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tasks.check(task, 50, score=score, threads=threads, progress=progress)
+    assert told == [(SPLITS[0], i, 50) for i in range(1, 51)] + [(SPLITS[1], 1, 50), (SPLITS[1], 2, 50)]
+    seen.clear()
+    with pytest.raises(ZeroDivisionError):
+        tasks.check(task, 50, score=score, threads=threads, progress=lambda split, done, total: done // 0)
+    assert len(seen) <= 1 + threads  # nothing goes on behind the one that looks
 
 
 def test_a_family_names_what_spoils_its_answers() -> None:
