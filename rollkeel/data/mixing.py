@@ -45,12 +45,12 @@ def plan(available: Mapping[str, int], proportions: Mapping[str, float], rows: i
         return tuple(name for name, count in apportion(total, wanted).items() if count > available[name])
 
     if rows is None:
-        low, high = 0, sum(available[name] for name in wanted) + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if short(middle) else (middle, high)
-        # Largest remainders are not monotone in the total by a row, so the neighbours are looked at too.
-        total = next(t for t in range(low + len(wanted), -1, -1) if not short(t))
+        # No domain gets a whole row less than its share. Below that bound, what largest remainders take from a domain is
+        # not monotone in the total (the Alabama paradox), so every total is looked at.
+        whole = sum(wanted.values())
+        most = min((available[name] + 1) * whole / share for name, share in wanted.items())
+        most = int(min(most + 1, sum(available[name] for name in wanted)))
+        total = next(t for t in range(most, -1, -1) if not short(t))
         return Mixture(apportion(total, wanted), short(total + 1))
     limiting = short(rows)
     if limiting and not upsample:
