@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 BIN := .venv/bin
 
-.PHONY: train test test-slow test-vllm lint bench lab-all setup clean
+.PHONY: train test test-slow test-explore test-vllm lint bench lab-all setup clean
 .DEFAULT_GOAL := train
 
 train: setup  ## warm start, RL with KPop on a tiny MoE, report
@@ -20,6 +20,9 @@ test: setup  ## everything but the slow tests
 
 test-slow: setup  ## the minutes-long tests
 	$(BIN)/python -m pytest -m "slow" $(ARGS)
+
+test-explore: setup  ## the property tests, on new examples each time
+	$(BIN)/python -m pytest -n 2 -m "hypothesis and not slow and not cuda and not vllm" --hypothesis-profile=default $(ARGS)
 
 test-vllm: setup .venv-vllm/.done  ## the engine in a real vLLM server on this machine's CPU: about ten minutes
 	$(BIN)/python -m pytest -m "vllm" $(ARGS)

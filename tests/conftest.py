@@ -1,11 +1,15 @@
-"""Shared test set-up: one CPU thread, decided before torch is imported anywhere, and one cache of warm starts."""
+"""Shared test set-up: one CPU thread, decided before torch is imported anywhere, one cache of warm starts, and property tests
+whose examples depend on nothing but the code; `make test-explore` draws new ones."""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
+settings.register_profile("fixed", derandomize=True)
+settings.load_profile("fixed")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -15,7 +15,7 @@ import threading
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollkeel import tasks
@@ -358,11 +358,12 @@ IN_PROCESS = [(t, item) for t, item in ITEMS if t.grader(item).name == "task"]
 
 
 @given(st.text(max_size=300))
+@example("5")
 @settings(max_examples=300, deadline=None)
 def test_no_text_breaks_a_scorer(response: str) -> None:
     for task, item in IN_PROCESS:
         reward, detail = task.score(item, response)
-        assert reward == 0.0
+        assert reward == float(response.strip() == task.gold(item))  # one digit is the answer of some
         assert "\n" not in detail
 
 
