@@ -40,8 +40,6 @@ app.add_typer(sandbox, name="sandbox")
 app.add_typer(data, name="data")
 tasks_app = typer.Typer(no_args_is_help=True, help="Verifiable task families.")
 app.add_typer(tasks_app, name="tasks")
-EPISODES = 4
-"""Episodes played at once by `tasks check`: one waits for its tool most of the time."""
 objectives_app = typer.Typer(
     no_args_is_help=True, help="Objectives: masks, weights and surrogates under their papers' names."
 )
@@ -214,6 +212,10 @@ def _through(graders: Any, task: Any) -> Callable[[Any, str], tuple[float, str]]
         return graded.reward, graded.detail
 
     return score
+
+
+EPISODES = 4
+"""Episodes played at once by `tasks check`: one waits for its tool most of the time."""
 
 
 @tasks_app.command()
