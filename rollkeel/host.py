@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 
@@ -22,3 +26,15 @@ def keep_freed_memory() -> None:
     mallopt(_MMAP_THRESHOLD, 32 << 20)  # glibc refuses more
     mallopt(_TRIM_THRESHOLD, 2**31 - 1)
     mallopt(_TOP_PAD, 64 << 20)
+
+
+@contextmanager
+def signals_blocked(*numbers: signal.Signals) -> Iterator[None]:
+    """A process started in here begins with these blocked, until it says what they are to it: Ctrl-C in a terminal goes to
+    every process, and one that is still importing would die of it with a traceback. They reach the caller afterwards."""
+    resource_tracker.ensure_running()  # starting it later would lift the block
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

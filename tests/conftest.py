@@ -1,9 +1,13 @@
 """Shared test set-up: one CPU thread, decided before torch is imported anywhere, one cache of warm starts, and property tests
 whose examples depend on nothing but the code; `make test-explore` draws new ones."""
 
+import multiprocessing.util
 import os
+import signal
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -24,3 +28,18 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLKEEL_CACHE", str(root))
         yield root
+
+
+@pytest.fixture
+def interrupted_at_birth(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every process that is spawned gets Ctrl-C as soon as it exists, as one from a terminal would; their ids."""
+    real, started = multiprocessing.util.spawnv_passfds, list[int]()
+
+    def interrupted(*args: Any) -> int:
+        started.append(real(*args))
+        os.kill(started[-1], signal.SIGINT)
+        return started[-1]
+
+    resource_tracker.ensure_running()
+    monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", interrupted)
+    return started

@@ -12,6 +12,7 @@ runs beside what, and with it every bit of the result, does not depend on proces
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ import torch
 from rollkeel.config import EngineConfig
 from rollkeel.engines.requests import check_requests
 from rollkeel.errors import BadInput, EngineFailure, RollkeelError
-from rollkeel.host import keep_freed_memory
+from rollkeel.host import keep_freed_memory, signals_blocked
 from rollkeel.models.checksum import MASK
 from rollkeel.types import Capabilities, Proof, Request, Segment, Status, TokenSpan, WeightSlice, WeightUpdate
 
@@ -72,7 +73,8 @@ class WorkerEngine:
                 ours, theirs = context.Pipe()
                 args = (theirs, hf_config, config, str(device), max_length)
                 process = context.Process(target=_serve, args=args, daemon=True, name=f"rollkeel-engine-{index}")
-                process.start()
+                with signals_blocked(signal.SIGINT):
+                    process.start()
                 theirs.close()
                 self._workers.append(_Worker(index, process, ours))
         finally:
@@ -312,8 +314,6 @@ def _serve(
     pipe: connection.Connection, hf_config: Any, config: EngineConfig, device: str, max_length: int | None
 ) -> None:
     """A worker's life: answer messages, and decode one step whenever there is none."""
-    import signal
-
     from rollkeel.engines.local import LocalEngine
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle; it tells us

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import connection, resource_tracker
+from multiprocessing import connection
 from pathlib import Path
 from types import FrameType
 
@@ -27,6 +27,7 @@ from rollkeel.config import Config
 from rollkeel.diagnostics.runfolder import CONFIG, METRICS, read_rows
 from rollkeel.errors import Interrupted, RollkeelError, RunStopped
 from rollkeel.events import write_atomic
+from rollkeel.host import signals_blocked
 from rollkeel.lab.preset import Arm, Preset, Rows
 from rollkeel.recipe import load
 
@@ -166,14 +167,12 @@ class _Signals:
         """They wait while a worker is started: cut short, it would end with a traceback, or go on with nobody who knows
         of it. The worker starts with them blocked, too (see `_work`); here the block is not enough, as another thread may
         take a signal."""
-        resource_tracker.ensure_running()  # starting it later would lift the block
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
-        self._holding = True
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            self._holding = False
+        with signals_blocked(*_ENDING):
+            self._holding = True
+            try:
+                yield
+            finally:
+                self._holding = False
         if self._came:
             raise KeyboardInterrupt
 

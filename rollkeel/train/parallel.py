@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -27,7 +28,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from rollkeel.batch.packing import MicroBatch
 from rollkeel.errors import RunStopped
-from rollkeel.host import keep_freed_memory
+from rollkeel.host import keep_freed_memory, signals_blocked
 from rollkeel.train.logprobs import PolicyForward
 from rollkeel.train.scores import Scores
 
@@ -63,7 +64,8 @@ class Helper:
         try:
             args = (theirs, model, self._flat, chunk, threads)
             self._process = context.Process(target=_serve, args=args, daemon=True, name=f"rollkeel-trainer-{index}")
-            self._process.start()
+            with signals_blocked(signal.SIGINT):
+                self._process.start()
         finally:
             os.environ.pop("OMP_NUM_THREADS") if before is None else os.environ.update(OMP_NUM_THREADS=before)
         theirs.close()
@@ -172,8 +174,6 @@ def _held(micro: MicroBatch) -> dict[str, Any]:
 
 
 def _serve(pipe: connection.Connection, model: PreTrainedModel, flat: torch.Tensor, chunk: int, threads: int) -> None:
-    import signal
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when to stop
     keep_freed_memory()
     torch.set_num_threads(threads)

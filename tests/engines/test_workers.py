@@ -133,3 +133,13 @@ def test_a_killed_worker_fails_its_own_requests_only_and_close_leaves_nothing(en
             os.kill(process.pid, 0)
     with pytest.raises(FileNotFoundError):
         shared_memory.SharedMemory(name=name)
+
+
+def test_ctrl_c_while_a_worker_starts_is_the_callers(interrupted_at_birth: list[int], model: Any) -> None:
+    """A terminal sends it to all processes; a worker that still imports cannot know that it is none of its business."""
+    engine = WorkerEngine(model.config, EngineConfig(processes=2, deadline_s=60), max_length=64)
+    try:
+        assert engine.capabilities
+        assert len(interrupted_at_birth) == 2
+    finally:
+        engine.close()

@@ -150,6 +150,15 @@ def test_a_killed_helper_is_named_and_the_weights_stay() -> None:
         t.close()
 
 
+def test_ctrl_c_while_a_helper_starts_is_the_trainers(interrupted_at_birth: list[int]) -> None:
+    t = trainer(2)
+    try:
+        t.logprobs(batch([8, 8, 20, 5]))
+        assert len(interrupted_at_birth) == 1
+    finally:
+        t.close()
+
+
 def test_shares_are_whole_balanced_and_repeatable() -> None:
     def micro(i: int, n: int) -> MicroBatch:
         z = torch.zeros(n, dtype=torch.long)
