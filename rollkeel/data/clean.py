@@ -33,6 +33,7 @@ from rollkeel.data.reading import Chunk, chunks, expand
 from rollkeel.data.shards import ANSWERS, PROMPTS, Worker, shard_folder
 from rollkeel.data.work import manifest_of, opened
 from rollkeel.errors import BadInput, RunStopped
+from rollkeel.host import signals_blocked
 
 Progress = Callable[[str, int, int | None], None]
 """Stage, how much of it is done, and of how much if that is known."""
@@ -131,7 +132,8 @@ def _work(worker: Worker, source: Iterator[Chunk], processes: int, rows: int | N
                     context = multiprocessing.get_context("spawn")
                     start = (worker.options, worker.names, worker.work)
                     pool = ProcessPoolExecutor(processes, context, _start, start)
-                pending.add(pool.submit(_run, chunk))
+                with signals_blocked(signal.SIGINT):  # the first ones start the workers
+                    pending.add(pool.submit(_run, chunk))
                 if len(pending) >= 2 * processes:
                     finished, pending = wait(pending, return_when=FIRST_COMPLETED)
                     done += sum(future.result() for future in finished)

@@ -84,6 +84,14 @@ def test_two_processes_change_nothing(planted: Path, whole: dict[str, str], tmp_
     assert digests(tmp_path / "out") == whole
 
 
+def test_ctrl_c_while_its_processes_start_is_the_callers(
+    planted: Path, whole: dict[str, str], tmp_path: Path, interrupted_at_birth: list[int]
+) -> None:
+    clean([str(planted / "data.jsonl")], tmp_path / "out", options(planted), processes=2)
+    assert digests(tmp_path / "out") == whole
+    assert len(interrupted_at_birth) == 2
+
+
 def test_killed_without_warning(planted: Path, tmp_path: Path) -> None:
     (tmp_path / "slow_filter.py").write_text("import time\ndef judge(row):\n    time.sleep(0.002)\n")
     words = [*WORDS, f"decontaminate.benchmarks=[{planted / 'benchmark.jsonl'}]", "harmful.hook='slow_filter:judge'"]
