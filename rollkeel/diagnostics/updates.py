@@ -33,6 +33,7 @@ def merge_updates(
 
 def _share(name: str, metrics: Mapping[str, float]) -> float:
     """The fraction of an update's tokens that a metric is a mean over; those on which there is the metric, so not 0."""
-    if name.endswith(("/dropped_entropy", "/dropped_probability")):
-        return metrics[f"{name.rpartition('/')[0]}/dropped"]
+    for share in ("dropped", "cut"):
+        if f"/{share}_" in name and name.endswith(("_entropy", "probability")):
+            return metrics[f"{name.rpartition('/')[0]}/{share}"]
     return metrics["objective/kept"] if name == "weight/mean" else 1.0

@@ -6,30 +6,38 @@
 | `objective/kept` | fraction of tokens that every mask keeps |
 | `objective/clamped_log_ratios` | log-ratios beyond ±20, each counted once |
 | `clip/high`, `clip/low` | fraction of tokens cut on each side, by a surrogate or by a ratio clip that is a mask |
+| `clip/cut`, `/cut_<feature>` | fraction of tokens that the surrogate cuts on either side, and the features below over them |
 | `mask/<name>/kept`, `/dropped`, `/dropped_<threshold>` | fractions; the last where a mask has several thresholds |
-| `mask/<name>/dropped_entropy`, `/dropped_probability`, `/dropped_gradient_mass` | means over dropped tokens (nats; p); Σ abs(A)(1−p) dropped / total |
+| `mask/<name>/dropped_entropy`, `/dropped_probability`, `/dropped_rollout_probability` | means over dropped tokens: nats; p; q (μ of the DPPO paper's Fig. 6) |
+| `mask/<name>/dropped_gradient_mass` | Σ abs(A)(1−p) dropped / total |
 | `mask/<name>/<threshold>` | its current value |
 | `weight/mean`, `/max` | of the correction weight, over kept tokens |
 | `controller/<mask>/bound`, `/acceptance`, `/target` | of a threshold that follows a drop rate; `controller/bound` … if it is the only one |
-| `bias/delta_j` | Σ c·r·A·(1−ρ) (stability study eq. 10, on rollout samples) |
-| `bias/delta_j_mask` | Σ c·r·A·(k·w−1) (eq. 35) |
+| `bias/delta_j` | Σ c·A·(f − u), f all that multiplies A·∇log p: what the objective has beyond the importance-sampled one, whose gradient is Σ c·A·u·∇log p. The sum of its parts: |
+| `bias/delta_j_ratio` | Σ c·A·(b − u), b the surrogate's ratio before cuts: for r it is Σ c·r·A·(1−ρ) (stability study eq. 10, on rollout samples), for u it is 0 |
+| `bias/delta_j_weight` | Σ c·A·b·(w − 1) |
+| `bias/delta_j_clip` | Σ c·A·w·(g − b), g what multiplies A·∇log p after the surrogate's cuts and caps (eqs. 11–14 with the tokens that PPO really cuts: eq. 12 as printed also counts those moved against A) |
+| `bias/delta_j_mask` | Σ c·A·w·g·(k − 1) (eq. 35 with φ = k) |
+| `bias/delta_j_perturb` | Σ c·A·k·w·g·(x − 1), x perturbations and the kept denominator (eq. 35 with φ = x) |
+| `bias/delta_inj` | Σ c·S·(x − 1), by the value of S, where a cut token still counts (eq. 20; S = Y of eq. 16 under gspo) |
 | `bias/j` | Σ A·(φ−1), φ = δ where o < 0.1: the applied distortion, or a nominal one of δ = 2 (eq. 23) |
 
-A mean over no tokens and a number that is not finite are left out. Where the batch has no recomputed o, p stands in its place.
+A mean over no tokens, a number that is not finite, and the bias of a part that the objective does not have are left out. Where the batch has no recomputed o, p stands in its place.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from rollkeel.objectives.reductions import Reductions
 from rollkeel.objectives.surrogates import SurrogateValue
-from rollkeel.objectives.terms import Terms, beyond_limit, bounded_exp, wide
+from rollkeel.objectives.terms import Terms, beyond_limit, bounded_exp, make_terms, wide
 from rollkeel.objectives.thresholds import Controller
 from rollkeel.types import TokenBatch
 
@@ -49,6 +57,8 @@ class Parts:
     keep: torch.Tensor | None
     """`[T]` bool of all masks; None without masks."""
     weight: torch.Tensor | None
+    scale: torch.Tensor
+    """`[T]`: what multiplies the surrogate, c·k·w·x."""
     surrogate: SurrogateValue
     terms_of_loss: Mapping[str, torch.Tensor]
     loss: torch.Tensor
@@ -65,6 +75,8 @@ def measure(objective: Objective, tokens: TokenBatch, parts: Parts) -> dict[str,
     if parts.surrogate.clipped_high is not None and parts.surrogate.clipped_low is not None:
         scalars.add("clip/high", parts.surrogate.clipped_high.sum(), count)
         scalars.add("clip/low", parts.surrogate.clipped_low.sum(), count)
+        cut = parts.surrogate.clipped_high | parts.surrogate.clipped_low
+        _add_features(scalars, ["clip/cut"], cut[None].to(parts.terms.logprobs.dtype), tokens, parts, count)
     scalars.add("objective/kept", count if parts.keep is None else parts.keep.sum(), count)
     if parts.keeps:
         _add_masks(scalars, objective, tokens, parts, count)
@@ -79,21 +91,11 @@ def measure(objective: Objective, tokens: TokenBatch, parts: Parts) -> dict[str,
 def _add_masks(
     scalars: Reductions, objective: Objective, tokens: TokenBatch, parts: Parts, count: torch.Tensor
 ) -> None:
-    logprobs = parts.terms.logprobs.detach().clamp(max=0.0)
-    mass = parts.terms.advantages.abs() * -torch.expm1(logprobs)
-    features = {"dropped_probability": logprobs.exp(), "dropped_gradient_mass": mass}
-    if tokens.entropy is not None:
-        features["dropped_entropy"] = wide(tokens.entropy.detach())
-    total = mass.sum()
-    table = torch.stack([f.to(logprobs.dtype) for f in features.values()])
-    dropped = (~torch.stack(parts.keeps)).to(logprobs.dtype)
-    sums, lost = table @ dropped.T, dropped.sum(1)
+    dropped = (~torch.stack(parts.keeps)).to(parts.terms.logprobs.dtype)
+    _add_features(scalars, [f"mask/{mask.name}/dropped" for mask in objective.masks], dropped, tokens, parts, count)
     for i, mask in enumerate(objective.masks):
         name = f"mask/{mask.name}"
-        scalars.add(f"{name}/dropped", lost[i], count)
-        scalars.add(f"{name}/kept", count - lost[i], count)
-        for j, feature in enumerate(features):
-            scalars.add(f"{name}/{feature}", sums[j, i], total if feature == "dropped_gradient_mass" else lost[i])
+        scalars.add(f"{name}/kept", count - dropped[i].sum(), count)
         for key, value in (mask.counts(parts.terms) if mask.counts else {}).items():
             scalars.add(f"{name}/{key}", value)
         for rule in mask.rules if len(mask.rules) > 1 else ():
@@ -103,22 +105,66 @@ def _add_masks(
                 scalars.add(rule.parameter.replace("_", "/"), cut, count)
 
 
+def _add_features(
+    scalars: Reductions,
+    names: Sequence[str],
+    selected: torch.Tensor,
+    tokens: TokenBatch,
+    parts: Parts,
+    count: torch.Tensor,
+) -> None:
+    """The share of tokens in each row of `selected [n, T]`, and what they are like."""
+    logprobs = parts.terms.logprobs.detach().clamp(max=0.0)
+    mass = parts.terms.advantages.abs() * -torch.expm1(logprobs)
+    features = {
+        "probability": logprobs.exp(),
+        "rollout_probability": wide(tokens.rollout_logprobs.detach()).clamp(max=0.0).exp(),
+        "gradient_mass": mass,
+    }
+    if tokens.entropy is not None:
+        features["entropy"] = wide(tokens.entropy.detach())
+    total, size = mass.sum(), selected.sum(1)
+    sums = torch.stack([f.to(logprobs.dtype) for f in features.values()]) @ selected.T
+    for i, name in enumerate(names):
+        scalars.add(name, size[i], count)
+        for j, feature in enumerate(features):
+            scalars.add(f"{name}_{feature}", sums[j, i], total if feature == "gradient_mass" else size[i])
+
+
 def _add_bias(scalars: Reductions, objective: Objective, tokens: TokenBatch, parts: Parts) -> None:
     """The stability study's biases, from detached log-probs."""
-    p = parts.terms.logprobs.detach()
+    terms, c = parts.terms, tokens.coefficients.detach()
+    p, q = terms.logprobs.detach(), wide(tokens.rollout_logprobs.detach())
+    base = bounded_exp(terms.log_ratio.detach()) if parts.surrogate.ratio is None else parts.surrogate.ratio
+    weight = torch.ones_like(p) if parts.weight is None else parts.weight
+    slope = _slope(objective, tokens)
+    # Each stage is what multiplies ∇log p, from the importance-sampled objective's to this one's.
+    stages = [("ratio", c * terms.advantages * bounded_exp(p - q)), ("weight", c * terms.advantages * base)]
+    stages += [("clip", stages[1][1] * weight), ("mask", c * weight * slope)]
+    stages += [("perturb", stages[3][1] if parts.keep is None else torch.where(parts.keep, stages[3][1], 0.0))]
+    stages += [("", parts.scale * slope)]
+    absent = {"weight": objective.weight is None, "mask": not objective.masks}
+    absent["perturb"] = not objective.factors and objective.denominator == "original"
+    scalars.add("bias/delta_j", (stages[-1][1] - stages[0][1]).sum(dtype=torch.float64))
+    for (name, before), (_, after) in itertools.pairwise(stages):
+        if not absent.get(name):
+            scalars.add(f"bias/delta_j_{name}", (after - before).sum(dtype=torch.float64))
+    if objective.factors:
+        factor = torch.stack([f.multiplier(terms) for f in objective.factors]).prod(0)
+        scalars.add("bias/delta_inj", (c * parts.surrogate.value.detach() * (factor - 1.0)).sum())
     old = p if tokens.old_logprobs is None else wide(tokens.old_logprobs.detach())
-    push = tokens.coefficients.detach() * parts.terms.advantages
-    if tokens.old_logprobs is not None:
-        push = push * bounded_exp(p - old)
-    rho = bounded_exp(old - wide(tokens.rollout_logprobs.detach()))
-    scalars.add("bias/delta_j", (push * (1.0 - rho)).sum())
-    factor = torch.ones_like(push) if parts.weight is None else parts.weight
-    factor = factor if parts.keep is None else torch.where(parts.keep, factor, 0.0)
-    scalars.add("bias/delta_j_mask", (push * (factor - 1.0)).sum())
     applied = [f.parameters for f in objective.factors if f.name == "distort_low_probability"]
     distortion = applied[0] if applied else NOMINAL_DISTORTION
     rare = old < math.log(distortion["threshold"])
     scalars.add("bias/j", (distortion["delta"] - 1.0) * torch.where(rare, parts.terms.advantages, 0.0).sum())
+
+
+def _slope(objective: Objective, tokens: TokenBatch) -> torch.Tensor:
+    """`[T]`: dS/d log p of every token, whatever the surrogate is; 0 where it does not depend on log p."""
+    leaf = wide(tokens.logprobs.detach()).clone().requires_grad_()
+    with torch.enable_grad():
+        value = objective.surrogate.evaluate(make_terms(replace(tokens, logprobs=leaf), objective.anchor)).value
+        return torch.autograd.grad(value.sum(), leaf)[0] if value.requires_grad else torch.zeros_like(leaf)
 
 
 def _clamped(objective: Objective, tokens: TokenBatch, terms: Terms) -> torch.Tensor:

@@ -310,7 +310,7 @@ class Objective:
         loss = policy
         for term in extra.values():
             loss = loss + term
-        return Parts(terms, keeps, keep, weight, surrogate, {"policy": policy, **extra}, loss)
+        return Parts(terms, keeps, keep, weight, scale, surrogate, {"policy": policy, **extra}, loss)
 
 
 def _carried(coefficients: torch.Tensor, keep: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,7 +38,7 @@ def distort_low_probability(delta: float = 2.0, threshold: float = 0.1) -> Facto
     def multiplier(terms: Terms) -> torch.Tensor:
         assert terms.tokens.old_logprobs is not None  # in `needs`
         rare = terms.tokens.old_logprobs.detach() < limit
-        return torch.where(rare, delta, 1.0).to(wide(terms.logprobs).dtype)
+        return torch.ones_like(wide(terms.logprobs.detach())).masked_fill(rare, delta)
 
     parameters = {"delta": delta, "threshold": threshold}
     return Factor("distort_low_probability", multiplier, parameters, frozenset({"old_logprobs"}))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,16 @@ from rollkeel.objectives.terms import Terms, bounded_exp, bounded_expm1
 
 @dataclass(frozen=True)
 class SurrogateValue:
-    """`[T]` tensors: the surrogate, and (bool) where it was cut on its high and low side; None if it never cuts."""
+    """`[T]` tensors: the surrogate, and (bool) where it was cut on its high and low side; None if it never cuts.
+
+    The value of a token carries the gradient of that token's log p alone, so that masks and weights act on tokens.
+    """
 
     value: torch.Tensor
     clipped_high: torch.Tensor | None = None
     clipped_low: torch.Tensor | None = None
+    ratio: torch.Tensor | None = None
+    """Detached: what multiplies A·∇log p before any cut; None for p/base. The bias metrics compare it with p/q."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,8 @@ def sequence_ppo_clip(clip_low: Any = 3e-4, clip_high: Any = 4e-4) -> Surrogate:
 
     def evaluate(terms: Terms) -> SurrogateValue:
         ratio = bounded_exp(terms.sequence_mean(terms.log_ratio.detach()))
-        return _clipped(ratio * _one(terms), terms, 1.0 - _value(low), 1.0 + _value(high))
+        cut = _clipped(ratio * _one(terms), terms, 1.0 - _value(low), 1.0 + _value(high))
+        return replace(cut, ratio=ratio)
 
     return Surrogate("sequence_ppo_clip", evaluate, (high, low))
 
@@ -74,17 +80,20 @@ def geometric_ppo_clip(clip_low: Any = 0.4, clip_high: Any = 0.4) -> Surrogate:
     """A times the geometric mean over the sequence of r, each token's log r clipped where PPO would (GMPO, eq. 4).
 
     log r is held at +clip_high where A > 0 and at −clip_low where A < 0 beyond it, so the band is [e^−clip_low, e^clip_high].
-    Gradient coefficient of a token that is not cut: geometric mean · A, of one that is cut: 0.
+    Gradient coefficient of a token that is not cut: geometric mean · A, of one that is cut: 0. A token form as that of
+    `sequence_ppo_clip`: the mean is detached and each token carries its own share, so that masks and weights act on it.
     """
     high, low = _clips(
         "geometric_ppo_clip", clip_low, clip_high, _token_ratio, "token", lambda log: log, (0.4, 0.4), math.inf
     )
 
     def evaluate(terms: Terms) -> SurrogateValue:
-        log_ratio, top, bottom = terms.log_ratio, _value(high), -_value(low)
-        cut_high, cut_low = outside(terms.advantages, log_ratio.detach(), bottom, top)
+        log_ratio, top, bottom = terms.log_ratio.detach(), _value(high), -_value(low)
+        cut_high, cut_low = outside(terms.advantages, log_ratio, bottom, top)
         held = torch.where(cut_high, top, torch.where(cut_low, bottom, log_ratio))
-        return SurrogateValue(bounded_exp(terms.sequence_mean(held)) * terms.advantages, cut_high, cut_low)
+        mean = bounded_exp(terms.sequence_mean(held))
+        own = torch.where(cut_high | cut_low, 1.0, _one(terms))
+        return SurrogateValue(mean * own * terms.advantages, cut_high, cut_low, mean)
 
     return Surrogate("geometric_ppo_clip", evaluate, (high, low))
 
@@ -131,7 +140,7 @@ def soft_gate(tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogat
     negative = number("soft_gate.tau_negative", tau_negative, above=0)
 
     def evaluate(terms: Terms) -> SurrogateValue:
-        tau = torch.where(terms.advantages > 0, positive, negative).to(terms.log_ratio.dtype)
+        tau = torch.full_like(terms.log_ratio.detach(), negative).masked_fill(terms.advantages > 0, positive)
         return SurrogateValue(4.0 / tau * torch.sigmoid(tau * bounded_expm1(terms.log_ratio)) * terms.advantages)
 
     return Surrogate("soft_gate", evaluate)

@@ -221,11 +221,24 @@ def test_mask_metrics_by_hand():
     assert m["mask/icepop/dropped"] == pytest.approx(0.2)
     assert m["mask/icepop/dropped_entropy"] == pytest.approx(3.0)
     assert m["mask/icepop/dropped_probability"] == pytest.approx(0.5)
+    assert m["mask/icepop/dropped_rollout_probability"] == pytest.approx(0.05)
     assert m["mask/icepop/dropped_gradient_mass"] == pytest.approx(1 / 3)
     assert (m["weight/mean"], m["weight/max"]) == (pytest.approx(1.0), pytest.approx(1.0))  # over kept tokens
     assert (m["mask/icepop/low"], m["mask/icepop/high"]) == (0.5, 5.0)
     assert kpop(phi=0.25)(tokens).metrics["mask/kpop/phi"] == 0.25
     json.dumps(dict(m), allow_nan=False)
+
+
+def test_clips_say_what_they_cut():
+    """Tokens 0 and 3 are cut by the surrogate (r 1.25 with A > 0, r 0.4 with A < 0); p ½, q as given."""
+    o = torch.tensor([0.4, 0.5, 0.5, 1.0, 0.5]).log()
+    q = torch.tensor([0.3, 0.5, 0.5, 0.9, 0.5]).log()
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -2.0])
+    m = RECIPES["grpo"]()(batch(old_logprobs=o, rollout_logprobs=q, advantages=advantages)).metrics
+    assert (m["clip/high"], m["clip/low"], m["clip/cut"]) == pytest.approx((0.2, 0.2, 0.4))
+    assert (m["clip/cut_probability"], m["clip/cut_rollout_probability"]) == pytest.approx((0.5, 0.6))
+    assert m["clip/cut_gradient_mass"] == pytest.approx(2 / 6)
+    assert "clip/cut_probability" not in RECIPES["grpo"]()(batch()).metrics  # a mean over no tokens
 
 
 def test_means_over_no_dropped_tokens_are_left_out():
@@ -338,7 +351,7 @@ def test_every_recipe_computes_with_what_it_asks_for_and_nothing_else(name):
         assert out.loss.dtype == torch.float32
         assert out.loss.isfinite()
         json.dumps(dict(out.metrics), allow_nan=False)
-        for key in ("bias/delta_j", "bias/delta_j_mask", "bias/j", "objective/kept", "loss/total"):
+        for key in ("bias/delta_j", "bias/delta_j_ratio", "bias/j", "objective/kept", "loss/total"):
             assert key in out.metrics
         for mask in objective.masks:
             assert {f"mask/{mask.name}/{key}" for key in ("kept", "dropped", "dropped_gradient_mass")} <= set(

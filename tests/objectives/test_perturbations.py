@@ -126,28 +126,38 @@ def test_perturbations_are_shown():
 # ---- monitors ----------------------------------------------------------------------------------------------------------
 
 
+KEYS = ("delta_j", "delta_j_ratio", "delta_j_weight", "delta_j_clip", "delta_j_mask", "j")
+
+
 def monitors(objective, tokens: TokenBatch) -> list[float]:
-    return [objective(tokens).metrics[f"bias/{key}"] for key in ("delta_j", "delta_j_mask", "j")]
+    return [objective(tokens).metrics.get(f"bias/{key}", 0.0) for key in KEYS]
 
 
 def test_monitors_by_hand():
-    """p .3, o .2, q .1: r = 1.5, ρ = 2. A = −2, c = 1; o is not rare."""
-    tokens = one(*at(0.3, 0.2, 0.1), -2.0)
-    push = 1.5 * -2.0
-    assert monitors(grpo(), tokens) == pytest.approx([push * (1 - 2), 0.0, 0.0])
-    assert monitors(icepop(), tokens) == pytest.approx([push * (1 - 2), push * (2 - 1), 0.0])
-    assert monitors(icepop(high=1.5), tokens) == pytest.approx([push * (1 - 2), -push, 0.0])  # dropped: k·w = 0
-    assert monitors(kpop(mode="mask_only", phi=9.0), tokens) == pytest.approx([push * (1 - 2), 0.0, 0.0])
+    """p .22, o .2, q .1: r = 1.1, ρ = 2, u = 2.2. A = −2, c = 1; o is not rare."""
+    tokens = one(*at(0.22, 0.2, 0.1), -2.0)
+    push, u = 1.1 * -2.0, 2.2 * -2.0
+    assert monitors(grpo(), tokens) == pytest.approx([push - u, push - u, 0.0, 0.0, 0.0, 0.0])
+    assert monitors(icepop(), tokens) == pytest.approx([0.0, push - u, u - push, 0.0, 0.0, 0.0])
+    assert monitors(icepop(high=1.5), tokens) == pytest.approx([-u, push - u, u - push, 0.0, -u, 0.0])  # dropped
+    assert monitors(kpop(mode="mask_only", phi=9.0), tokens) == pytest.approx([push - u, push - u, 0.0, 0.0, 0.0, 0.0])
+    up = one(*at(0.3, 0.2, 0.1), 1.0)  # r 1.5 is cut
+    assert monitors(icepop(), up) == pytest.approx([-3.0, -1.5, 1.5, -3.0, 0.0, 0.0])
+    assert monitors(pg_is(cap=2.0), up) == pytest.approx([-1.0, 0.0, 0.0, -1.0, 0.0, 0.0])
     rare = one(*at(0.05, 0.05, 0.05), -2.0)
-    assert monitors(grpo(), rare) == pytest.approx([0.0, 0.0, -2.0])  # nominal δ = 2
-    assert monitors(grpo(perturb=distorted(3.0)), rare) == pytest.approx([0.0, 0.0, -4.0])  # the applied one
-    assert monitors(grpo(perturb=distorted(0.0, threshold=0.01)), rare) == pytest.approx([0.0, 0.0, 0.0])
+    assert monitors(grpo(), rare) == pytest.approx([0.0] * 5 + [-2.0])  # nominal δ = 2
+    distortion = grpo(perturb=distorted(3.0))
+    assert monitors(distortion, rare) == pytest.approx([-4.0] + [0.0] * 4 + [-4.0])  # the applied one
+    assert distortion(rare).metrics["bias/delta_j_perturb"] == pytest.approx(-4.0)
+    assert monitors(grpo(perturb=distorted(0.0, threshold=0.01)), rare) == pytest.approx([0.0] * 6)
 
 
-def test_monitors_without_an_old_policy_use_the_current_one():
-    """r = 1 and ρ = p/q = 3; p = .3 is not rare, and 0.05 is."""
+def test_monitors_without_an_old_policy():
+    """What is judged on p/q alone needs no o; p = .3 is not rare, and 0.05 is."""
     tokens = dataclasses.replace(one(*at(0.3, 0.2, 0.1), -2.0), old_logprobs=None)
-    assert monitors(pg_is(), tokens) == pytest.approx([-2.0 * (1 - 3), 0.0, 0.0])
-    assert monitors(dppo_binary_tv(), tokens) == pytest.approx([4.0, 0.0, 0.0])  # brought back, so kept
+    assert monitors(pg_is(), tokens) == pytest.approx([0.0] * 6)
+    assert monitors(dppo_binary_tv(), tokens) == pytest.approx([0.0] * 6)  # brought back, so kept
+    away = dataclasses.replace(one(*at(0.3, 0.2, 0.1), 2.0), old_logprobs=None)
+    assert monitors(dppo_binary_tv(), away) == pytest.approx([-6.0, 0.0, 0.0, 0.0, -6.0, 0.0])
     rare = dataclasses.replace(one(*at(0.05, 0.2, 0.1), -2.0), old_logprobs=None)
-    assert monitors(pg_is(), rare)[2] == pytest.approx(-2.0)
+    assert monitors(pg_is(), rare)[-1] == pytest.approx(-2.0)

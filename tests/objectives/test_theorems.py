@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollkeel.objectives import pg_is
+from rollkeel.objectives import grpo
 from rollkeel.objectives.divergences import binary_kl, binary_tv, topk_kl, topk_tv
 from rollkeel.types import TokenBatch
 
@@ -258,4 +258,4 @@ def test_eq_10_is_what_the_bias_metric_estimates(pairs):
             sequence_ids=ids,
             group_ids=ids,
         )
-        assert pg_is()(tokens).metrics["bias/delta_j"] == pytest.approx(expected[i].item(), rel=1e-9, abs=1e-12)
+        assert grpo()(tokens).metrics["bias/delta_j_ratio"] == pytest.approx(expected[i].item(), rel=1e-9, abs=1e-12)

@@ -36,7 +36,7 @@ ALWAYS = {
     "objective/clamped_log_ratios",
     "bias/j",
     "bias/delta_j",
-    "bias/delta_j_mask",
+    "bias/delta_j_ratio",
     "mask/bad_updates",
     "mismatch/source",
     "mismatch/ratio_std",

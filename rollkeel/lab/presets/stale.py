@@ -134,7 +134,7 @@ RELAX = Preset(
     words=bases.STALE,
     readings=COMMON
     | {
-        _CLIPPED: any_of([f"mask/{name}/dropped_probability" for name in _MASK_NAMES]),
+        _CLIPPED: any_of([f"mask/{name}/dropped_rollout_probability" for name in _MASK_NAMES]),
         _CLIPPED_ENTROPY: any_of([f"mask/{name}/dropped_entropy" for name in _MASK_NAMES]),
     },
     judge=judged(
