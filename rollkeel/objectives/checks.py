@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from rollkeel.errors import BadInput, NonFinite
-from rollkeel.objectives.segments import starts
+from rollkeel.objectives.segments import lengths
 from rollkeel.types import TokenBatch
 
 REQUIRED = ("logprobs", "rollout_logprobs", "advantages", "coefficients", "sequence_ids", "group_ids")
@@ -55,16 +55,11 @@ def check_tokens(tokens: TokenBatch, needs: Iterable[str], who: str) -> None:
 
 
 def check_whole(tokens: TokenBatch, who: str) -> None:
-    """Raise `BadInput` unless each sequence is one run of equal `sequence_ids`: in pieces, each would count as its own."""
-    first = starts(tokens.sequence_ids)
-    ids, order = tokens.sequence_ids[first].sort(stable=True)
-    again = (ids[1:] == ids[:-1]).nonzero()
-    if again.numel():
-        where = int(first[order[again[0, 0] + 1]])
-        raise BadInput(
-            f"objective {who}: expected the tokens of a sequence side by side, got sequence"
-            f" {int(tokens.sequence_ids[where])} again at token {where} of the batch; sort the batch by sequence"
-        )
+    """Raise `BadInput` unless each sequence is one run of equal `sequence_ids`."""
+    try:
+        lengths(tokens.sequence_ids)
+    except BadInput as error:
+        raise BadInput(f"objective {who}: {error}") from None
 
 
 def check_part(value: object, like: torch.Tensor, part: str, who: str, *, truth: bool = False) -> None:

@@ -200,13 +200,19 @@ class Objective:
         return {"name": self.name, **({"state": state} if state else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises `BadInput` if `state` is that of another objective."""
+        """Raises `BadInput` if `state` is that of another objective, or damaged."""
         own = self.state_dict()
         if state.get("name") != self.name or set(state.get("state", {})) != set(own.get("state", {})):
             raise BadInput(f"objective {self.name}: expected state {own}, got {dict(state)}; resume with the same")
         for label, part in self._stateful():
             if label in state.get("state", {}):
-                part.load_state_dict(state["state"][label])
+                try:
+                    part.load_state_dict(state["state"][label])
+                except (KeyError, TypeError, ValueError) as error:
+                    raise BadInput(
+                        f"objective {self.name}: the saved state of {label} is damaged"
+                        f" ({type(error).__name__}: {error}); resume from another checkpoint"
+                    ) from error
 
     def describe(self) -> dict[str, Any]:
         """Resolved parameters as JSON values, for the log's first lines."""

@@ -44,7 +44,7 @@ def dapo(*, clip_low: Any = 0.2, clip_high: Any = 0.28, aggregate: str = "token_
 @register("dr_grpo")
 def dr_grpo(
     *,
-    length: int = 1024,
+    length: int | None = None,
     clip_low: Any = 0.2,
     clip_high: Any = 0.2,
     aggregate: str | None = None,
@@ -52,10 +52,12 @@ def dr_grpo(
 ) -> Objective:
     """Dr. GRPO: no division by the response's length or the group's std (Liu et al. 2025): A = R − mean.
 
-    Gradient coefficient of A·∇log p: as `grpo`. `length` is the constant in the place of |y|, usually max_new_tokens; it
-    gives `aggregate` = constant_length(length).
+    Gradient coefficient of A·∇log p: as `grpo`. `length` (1024) is the constant in the place of |y|, usually max_new_tokens;
+    it gives `aggregate` = constant_length(length), so only one of the two is set.
     """
-    length = whole("dr_grpo.length", length, at_least=1)
+    if length is not None and aggregate is not None:
+        raise BadInput(f"dr_grpo.length: aggregate={aggregate} has no such constant, got {length}; set one of the two")
+    length = whole("dr_grpo.length", 1024 if length is None else length, at_least=1)
     aggregate = f"constant_length({length})" if aggregate is None else aggregate
     return _ppo("dr_grpo", clip_low, clip_high, aggregate, common, advantage="dr_grpo")
 

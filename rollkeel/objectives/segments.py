@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from rollkeel.errors import BadInput
+
 
 def starts(sequence_ids: torch.Tensor) -> torch.Tensor:
     """`[N]` int64, index of the first token of each sequence, from `[T]` ids. Reads N off the device once."""
@@ -19,8 +21,16 @@ def starts(sequence_ids: torch.Tensor) -> torch.Tensor:
 
 
 def lengths(sequence_ids: torch.Tensor) -> torch.Tensor:
-    """`[N]` int64, tokens of each sequence."""
+    """`[N]` int64, tokens of each sequence. Raises `BadInput` if one lies in pieces: each would count as its own."""
     first = starts(sequence_ids)
+    ids, order = sequence_ids[first].sort(stable=True)
+    again = (ids[1:] == ids[:-1]).nonzero()
+    if again.numel():
+        where = int(first[order[again[0, 0] + 1]])
+        raise BadInput(
+            f"expected the tokens of a sequence side by side, got sequence {int(sequence_ids[where])} again at token {where}"
+            " of the batch; sort the batch by sequence"
+        )
     return torch.diff(first, append=first.new_full((1,), sequence_ids.numel()))
 
 

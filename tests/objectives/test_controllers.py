@@ -297,4 +297,17 @@ def test_state_of_another_composition_is_refused():
         kpop().load_state_dict(kpop(phi={"drop_rate": 0.1}).state_dict())
     with pytest.raises(BadInput, match="resume with the same"):
         kpop(phi={"drop_rate": 0.1}).load_state_dict(kpop().state_dict())
+
+
+@pytest.mark.parametrize("damage", [{"updates": None}, {"bound": "x"}, {"bound": [1]}])
+def test_damaged_state_is_named(damage):
+    """A checkpoint cut short or edited says which part it is, and not a bare KeyError."""
+    objective = kpop(phi={"drop_rate": 0.1})
+    state = objective.state_dict()
+    part = {**state["state"]["kpop/phi"], **damage}
+    part = {key: value for key, value in part.items() if value is not None or key == "acceptance"}
+    with pytest.raises(
+        BadInput, match=r"saved state of kpop/phi is damaged \(\w+: .*\); resume from another checkpoint"
+    ):
+        objective.load_state_dict({**state, "state": {"kpop/phi": part}})
     assert kpop().state_dict() == {"name": "kpop"}

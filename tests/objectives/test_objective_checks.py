@@ -105,6 +105,27 @@ def test_prepare_refuses_before_the_first_micro_batch():
     OBJECTIVE.prepare(batch(entropy=None))  # the differentiated pass makes it
 
 
+INTERLEAVED = [
+    ("gspo", {}),
+    ("gmpo", {}),
+    ("opsm", {}),
+    ("mis_po", {}),
+    ("mis", {"level": "sequence", "weight": "sequence"}),
+    ("icepop", {"denominator": "kept"}),
+    ("grpo", {"perturb": ["weight_noise"]}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), INTERLEAVED)
+def test_a_sequence_in_pieces_is_refused_without_prepare(name, options):
+    """Each piece would count as a sequence of its own; an objective of tokens alone does not care."""
+    tokens = batch(sequence_ids=torch.tensor([0, 1, 0, 1, 1]), token_index=None)
+    for call in (RECIPES[name](**options).loss, RECIPES[name](**options)):
+        with pytest.raises(BadInput, match=r"side by side, got sequence 0 again at token 2 of the batch; sort"):
+            call(tokens)
+    assert kpop()(tokens).loss.isfinite()
+
+
 def test_position_comes_from_token_index_and_rollout_id_is_optional():
     tokens = dataclasses.replace(
         with_value("logprobs", 3, math.nan), token_index=torch.tensor([0, 1, 7, 8, 9]), rollout_ids=None

@@ -17,6 +17,7 @@ from reference import Reference
 from reference_tokens import Tokens, random_tokens
 from test_parallel_invariance import tensors
 
+from rollkeel.errors import BadInput
 from rollkeel.objectives import RECIPES
 from rollkeel.objectives.objective import Objective
 
@@ -182,6 +183,23 @@ def test_the_reference_is_the_slope_of_the_papers_loss(name):
         step[i] = 1e-7
         slope = (literal_loss(name, t, t.p + step) - literal_loss(name, t, t.p - step)) / 2e-7
         assert -slope / t.c[i] == pytest.approx(want[i], rel=1e-5, abs=1e-5)
+
+
+def test_options_keep_their_digits():
+    """τ and δ that float32 cannot hold act in float64 as they are."""
+    t = random_tokens(300, seed=9)
+    taus = {"tau_positive": 1.1, "tau_negative": 1.7}
+    coefficient, _, _ = measured(RECIPES["sapo"](**taus), t)
+    np.testing.assert_allclose(coefficient, ref.sapo(t, **taus).coefficient, rtol=1e-10, atol=1e-15)
+    coefficient, _, _ = measured(RECIPES["grpo"](perturb=[{"distort_low_probability": {"delta": 1.2}}]), t)
+    np.testing.assert_allclose(coefficient, ref.grpo(t).coefficient * ref.distortion(t, 1.2), rtol=1e-10, atol=1e-15)
+
+
+def test_dr_grpo_has_one_length():
+    assert RECIPES["dr_grpo"]().aggregate == "constant_length(1024)"
+    assert RECIPES["dr_grpo"](aggregate="token_mean").aggregate == "token_mean"
+    with pytest.raises(BadInput, match=r"dr_grpo\.length: .*token_mean.*512; set one of the two"):
+        RECIPES["dr_grpo"](length=512, aggregate="token_mean")
 
 
 def test_every_recipe_is_here():
