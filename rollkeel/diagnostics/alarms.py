@@ -164,7 +164,11 @@ class Alarms:
     def _error(self) -> float:
         """Standard error of the difference of two ten-step means of the reward."""
         spread, count = self._level("reward/std"), self._level("rollout/count")
-        return float("inf") if spread is None or count is None or count <= 0 else spread * float(np.sqrt(2 / (WINDOW * count)))
+        return (
+            float("inf")
+            if spread is None or count is None or count <= 0
+            else spread * float(np.sqrt(2 / (WINDOW * count)))
+        )
 
     def _fallen(self) -> float:
         """Share by which the mean reward of the last ten steps is below the best such mean."""

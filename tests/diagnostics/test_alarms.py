@@ -123,7 +123,22 @@ def test_a_gradient_that_began_at_zero_is_an_alarm_and_not_an_error() -> None:
     assert {kind for kind, _ in kinds(still)} == {"reward"}, "a gradient that stays 0 has not grown"
 
 
-ODD = (0.0, -0.0, 1e-320, -1.0, 1e308, 10**400, float("nan"), float("inf"), -float("inf"), None, "0.5", True, [1.0], 0.5)
+ODD = (
+    0.0,
+    -0.0,
+    1e-320,
+    -1.0,
+    1e308,
+    10**400,
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    None,
+    "0.5",
+    True,
+    [1.0],
+    0.5,
+)
 
 
 @pytest.mark.filterwarnings("error")
