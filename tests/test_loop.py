@@ -6,7 +6,9 @@ Not covered: whether a run learns (tests/test_learning.py), kills and resumes (t
 from __future__ import annotations
 
 import json
+import signal
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,6 +57,14 @@ def test_same_config_and_seed_give_the_same_bits_and_another_seed_does_not(plain
     assert weights(tmp_path / "again") == weights(plain)
     other = run(tmp_path / "other", "run.seed=1", "sft.enabled=false")
     assert [r["policy/entropy"] for r in other[1:]] != [r["policy/entropy"] for r in rows(plain)[1:]]
+
+
+def test_a_run_works_in_a_thread(tmp_path: Path) -> None:
+    """A notebook, a server or a Ray actor calls from one, where Python refuses signal handlers."""
+    before = signal.getsignal(signal.SIGINT)
+    with ThreadPoolExecutor(1) as threads:
+        assert len(threads.submit(run, tmp_path / "run", "run.steps=1", "sft.enabled=false").result()) == 2
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_what_does_not_change_the_arithmetic_does_not_change_the_run(plain: Path, tmp_path: Path) -> None:

@@ -28,6 +28,9 @@ ERRORS = 5.0
 """Standard errors of the difference of two ten-step means that a fall of the reward must exceed: the deepest of 300 steps
 of noise stays below 4.7 in 99 of 100."""
 
+LARGEST = 1e300
+"""A number beyond this, infinite or not a number, is left out: it says nothing about levels and would overflow them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
@@ -69,7 +72,7 @@ class Alarms:
             return []
         for key in _KEYS:
             value = row.get(key)
-            if isinstance(value, int | float) and not isinstance(value, bool):
+            if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST:
                 self._rows.setdefault(key, []).append(float(value))
         raised = []
         for kind, evidence in self._signs():
@@ -117,7 +120,7 @@ class Alarms:
         if not confirmed:
             return []
         blind = self._masks_fall()
-        return [f"mean abs(o−q) {now:.3f}, {now / first:.1f} times its first level", *confirmed, *blind]
+        return [f"mean abs(o−q) {now:.3f}, {_times(now, first)}", *confirmed, *blind]
 
     def _masks_fall(self) -> list[str]:
         """A mask that drops less while the gap grows does not see it."""
@@ -135,14 +138,14 @@ class Alarms:
         if now < ENTROPY_LEFT * first and falling:
             return [f"entropy {now:.3g}, {now / first:.0%} of its first level, at reward {reward:.2f}"]
         if now > ENTROPY_GROWN * first and falling:
-            return [f"entropy {now:.3g}, {now / first:.1f} times its first level, at reward {reward:.2f}"]
+            return [f"entropy {now:.3g}, {_times(now, first)}, at reward {reward:.2f}"]
         return []
 
     def _gradient(self) -> list[str]:
         now, first = self._level("optimizer/grad_norm"), self._first("optimizer/grad_norm")
-        if now is None or first is None or now < GRADIENT_GROWN * first or not self._falls(REWARD_LOST / 2):
+        if now is None or first is None or now <= GRADIENT_GROWN * first or not self._falls(REWARD_LOST / 2):
             return []
-        return [f"gradient norm {now:.3g}, {now / first:.1f} times its first level"]
+        return [f"gradient norm {now:.3g}, {_times(now, first)}"]
 
     def _reward(self) -> list[str]:
         if not self._falls(REWARD_LOST):
@@ -161,13 +164,21 @@ class Alarms:
     def _error(self) -> float:
         """Standard error of the difference of two ten-step means of the reward."""
         spread, count = self._level("reward/std"), self._level("rollout/count")
-        return float("inf") if spread is None or not count else spread * float(np.sqrt(2 / (WINDOW * count)))
+        return (
+            float("inf")
+            if spread is None or count is None or count <= 0
+            else spread * float(np.sqrt(2 / (WINDOW * count)))
+        )
 
     def _fallen(self) -> float:
         """Share by which the mean reward of the last ten steps is below the best such mean."""
         now = self._mean_reward()
         self._best = max(self._best, now)
         return 1 - now / self._best if self._best > REWARD_SEEN else 0.0
+
+
+def _times(now: float, first: float) -> str:
+    return f"{now / first:.1f} times its first level" if first > 0 else f"first level {first:.3g}"
 
 
 _KEYS = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -10,7 +11,10 @@ from rollkeel.diagnostics.live import LiveView
 
 
 class StopFlag:
-    """Turns the first Ctrl-C or SIGTERM into a request to stop at the next safe point; a second one stops at once."""
+    """Turns the first Ctrl-C or SIGTERM into a request to stop at the next safe point; a second one stops at once.
+
+    Outside of the main thread Python lets nobody handle signals: there it is never set, and the main thread's handlers stay.
+    """
 
     def __init__(self, view: LiveView | None = None) -> None:
         self._view = view
@@ -21,7 +25,8 @@ class StopFlag:
         return self._set
 
     def __enter__(self) -> StopFlag:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        main = threading.current_thread() is threading.main_thread()
+        for number in (signal.SIGINT, signal.SIGTERM) if main else ():
             self._previous[number] = signal.signal(number, self._handle)
         return self
 

@@ -380,7 +380,10 @@ class LocalEngine:
         """Move what a slot has sampled under the weights it was sampled with to its sequence."""
         running = self._active[slot]
         if self._slots.made[slot]:
-            part = self._slots.take(slot, running.request, self._version, running.kv_version)
+            try:
+                part = self._slots.take(slot, running.request, self._version, running.kv_version)
+            except ValueError as error:
+                raise EngineFailure(f"engine local: request {running.request.id}: {error}") from error
             running.span = running.span.append(part)
 
     def _requeue(self, slot: int) -> None:

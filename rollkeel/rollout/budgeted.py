@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, final
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from rollkeel.errors import BadInput, EngineFailure, Interrupted
 from rollkeel.protocols import Grader, SteppedEngine
-from rollkeel.rollout.collect import begin, extended, request_of, unbegun
+from rollkeel.rollout.collect import begin, extended, heard_from, request_of, unbegun
 from rollkeel.rollout.pool import Member, Pool, PoolRules
 from rollkeel.rollout.state import pack_kv, pack_rollouts, unpack_kv, unpack_rollouts
 from rollkeel.types import KeptKV, Prompt, Rollout, SamplingParams, Segment, Status
@@ -173,7 +173,8 @@ class _Phase:
 
     def step(self) -> bool:
         """One decode step, reported to the pool. True if the engine failed a rollout."""
-        segments = self.engine.advance(1)
+        with heard_from(self.engine):
+            segments = self.engine.advance(1)
         self.steps += 1
         self._heard = time.monotonic() if segments else self._heard
         failed = self._take(segments)
@@ -197,7 +198,9 @@ class _Phase:
     def park(self) -> dict[int, Rollout]:
         """Take everything out of the engine; parked rollouts by id, with all they have."""
         self.engine.interrupt()
-        self._take(self.engine.advance(0))
+        with heard_from(self.engine):
+            segments = self.engine.advance(0)
+        self._take(segments)
         if self.running:
             raise EngineFailure(
                 f"engine {self.engine.capabilities.name}: {len(self.running)} interrupted rollouts did not come back"
@@ -211,19 +214,16 @@ class _Phase:
         """File what left the engine; what ended is reported to the pool. True if a rollout failed."""
         failed, finished = False, {}
         for segment in segments:
-            rollout = self.running.pop(segment.request_id)
-            if segment.status is Status.INTERRUPTED:
-                done = replace(rollout, span=rollout.span.append(segment.span), status=Status.PARKED)
+            done = extended(self.running.pop(segment.request_id, None), segment, self.tokenizer, self.engine)
+            if done.status is Status.PARKED:
                 if segment.kv is not None:
                     self.kv[done.id] = segment.kv
+            elif done.status.complete:
+                begin(self.grader, [done])
+                finished[done.id] = len(done.span)
             else:
-                done = extended(rollout, segment, self.tokenizer)
-                if done.status.complete:
-                    begin(self.grader, [done])
-                    finished[done.id] = len(done.span)
-                else:
-                    self.pool.fail(done.id)
-                    failed = True
+                self.pool.fail(done.id)
+                failed = True
             self.ended[done.id] = done
         self.pool.advance({}, finished)
         return failed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -77,9 +78,13 @@ def completed(
     engine.submit([request_of(r) for r in issued])
     heard = time.monotonic()
     while waiting:
-        segments, ended = engine.poll(POLL_S), list[Rollout]()
-        for segment in segments:
-            ended.append(extended(waiting.pop(segment.request_id), segment, tokenizer))
+        with heard_from(engine):
+            segments = engine.poll(POLL_S)
+        ended = [extended(waiting.pop(s.request_id, None), s, tokenizer, engine) for s in segments]
+        if parked := [r.id for r in ended if r.status is Status.PARKED]:
+            raise EngineFailure(
+                f"engine {engine.capabilities.name}: request {parked[0]}: interrupted, which nobody asked for"
+            )
         begin(grader, ended)
         yield from ended
         now = time.monotonic()
@@ -110,11 +115,49 @@ def request_of(rollout: Rollout, kv: KeptKV | None = None) -> Request:
     )
 
 
-def extended(rollout: Rollout, segment: Segment, tokenizer: Any) -> Rollout:
-    """`rollout` with the tokens of `segment` behind its own, ended as the segment did, and decoded."""
-    span = rollout.span.append(segment.span)
+@contextmanager
+def heard_from(engine: Engine) -> Iterator[None]:
+    """A `ValueError` of an engine, such as a span that cannot be true, is a failure of that engine."""
+    try:
+        yield
+    except ValueError as error:
+        raise EngineFailure(f"engine {engine.capabilities.name}: {' '.join(str(error).split())}") from error
+
+
+def extended(rollout: Rollout | None, segment: Segment, tokenizer: Any, engine: Engine) -> Rollout:
+    """`rollout` with the tokens of `segment` behind its own, ended as the segment did, and decoded; parked if it was interrupted.
+
+    Raises `EngineFailure`, naming engine, request and position, for a segment that cannot be the truth. `rollout` is None when
+    nobody waits for the segment.
+    """
+    where = f"engine {engine.capabilities.name}: request {segment.request_id}"
+    if rollout is None:
+        raise EngineFailure(f"{where}: returned, but it is not in flight: it came twice, or nobody asked for it")
+    if fault := _impossible(segment.span, rollout, engine.version):
+        raise EngineFailure(f"{where}, {fault}")
+    try:
+        span = rollout.span.append(segment.span)
+    except ValueError as error:
+        raise EngineFailure(f"{where}: {error}") from error
+    if segment.status is Status.INTERRUPTED:
+        return replace(rollout, span=span, status=Status.PARKED)
     text = decode(span.token_ids, rollout.sampling.stop_token_ids, tokenizer)
     return replace(rollout, span=span, status=segment.status, detail=segment.detail, text=text)
+
+
+def _impossible(new: TokenSpan, rollout: Rollout, version: int) -> str:
+    """The first position of the response at which `new` tokens cannot be what was asked for, and why; else empty."""
+    sampling, first, ids = rollout.sampling, len(rollout.span), new.token_ids.tolist()
+    for place, (token, stamp) in enumerate(zip(ids, new.versions.tolist(), strict=True), first):
+        if place >= sampling.max_new_tokens:
+            return f"position {place}: a token beyond the {sampling.max_new_tokens} that were asked for"
+        if token < 0:
+            return f"position {place}: token id {token}, expected at least 0"
+        if token in sampling.stop_token_ids and place < first + len(ids) - 1:
+            return f"position {place}: went on behind the stop token {token}"
+        if stamp > version:
+            return f"position {place}: sampled by version {stamp}, but the newest that was published is {version}"
+    return ""
 
 
 def decode(token_ids: np.ndarray, stop_token_ids: Sequence[int], tokenizer: Any) -> str:

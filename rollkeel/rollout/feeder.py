@@ -32,12 +32,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, final
 
 from rollkeel.errors import BadInput, Corrupt, EngineFailure, Interrupted, RunStopped
 from rollkeel.protocols import Engine, Grader, OverlappedGrader
-from rollkeel.rollout.collect import begin, extended, issue, request_of
+from rollkeel.rollout.collect import begin, extended, heard_from, issue, request_of
 from rollkeel.rollout.overlap import Gate
 from rollkeel.rollout.schedule import ScheduledEngine
 from rollkeel.rollout.state import pack_kv, pack_rollouts, unpack_kv, unpack_rollouts
@@ -277,7 +277,7 @@ class OverlappedRollouts:
 
     def _listen(self) -> None:
         calls = self._calls
-        with self.turns.turn("poll", patient=True):
+        with self.turns.turn("poll", patient=True), heard_from(self._source.engine):
             segments = self._engine.poll(AWAITED_S if self._awaited else 0.0)
         if segments:
             self._file(segments)
@@ -293,18 +293,19 @@ class OverlappedRollouts:
     def _file(self, segments: Sequence[Segment]) -> None:
         """Put segments behind what their rollouts have; begin to grade what is complete."""
         parked, ended = [], []
+        waiting = {i: r for i, r in self._flying.items() if i not in self._grading}
         for segment in segments:
-            rollout = self._flying.get(segment.request_id)
-            if rollout is None:
-                raise EngineFailure(f"engine: returned rollout {segment.request_id}, which is not in flight")
-            if segment.status is not Status.INTERRUPTED:
-                ended.append(extended(rollout, segment, self._source.tokenizer))
+            rollout = extended(
+                waiting.pop(segment.request_id, None), segment, self._source.tokenizer, self._source.engine
+            )
+            if rollout.status is not Status.PARKED:
+                ended.append(rollout)
             elif self._parking:
-                parked.append(replace(rollout, span=rollout.span.append(segment.span), status=Status.PARKED))
+                parked.append(rollout)
                 if segment.kv is not None:
                     self._kv[rollout.id] = segment.kv
             else:
-                raise EngineFailure(f"engine: interrupted rollout {segment.request_id}, which nobody asked for")
+                raise EngineFailure(f"engine: request {segment.request_id}: interrupted, which nobody asked for")
         begin(self._source.grader, ended)
         self._grading |= {r.id: r for r in ended if r.status.complete}
         self._settle([r for r in ended if not r.status.complete], parked)

@@ -111,6 +111,52 @@ def test_metrics_that_a_run_does_not_have_raise_nothing() -> None:
     assert kinds([{"step": s} for s in range(3 * WINDOW)]) == []
 
 
+def test_a_gradient_that_began_at_zero_is_an_alarm_and_not_an_error() -> None:
+    """It killed runs: the rule divided by the first level."""
+    run = [
+        healthy(s, optimizer__grad_norm=0.0 if s < 30 else 1.0, reward__mean=0.5 if s < 40 else 0.3)
+        for s in range(1, 70)
+    ]
+    assert {kind for kind, _ in kinds(run)} == {"gradient", "reward"}
+    assert any("gradient norm 1, first level 0" in line for a in alarms_of(run) for line in a.evidence)
+    still = [healthy(s, optimizer__grad_norm=0.0, reward__mean=0.5 if s < 40 else 0.3) for s in range(1, 70)]
+    assert {kind for kind, _ in kinds(still)} == {"reward"}, "a gradient that stays 0 has not grown"
+
+
+ODD = (
+    0.0,
+    -0.0,
+    1e-320,
+    -1.0,
+    1e308,
+    10**400,
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    None,
+    "0.5",
+    True,
+    [1.0],
+    0.5,
+)
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_number_that_a_row_can_hold_breaks_an_alarm() -> None:
+    """An alarm advises; it must never be what ends a run. Each key takes odd values for half a run, or goes missing."""
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        run = [healthy(s, reward__mean=0.5 if s < 25 else 0.1, mismatch__prob_abs_diff=0.03 * s) for s in range(1, 40)]
+        for key in rng.permutation(list(run[0])[1:])[:6]:
+            first, choice = rng.integers(0, 30), ODD[rng.integers(len(ODD))]
+            for row in run[first : first + 22]:
+                row[key] = choice
+                if choice is None:
+                    del row[key]
+        for alarm in alarms_of(run):
+            assert alarm.line
+
+
 @pytest.mark.parametrize("action", ["warn", "checkpoint", "stop"])
 def test_a_run_acts_on_its_alarm(
     action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

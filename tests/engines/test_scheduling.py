@@ -125,6 +125,17 @@ def test_one_token_prompt_and_one_new_token(model: Any) -> None:
         )
 
 
+def test_a_log_prob_that_cannot_be_is_a_failure_that_names_the_request(model: Any) -> None:
+    engine = engine_of(model)
+    engine.submit(requests_of([np.array([5])], max_new_tokens=4))
+    engine.advance(2)
+    engine._slots.logprobs.fill_(0.5)
+    with pytest.raises(
+        EngineFailure, match="engine local: request 0: .*expected finite values ≤ 0, got 0.5 at position"
+    ):
+        engine.interrupt()
+
+
 def test_bad_requests_are_refused_whole_with_one_line(model: Any) -> None:
     engine = engine_of(model, max_length=32)
     good = requests_of(prompts_of(1))[0]

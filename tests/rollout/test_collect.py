@@ -188,6 +188,42 @@ def test_failures_come_back_as_data() -> None:
     assert (done[1].detail, done[1].text, len(done[1].span)) == ("worker 1 died", "", 0)
 
 
+def _bad_logprob(span: TokenSpan, value: float) -> TokenSpan:
+    return replace(span, logprobs=np.array([-0.5, value], np.float32))
+
+
+IMPOSSIBLE = {
+    "a log-prob that is not a number": (lambda s: [replace(s, span=_bad_logprob(s.span, np.nan))], "got nan at position 1"),
+    "a positive log-prob": (lambda s: [replace(s, span=_bad_logprob(s.span, 0.5))], "got 0.5 at position 1"),
+    "twice": (lambda s: [s, s], "request 1: returned, but it is not in flight"),
+    "never asked for": (lambda s: [replace(s, request_id=99)], "request 99: returned, but it is not in flight"),
+    "behind a stop token": (lambda s: [replace(s, span=span_of([EOS, 8]))], f"request 1, position 2: went on behind the stop token {EOS}"),
+    "more than was asked for": (lambda s: [replace(s, span=span_of([8] * 7))], "request 1, position 8: a token beyond the 8"),
+    "of a version to come": (lambda s: [replace(s, span=span_of([8, EOS], version=1))], "request 1, position 2: sampled by version 1, but the newest"),
+    "no token": (lambda s: [replace(s, span=span_of([-1, EOS]))], "request 1, position 2: token id -1"),
+    "interrupted by nobody": (lambda s: [replace(s, status=Status.INTERRUPTED)], "request 1: interrupted, which nobody asked for"),
+    "without the facts of its prefix": (lambda s: [replace(s, span=replace(s.span, experts=np.zeros((2, 1, 1), np.int16)))], "request 1: TokenSpan.append: one part carries experts"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", IMPOSSIBLE)
+def test_an_engine_that_tells_the_impossible_is_one_line_with_its_request_and_position(what: str) -> None:
+    """These were tracebacks, or trained on."""
+    make, message = IMPOSSIBLE[what]
+
+    class Lying(ScriptedEngine):
+        def poll(self, timeout_s: float) -> list[Segment]:
+            return [told for s in super().poll(timeout_s) for told in (make(s) if s.request_id == 1 else [s])]
+
+    engine = Lying([3])
+    issued = [replace(r, span=span_of([50, 51])) for r in issue(prompts_of(3), 1, SAMPLING, 0, engine)]
+    with pytest.raises(EngineFailure, match="^engine scripted: ") as failed:
+        collect(engine, issued, TOKENIZER, deadline_s=5)
+    assert message in str(failed.value)
+    assert "\n" not in str(failed.value)
+    assert failed.value.exit_code == 3
+
+
 @pytest.mark.parametrize(
     ("ids", "kept"),
     [
