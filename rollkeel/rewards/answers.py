@@ -18,6 +18,7 @@ from typing import Literal, get_args
 
 Rule = Literal["boxed", "marker", "last_number", "whole", "auto"]
 RULES: tuple[str, ...] = get_args(Rule)
+MAX_CHARS = 10_000
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _MARKER = re.compile(r"(?i)\banswers?\b(?:\*\*)?\s*(?:is\b|are\b|:|=)\s*:?(?:(?<=:)\*\*)?|####")
@@ -44,8 +45,10 @@ def final_answer(text: str, rule: str) -> str:
         raise NoAnswer("no answer: the thought is not closed")
     if rule == "auto":
         rule = "boxed" if _BOX.search(rest) else "marker" if _MARKER.search(rest) else "whole"
-    read = tidy({"boxed": _boxed, "marker": _marked, "last_number": _last_number, "whole": str}[rule](rest))
-    if not read:
+    read = {"boxed": _boxed, "marker": _marked, "last_number": _last_number, "whole": str}[rule](rest).strip()
+    if len(read) > MAX_CHARS:
+        raise NoAnswer(f"no answer: longer than {MAX_CHARS} characters ({rule})")
+    if not (read := tidy(read)):
         raise NoAnswer(f"no answer: nothing there ({rule})")
     return read
 

@@ -13,7 +13,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -21,7 +21,6 @@ from typing import Any
 from rollkeel.errors import BadInput
 from rollkeel.rewards import judge, programs
 from rollkeel.rewards.answers import NoAnswer, final_answer
-from rollkeel.rewards.workers import Broken
 from rollkeel.tasks import TASKS, Task, TaskItem
 from rollkeel.tasks import get as get_task
 from rollkeel.tasks.base import excerpt, nearest
@@ -29,8 +28,9 @@ from rollkeel.tasks.environment import GRADER
 from rollkeel.tasks.members import key, members
 from rollkeel.types import GraderSpec, Rollout
 
-GraderFn = Callable[[Rollout], float | tuple[float, str]]
-"""Reward of one complete rollout, or reward and one line of detail. Raising means that the grader failed."""
+GraderFn = Callable[[Rollout], float | tuple[float | None, str]]
+"""Reward of one complete rollout, or reward and one line of detail. Raising means that the grader failed; a reward of None with a
+reason, that the response is undecided and scores 0."""
 
 MAX_NUMBER_CHARS = 256
 _SPACE = re.compile(r"[ \t\r\n\f\v]+")
@@ -135,26 +135,27 @@ def _member(text: str) -> Fraction | str:
     return word if number is None else number
 
 
-def grade_quantity(rollout: Rollout) -> tuple[float, str]:
+def grade_quantity(rollout: Rollout) -> tuple[float | None, str]:
     """1 when the final answer is the quantity of the gold answer. Options `{relative: null, extract: "auto"}`; `relative` is the
     tolerance of values, see `rollkeel.tasks.quantity`."""
-    from rollkeel.tasks.quantity import compare  # pyright: ignore[reportMissingImports]
+    from rollkeel.tasks.quantity import compare, readings
 
     options = _options(rollout, relative=None, extract="auto")
+    readings(rollout.prompt.answer)  # raises for a gold answer that is no quantity
     try:
         read = final_answer(rollout.text, options["extract"])
     except NoAnswer as none:
         return 0.0, str(none)
     verdict = compare(rollout.prompt.answer, read, relative=options["relative"])
     if verdict.right is None:
-        raise Broken(f"undecided: {verdict.detail} (read {excerpt(read)!r})")
+        return None, f"{verdict.detail} (read {excerpt(read)!r})"
     return float(verdict.right), verdict.detail
 
 
-def grade_constraints(rollout: Rollout) -> tuple[float, str]:
+def grade_constraints(rollout: Rollout) -> tuple[float | None, str]:
     """Options `{constraints: [...], score: "all"}`: 1 when all hold, see `rollkeel.tasks.constraints`; with `score: "fraction"`
     the share of those that do."""
-    from rollkeel.tasks.constraints import check  # pyright: ignore[reportMissingImports]
+    from rollkeel.tasks.constraints import check
 
     options = _options(rollout, constraints=None, score="all")
     if not options["constraints"] or options["score"] not in ("all", "fraction"):
@@ -163,7 +164,7 @@ def grade_constraints(rollout: Rollout) -> tuple[float, str]:
     held = [bool(ok) for ok, _ in found]
     unknown = [detail for ok, detail in found if ok is None]
     if unknown and (options["score"] == "fraction" or False not in [ok for ok, _ in found]):
-        raise Broken(f"undecided: {unknown[0]}")
+        return None, unknown[0]
     broken = "; ".join(detail for ok, detail in found if not ok)
     reward = float(all(held)) if options["score"] == "all" else sum(held) / len(held)
     return reward, f"{sum(held)} of {len(held)}" + (f"; broken: {excerpt(broken, 200)}" if broken else "")
@@ -190,6 +191,8 @@ class Entry:
     """Module that must be installed."""
     extra: str = ""
     """What installs it."""
+    sound: bool = False
+    """What it raises on a response, but not on the gold answer in its place, is the response's doing. Not so of one's own graders."""
 
 
 _INLINE: dict[str, GraderFn] = {
@@ -202,8 +205,9 @@ _INLINE: dict[str, GraderFn] = {
     "constraints": grade_constraints,
     GRADER: grade_environment,
 }
-_GRADERS: dict[str, Entry] = {name: Entry(lane=Lane.INLINE, run=fn) for name, fn in _INLINE.items()} | {
-    "math": Entry(lane=Lane.WORKER, run="rollkeel.rewards.mathematics:grade", needs="math_verify", extra="math"),
+_MATH = "rollkeel.rewards.mathematics:grade"
+_GRADERS: dict[str, Entry] = {name: Entry(lane=Lane.INLINE, run=fn, sound=True) for name, fn in _INLINE.items()} | {
+    "math": Entry(lane=Lane.WORKER, run=_MATH, needs="math_verify", extra="math", sound=True),
     "code": Entry(lane=Lane.SANDBOX, run=programs.grade),
     "judge": Entry(lane=Lane.SANDBOX, run=judge.grade),
     "reward_model": Entry(lane=Lane.MODEL),
@@ -242,7 +246,10 @@ def entry_of(spec: GraderSpec) -> Entry:
     """Who grades by `spec`: as `get`, and a worker for `task` where the family's verifier is not trusted to return."""
     entry = get(spec.name)
     family = TASKS.get(str(spec.options.get("task"))) if entry.run is grade_task else None
-    return Entry(lane=Lane.WORKER, run=family.worker) if family is not None and family.worker else entry
+    if family is None:
+        return entry
+    entry = replace(entry, sound=family.__module__.partition(".")[0] == __name__.partition(".")[0])
+    return replace(entry, lane=Lane.WORKER, run=family.worker) if family.worker else entry
 
 
 def _options(rollout: Rollout, **defaults: Any) -> Mapping[str, Any]:

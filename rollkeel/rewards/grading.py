@@ -1,4 +1,5 @@
-"""`Graders`: complete rollouts in, rewards out. A grader that breaks is a failure with a reason, never a reward of 0.
+"""`Graders`: complete rollouts in, rewards out. A grader that breaks is a failure with a reason, never a reward of 0; an answer that
+it cannot decide, or that breaks it where the gold answer does not, is undecided: reward 0 under a count of its own.
 
     begin(ended) ── math ─▶ workers (processes)      ─┐
                  ── code, judge ─▶ sandbox (threads) ─┤ results, in any order
@@ -10,6 +11,7 @@ What a rollout is given depends on it alone, so that grading beside sampling giv
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 import threading
@@ -17,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, final
 
@@ -28,7 +31,7 @@ from rollkeel.rewards import graders
 from rollkeel.rewards.graders import Entry, Lane
 from rollkeel.rewards.mix import combined, parts_of
 from rollkeel.rewards.sandboxed import SharedSandbox
-from rollkeel.rewards.workers import Broken, Workers
+from rollkeel.rewards.workers import Broken, NoVerdict, Workers
 from rollkeel.tasks.base import hash_fraction
 from rollkeel.types import Rollout, Status
 
@@ -49,6 +52,8 @@ class Outcome:
     reward: float | None
     """None: the grader failed, and `detail` says why."""
     detail: str
+    undecided: bool = False
+    """The reward is 0 because the response was not decided."""
     began: float = 0.0
     ended: float = 0.0
     """`time.perf_counter`, seconds."""
@@ -93,6 +98,7 @@ class Watch:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     hidden: float = 0.0
     differing: int = 0
+    undecided: int = 0
     events: list[dict[str, Any]] = field(default_factory=list)
     slowest: dict[str, tuple[float, int]] = field(default_factory=dict)
 
@@ -117,6 +123,7 @@ class Graders:
         self._workers = Workers(deadline_s=self.settings.deadline_s, memory_mb=self.settings.memory_mb)
         self._sandbox = SharedSandbox(self.settings)
         self._models: dict[str, Scorer] = {}
+        self._gold_read: set[int] = set()
         self._watch = Watch()
 
     def __enter__(self) -> Graders:
@@ -149,7 +156,8 @@ class Graders:
         """The same rollouts in the same order with `reward` and `detail` filled.
 
         Where a grader raises, hangs, dies or returns anything but a finite number: `Status.GRADER_FAILURE`, reward None, one
-        line of detail. Responses cut at the length limit are graded as they are. Raises `BadInput` for an incomplete rollout or an
+        line of detail. Where it is a built-in one that does so, or any that hangs or dies, and has a result for the gold answer in
+        place of the response, the response is to blame: it is undecided, with reward 0. Responses cut at the length limit are graded as they are. Raises `BadInput` for an incomplete rollout or an
         unknown grader, before anything is graded: those are faults of the caller or the config, not of a grader. Raises
         `GraderFailure` after `reward.graders.wait_s` without a result, naming the first that is missing.
         """
@@ -160,7 +168,7 @@ class Graders:
         parts = [part for item in items for part in item.all]
         for part in parts:
             if part.entry.lane is Lane.INLINE:
-                part.outcome = _outcome(part, lambda part=part: part.entry.run(part.rollout))
+                part.outcome = self._outcome(part, part.entry.run)
         self._score([part for item in items for part in item.parts])
         self._score([part for item in items for part in item.again])
         self._wait(parts)
@@ -170,13 +178,14 @@ class Graders:
     def report(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Metrics and events since the last call.
 
-        `failures/grader_nondeterministic`: rollouts of the sample whose second grading differed. `time/reward_overlapped_seconds`: grader
+        `reward/undecided`: rollouts that scored 0 because a grader could not decide. `failures/grader_nondeterministic`: rollouts of the sample whose second grading differed. `time/reward_overlapped_seconds`: grader
         seconds that were over before anybody waited for them. `time/grader_<name>_{p50,p99,max}_seconds`. Events: `grader_nondeterministic`
         and `grader_slow` with the grader, the rollout and what was found.
         """
         with self._lock:
             watch, self._watch = self._watch, Watch()
         metrics = {
+            "reward/undecided": float(watch.undecided),
             "failures/grader_nondeterministic": float(watch.differing),
             "time/reward_overlapped_seconds": watch.hidden,
         }
@@ -213,14 +222,38 @@ class Graders:
                         threads = ThreadPoolExecutor(self.settings.workers, thread_name_prefix=name)
                         self._threads[part.entry.lane] = threads
                 run = self._in_worker if part.entry.lane is Lane.WORKER else self._in_sandbox
-                part.future = threads.submit(_outcome, part, lambda part=part, run=run: run(part))
+                part.future = threads.submit(self._outcome, part, partial(run, part.entry))
 
-    def _in_worker(self, part: Part) -> tuple[Any, str]:
+    def _in_worker(self, entry: Entry, rollout: Rollout) -> tuple[Any, str]:
+        prompt = rollout.prompt
+        return self._workers.run(entry.run, rollout.text, prompt.answer, prompt.grader.options)
+
+    def _in_sandbox(self, entry: Entry, rollout: Rollout) -> tuple[Any, str]:
+        return entry.run(self._sandbox.run, rollout)
+
+    def _outcome(self, part: Part, run: Callable[[Rollout], Any]) -> Outcome:
+        began = time.perf_counter()
+        try:
+            outcome = _checked(run(part.rollout))
+        except (
+            Exception
+        ) as error:  # anything a grader throws is data here: counted, and never an end of the run by itself
+            outcome = Outcome(reward=None, detail=_reason(part.name, error))
+            if (part.entry.sound or isinstance(error, NoVerdict)) and self._reads_gold(part, run):
+                outcome = _undecided(outcome.detail)
+        return replace(outcome, began=began, ended=time.perf_counter())
+
+    def _reads_gold(self, part: Part, run: Callable[[Rollout], Any]) -> bool:
+        """Whether the grader has a result for the gold answer, so that what it threw was the response's doing."""
         prompt = part.rollout.prompt
-        return self._workers.run(part.entry.run, part.rollout.text, prompt.answer, prompt.grader.options)
-
-    def _in_sandbox(self, part: Part) -> tuple[Any, str]:
-        return part.entry.run(self._sandbox.run, part.rollout)
+        key = hash(json.dumps([prompt.grader.name, prompt.answer, prompt.grader.options], sort_keys=True, default=str))
+        if key not in self._gold_read:
+            try:
+                _checked(run(replace(part.rollout, text=prompt.answer)))
+            except Exception:  # as above
+                return False
+            self._gold_read.add(key)
+        return True
 
     def _score(self, parts: Sequence[Part]) -> None:
         """Reward models, each on all of its texts in order."""
@@ -237,7 +270,7 @@ class Graders:
         began = time.perf_counter()
         try:
             scores = self._model(path).score([p.rollout.prompt.text + p.rollout.text for p in some])
-            outcomes = [_outcome(p, lambda s=s: s) for p, s in zip(some, scores, strict=True)]
+            outcomes = [self._outcome(p, lambda _, s=s: s) for p, s in zip(some, scores, strict=True)]
         except Exception as error:  # as in `_outcome`
             if len(some) > 1:  # one text, such as one that is too long, must not take the others along
                 for part in some:
@@ -278,6 +311,7 @@ class Graders:
                 self._watch.slowest[part.name] = (spent, item.rollout.id)
         for first, second in zip(item.parts, item.again, strict=False):
             self._compare(first, second)
+        self._watch.undecided += any(_of(part).undecided for part in item.parts)
         rollout = item.rollout
         if rollout.prompt.grader.name == "mix":
             reward, detail = combined(rollout, [(_of(p).reward, _of(p).detail) for p in item.parts])
@@ -313,26 +347,24 @@ def _of(part: Part) -> Outcome:
     return part.outcome
 
 
-def _outcome(part: Part, run: Callable[[], Any]) -> Outcome:
-    began = time.perf_counter()
-    try:
-        reward, detail = _checked(run())
-    except Exception as error:  # anything a grader throws is data here: counted against the failure budget, never a 0
-        reward, detail = None, _reason(part.name, error)
-    return Outcome(reward=reward, detail=detail, began=began, ended=time.perf_counter())
-
-
 def _reason(name: str, error: Exception) -> str:
     said = " ".join(str(error).split())
     return f"grader {name}: {said}" if isinstance(error, Broken) else f"grader {name}: {type(error).__name__}: {said}"
 
 
-def _checked(result: Any) -> tuple[float, str]:
-    """Reward and detail. Raises `TypeError` or `ValueError` for anything but a finite real number."""
+def _undecided(reason: str) -> Outcome:
+    return Outcome(reward=0.0, detail=f"undecided: {reason}", undecided=True)
+
+
+def _checked(result: Any) -> Outcome:
+    """Raises `TypeError` or `ValueError` for anything but a finite real number, or None with a reason."""
     value, detail = result if isinstance(result, tuple) and len(result) == 2 else (result, "")
+    detail = " ".join(str(detail).split())
+    if value is None and detail:
+        return _undecided(detail)
     if not isinstance(value, numbers.Real):
         raise TypeError(f"expected a real number as reward, got {type(value).__name__}")
     reward = float(value)
     if not math.isfinite(reward):
         raise ValueError(f"expected a finite reward, got {reward}")
-    return reward, " ".join(str(detail).split())
+    return Outcome(reward=reward, detail=detail)

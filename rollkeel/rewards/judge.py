@@ -2,8 +2,9 @@
 the response must be evaluated.
 
 It defines `judge(text, given)`, is called with the response (up to `</think>` unread) and the option `given`, and returns true, false, a
-finite number, or one of these and a line of detail. A judge that raises, exceeds its limits or returns anything else has failed: that is
-no reward, not a 0. What it lets the response do in its process, the response may do to its verdict.
+finite number, or one of these and a line of detail. A judge that raises, exceeds its limits or returns anything else gives no verdict:
+the response's fault (0, undecided) if the judge has one on the gold answer, else the judge's. What it lets the response do in its
+process, the response may do to its verdict.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rollkeel.rewards.answers import spoken
 from rollkeel.rewards.sandboxed import Run, fault_of
-from rollkeel.rewards.workers import Broken
+from rollkeel.rewards.workers import NoVerdict
 from rollkeel.tasks.base import excerpt
 from rollkeel.types import Rollout
 
@@ -46,7 +47,7 @@ class JudgeOptions(BaseModel):
 
 
 def grade(run: Run, rollout: Rollout) -> tuple[float, str]:
-    """Reward and detail. Raises for what is no verdict: `Broken` with the judge's last line, and whatever `run` raises."""
+    """Reward and detail. Raises `NoVerdict` with the judge's last line, and whatever `run` raises."""
     from rollkeel.sandbox.job import Job, Limits
 
     options = JudgeOptions(**rollout.prompt.grader.options)
@@ -58,7 +59,7 @@ def grade(run: Run, rollout: Rollout) -> tuple[float, str]:
     about: dict[str, Any] = {"preload": options.preload, "limits": Limits(**options.limits)}
     result = run(Job(source=_DRIVER, files=files, collect=(VERDICT,), **about))
     if fault := fault_of(result):
-        raise Broken(f"the judge failed: {fault}")
+        raise NoVerdict(f"the judge failed: {fault}")
     return _verdict(result.files.get(VERDICT, b""))
 
 
@@ -66,8 +67,8 @@ def _verdict(written: bytes) -> tuple[float, str]:
     try:
         said = json.loads(written)
     except (ValueError, RecursionError):
-        raise Broken(f"the judge left no verdict: {excerpt(written.decode('utf-8', 'replace'))!r}") from None
+        raise NoVerdict(f"the judge left no verdict: {excerpt(written.decode('utf-8', 'replace'))!r}") from None
     reward, detail = said if isinstance(said, list) and len(said) == 2 and isinstance(said[1], str) else (said, "")
     if not isinstance(reward, bool | int | float) or not abs(reward) <= sys.float_info.max:
-        raise Broken(f"expected true, false or a finite number from the judge, got {excerpt(repr(said))}")
+        raise NoVerdict(f"expected true, false or a finite number from the judge, got {excerpt(repr(said))}")
     return float(reward), excerpt(detail, 200)

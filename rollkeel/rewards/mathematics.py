@@ -1,4 +1,4 @@
-"""`math`: is this answer the gold one? Right, wrong, or undecided, which is a failure of the grader and never a 0.
+"""`math`: is this answer the gold one? Right, wrong, or undecided, which scores 0 and is counted apart.
 
 Runs in a worker: LaTeX parsers and computer algebra hang on what models write. What an answer consists of is read by `forms.py`; single
 expressions are compared by math-verify in both directions and at sample points, and where these three disagree the pair is undecided.
@@ -34,8 +34,8 @@ class Rules:
     rounded: bool | None = None
 
 
-def grade(text: str, answer: str, options: Mapping[str, Any]) -> tuple[float, str]:
-    """1 for the gold answer, 0 for another one or none, and what was read. Raises `Undecided` and `BadGold`."""
+def grade(text: str, answer: str, options: Mapping[str, Any]) -> tuple[float | None, str]:
+    """1 for the gold answer, 0 for another one or none, None where the rules do not decide; and what was read. Raises `BadGold`."""
     if unknown := sorted(set(options) - {"extract", "percent", "rounded"}):
         raise ValueError(f"unknown option {unknown[0]!r}; known: extract, percent, rounded")
     rules = Rules(percent=bool(options.get("percent", False)), rounded=options.get("rounded"))
@@ -53,7 +53,7 @@ def grade(text: str, answer: str, options: Mapping[str, Any]) -> tuple[float, st
     except Unreadable as error:
         return 0.0, f"cannot be read ({error}): {shown}"
     except Undecided as error:
-        raise Undecided(f"{error}; read {shown!r}") from None
+        return None, f"{error}; read {shown!r}"
 
 
 def same(gold: Form, answer: Form, rules: Rules = Rules()) -> bool:

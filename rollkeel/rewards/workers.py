@@ -1,7 +1,7 @@
 """Processes for graders that cannot be trusted to return: each grading has a deadline, and who exceeds it is killed.
 
 A worker is a Python of its own without torch, in a session of its own (Ctrl-C does not reach it), and dies with its parent. One
-that hangs, dies or runs out of memory is replaced; the grading it had becomes a failure, and the others go on.
+that hangs, dies or runs out of memory is replaced, the grading it had is done once more in a fresh one, and the others go on.
 """
 
 from __future__ import annotations
@@ -32,12 +32,8 @@ class Broken(Exception):
     """A grading that has no result, with one line that says why. Never a verdict about the response."""
 
 
-class _Hung(Broken):
-    """The worker is at work on what nobody waits for any more."""
-
-
-class _Lost(Broken):
-    """The worker died or ran out of memory, which may be what earlier gradings left behind."""
+class NoVerdict(Broken):
+    """What graded hung, died, ran out of memory or broke off: the grader's fault or the response's, see `Graders.grade`."""
 
 
 @final
@@ -56,7 +52,7 @@ class _Worker:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        self.served, self.rss_mb = 0, 0.0
+        self.rss_mb = 0.0
         self._loaded: set[str] = set()
         self._send({"path": sys.path, "memory_mb": memory_mb}, time.monotonic() + START_S)
 
@@ -68,7 +64,7 @@ class _Worker:
             self._talk({"function": function}, START_S)
             self._loaded.add(function)
         said = self._talk({"function": function, "text": text, "answer": answer, "options": dict(options)}, deadline_s)
-        self.served, self.rss_mb = self.served + 1, said["rss_mb"]
+        self.rss_mb = said["rss_mb"]
         return said["value"], said["detail"]
 
     def _talk(self, asked: Mapping[str, Any], within_s: float) -> dict[str, Any]:
@@ -77,11 +73,11 @@ class _Worker:
             self._send(asked, until)
             said = json.loads(self._line(until))
         except TimeoutError:
-            raise _Hung(f"no answer in {within_s:g} s") from None
+            raise NoVerdict(f"no answer in {within_s:g} s") from None
         except (ConnectionError, EOFError):
-            raise _Lost(f"worker died by {self._end()}") from None
+            raise NoVerdict(f"worker died by {self._end()}") from None
         if "memory" in said:
-            raise _Lost("worker out of memory")
+            raise NoVerdict("worker out of memory")
         if "error" in said:
             raise Broken(said["error"])
         return said
@@ -98,7 +94,7 @@ class _Worker:
                 raise EOFError
             line += piece
             if len(line) > MAX_MESSAGE:
-                raise _Hung(f"answered with more than {MAX_MESSAGE >> 20} MB")
+                raise NoVerdict(f"answered with more than {MAX_MESSAGE >> 20} MB")
         return line
 
     def _end(self) -> str:
@@ -143,16 +139,13 @@ class Workers:
     def run(self, function: str, text: str, answer: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         """`function` is `module:name`, called as `name(text, answer, options)`; what it returns, and its detail.
 
-        Raises `Broken` when it raises, hangs, dies or runs out of memory. Where a process that had graded before is lost, the
-        grading is done once more in a fresh one: a result must not depend on what an earlier grading leaked.
+        Raises `Broken` when it raises, and `NoVerdict` when it hangs, dies or runs out of memory twice: the second time in a fresh
+        process, since a result must not depend on what an earlier grading leaked.
         """
-        worker = self._take()
         try:
-            return self._kept(worker, (function, text, answer, options))
-        except _Lost:
-            if not worker.served:
-                raise
-        return self._kept(self._take(fresh=True), (function, text, answer, options))
+            return self._kept(self._take(), (function, text, answer, options))
+        except NoVerdict:
+            return self._kept(self._take(fresh=True), (function, text, answer, options))
 
     def pids(self) -> list[int]:
         """Of the processes that are alive now."""

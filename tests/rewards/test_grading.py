@@ -87,7 +87,8 @@ def test_what_is_begun_is_ready_later_and_its_time_is_hidden(plain: Graders) -> 
     )
     assert "time/grader_exact_p50_seconds" in metrics
     assert events == []
-    assert plain.report() == ({"failures/grader_nondeterministic": 0.0, "time/reward_overlapped_seconds": 0.0}, [])
+    none = {"reward/undecided": 0.0, "failures/grader_nondeterministic": 0.0, "time/reward_overlapped_seconds": 0.0}
+    assert plain.report() == (none, [])
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_what_is_begun_is_ready_later_and_its_time_is_hidden(plain: Graders) -> 
     ],
 )
 def test_a_fault_in_a_worker_is_a_failure_and_the_others_go_on(plain: Graders, text: str, detail: str) -> None:
-    found = plain.grade([rollout("ab", grader="worker"), rollout(text, grader="worker"), rollout("4")])
+    found = plain.grade([rollout("ab", grader="worker"), rollout(text, text, grader="worker"), rollout("4")])
     assert facts(found) == [
         (7, 2.0, "", Status.FINISHED),
         (7, None, detail, Status.GRADER_FAILURE),
@@ -109,6 +110,27 @@ def test_a_fault_in_a_worker_is_a_failure_and_the_others_go_on(plain: Graders, t
     ]
     with pytest.raises(GraderFailure, match="1 of 3 rollouts failed"):
         FailureBudget(0.3).check(found)
+
+
+def test_who_is_to_blame_for_a_grading_without_a_result(plain: Graders) -> None:
+    """A response that hangs or kills a grader which reads the gold answer has earned a 0; what one's own grader throws is its fault."""
+    given = [rollout(text, "4", "worker") for text in ("hang", "exit", "greedy", "raise")]
+    rewards.register("none", lambda r: (None, "two readings") if r.text else None)
+    plain.report()
+    found = plain.grade(
+        [*given, rollout("a", grader="none"), rollout("", grader="none"), rollout("7 m or 8 m", "7 m", "quantity")]
+    )
+    assert facts(found)[:3] == [
+        (7, 0.0, f"undecided: grader worker: {why}", Status.FINISHED)
+        for why in ("no answer in 1 s", "worker died by exit code 3", "worker out of memory")
+    ]
+    assert [(r.reward, r.detail) for r in found[3:6]] == [
+        (None, "grader worker: ValueError: two lines"),
+        (0.0, "undecided: two readings"),
+        (None, "grader none: TypeError: expected a real number as reward, got NoneType"),
+    ]
+    assert (found[6].reward, found[6].detail.split(":")[0]) == (0.0, "undecided")
+    assert plain.report()[0]["reward/undecided"] == 5.0
 
 
 def test_a_random_grader_is_named_and_a_steady_one_is_not() -> None:

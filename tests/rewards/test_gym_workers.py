@@ -86,26 +86,29 @@ def asked(texts: list[str], **config: Any) -> tuple[TaskItem, list[Rollout]]:
 
 
 @pytest.mark.usefixtures("library")
-def test_a_scorer_that_breaks_is_a_failure_with_its_reason_and_the_others_are_graded() -> None:
+def test_what_breaks_the_scorer_costs_its_own_reward_unless_the_gold_answer_breaks_it_too() -> None:
     item, rollouts = asked(["?", "hang", "exit", "crash", "greedy", "raise", "half", ""], step=2)
     rollouts.append(rollout(item.answer, grader=rollouts[0].prompt.grader, id=8))
+    rollouts.append(rollout("hang", "raise", grader=rollouts[0].prompt.grader, id=9))
     with Graders(SETTINGS) as made:
         out = made.grade(rollouts)
-        again = made.grade(rollouts[-1:])
-    assert [r.reward for r in out] == [0.0, None, None, None, None, None, 0.0, 0.0, 1.0]
-    failed = [r for r in out if r.status is Status.GRADER_FAILURE]
-    assert [r.detail for r in failed] == [
-        "grader task: no answer in 1 s",
-        "grader task: worker died by exit code 3",
-        "grader task: worker died by signal 11",
-        "grader task: worker out of memory",
-        "grader task: ValueError: no such answer",
+        undecided = made.report()[0]["reward/undecided"]
+        again = made.grade(rollouts[-2:-1])
+    assert [r.reward for r in out] == [0.0] * 8 + [1.0, None]
+    assert [r.detail for r in out[1:6]] == [
+        "undecided: grader task: no answer in 1 s",
+        "undecided: grader task: worker died by exit code 3",
+        "undecided: grader task: worker died by signal 11",
+        "undecided: grader task: worker out of memory",
+        "undecided: grader task: ValueError: no such answer",
     ]
+    assert undecided == 5.0
     assert out[6].detail == "scored 0.5: half"
     assert again[0].reward == 1.0
-    assert FailureBudget(0.6).check(out)["failures/grader"] == 5.0
-    with pytest.raises(GraderFailure, match="5 of 9 rollouts failed"):
-        FailureBudget(0.5).check(out)
+    assert (out[9].status, out[9].detail) == (Status.GRADER_FAILURE, "grader task: no answer in 1 s")
+    assert FailureBudget(0.1).check(out)["failures/grader"] == 1.0
+    with pytest.raises(GraderFailure, match="1 of 10 rollouts failed"):
+        FailureBudget(0.0).check(out)
 
 
 @pytest.mark.usefixtures("library")
@@ -117,7 +120,7 @@ def test_nothing_is_scored_in_this_process_not_even_as_a_part_of_a_mix(monkeypat
     monkeypatch.setattr(sys, "scored", False, raising=False)
     with Graders(SETTINGS) as made:
         made.begin([mixed])
-        assert [r.reward for r in made.grade([mixed, right])] == [None, 1.0]
+        assert [r.reward for r in made.grade([mixed, right])] == [0.0, 1.0]
     assert not vars(sys)["scored"]
 
 

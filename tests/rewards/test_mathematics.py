@@ -1,6 +1,6 @@
 """A wrong verdict on mathematics trains the wrong thing for ever: the held table of pairs, the rules of extraction, what hangs a parser.
 
-The table was labelled by hand; `right` and `wrong` must come out as such, `uncertain` as undecided, never as a 0. Needs math-verify
+The table was labelled by hand; `right` and `wrong` must come out as such, `uncertain` as undecided. Needs math-verify
 (extra `math`). Not covered: the LaTeX parser itself beyond what the table asks of it.
 """
 
@@ -39,7 +39,9 @@ def pair(gold: str, answer: str, **options: object) -> Rollout:
 
 def verdict(found: Rollout) -> str:
     if found.status is Status.GRADER_FAILURE:
-        return "uncertain" if found.detail.startswith("grader math: Undecided: ") else found.detail
+        return found.detail
+    if found.detail.startswith("undecided: "):
+        return "uncertain"
     return {1.0: "right", 0.0: "wrong"}[found.reward if found.reward is not None else -1.0]
 
 
@@ -85,12 +87,12 @@ def test_an_unknown_option_is_a_failure(graders: Graders) -> None:
     )
 
 
-def test_what_hangs_a_parser_is_a_failure_and_the_others_are_served() -> None:
+def test_what_hangs_a_parser_is_undecided_and_the_others_are_served() -> None:
     tower = "9^{9^{9^{9}}}"
     with Graders(GradersConfig(deadline_s=2.0, regrade=0.0, workers=2)) as graders:
         found = graders.grade([pair("5", "5"), pair("5", tower), pair("5", "\\frac{10}{2}"), pair("\\sqrt{25}", "5")])
-    assert [r.reward for r in found] == [1.0, None, 1.0, 1.0]
-    assert found[1].detail == "grader math: no answer in 2 s"
+    assert [r.reward for r in found] == [1.0, 0.0, 1.0, 1.0]
+    assert found[1].detail == "undecided: grader math: no answer in 2 s"
 
 
 @pytest.mark.parametrize(

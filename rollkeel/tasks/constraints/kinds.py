@@ -105,7 +105,7 @@ def _language(text: str, a: Arguments) -> Found:
     if wanted not in LANGUAGES:
         return None, f"language {wanted!r} cannot be told apart here"
     found, why = identify(text)
-    return (None if found is None else found == wanted), f"{found or 'undecided'}: {why}"
+    return (None if found is None else found == wanted), f"{found or 'no language'}: {why}"
 
 
 def _paragraph_count(text: str, a: Arguments) -> Found:
