@@ -112,15 +112,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides to try")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print("| cost of | setting | time with / without | quartiles | target |\n|---|---|---|---|---|")
     for name, words in {"short": [], "long": ["sampling.max_new_tokens=256"]}.items():
-        for stage, ratios in costs(words, args.rounds).items():
+        for stage, ratios in costs([*words, *args.set], args.rounds).items():
             low, middle, high = statistics.quantiles(ratios, n=4)
             target = f"< {1 + COST:.2f}" if stage == "rollout" else ""
             print(f"| {stage} | {name} | {middle:.3f} | {low:.3f} to {high:.3f} | {target} |", flush=True)
-    found = gaps([f"engine.dtype={args.dtype}"], args.steps, args.every)
+    found = gaps([f"engine.dtype={args.dtype}", *args.set], args.steps, args.every)
     print("\n| step | kl_k3 | with replay | times lower |\n|---|---|---|---|")
     for step, plain, replayed in found:
         print(f"| {step} | {plain:.2e} | {replayed:.2e} | {plain / replayed:.1f} |")

@@ -116,6 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--tokens", type=int, default=10_000_000)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides to try")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as path:
         made_up(Path(path) / "run", args.tokens)
@@ -128,7 +129,7 @@ def main() -> None:
         "answers of 13 tokens": short,
         "addition, 24 digits": [*short, "data.task=addition", "data.options.digits=24", "sampling.max_new_tokens=64"],
     }.items():
-        lines.append(f"| recording, {name} | {recording(words):.1%} of a step | {SHARE:.0%} | |")
+        lines.append(f"| recording, {name} | {recording([*words, *args.set]):.1%} of a step | {SHARE:.0%} | |")
     print("| what | measured | target | |\n|---|---|---|---|\n" + "\n".join(lines))
 
 

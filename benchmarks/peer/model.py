@@ -20,5 +20,9 @@ def build(folder: str | Path) -> Path:
     return folder
 
 
-if __name__ == "__main__":
+def main() -> None:
     print(build(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

@@ -72,7 +72,7 @@ class Bench:
         from rollkeel.models.loading import load_policy, quiet_transformers
         from rollkeel.objectives import grpo
         from rollkeel.recipe import load
-        from rollkeel.rewards.graders import register
+        from rollkeel.rewards import Graders, register
         from rollkeel.train.trainer import LocalTrainer
 
         quiet_transformers()
@@ -80,6 +80,7 @@ class Bench:
         settings = load(overrides=overrides(args))
         self.policy = load_policy(settings.model)
         self.prompts = make_prompts(self.policy)
+        self.graders = Graders()
         self.engine: Engine | None = None
         self.trainer: LocalTrainer | None = None
         self.config: dict[str, Any] = {}
@@ -131,10 +132,9 @@ class Bench:
         """One whole RL step, ending with the new weights proven in the engine."""
         from rollkeel.advantages.estimators import compute
         from rollkeel.batch.build import build_batch
-        from rollkeel.rewards.graders import Graders
 
         assert self.trainer is not None
-        rollouts = Graders().grade(self.rollout())
+        rollouts = self.graders.grade(self.rollout())
         advantages = compute("grpo", [r.reward for r in rollouts], [r.group for r in rollouts])
         self._update(build_batch(rollouts, advantages, self.objective.aggregate))
         self.publisher.publish(self.trainer.named_weights(), self.trainer.version)
@@ -146,6 +146,7 @@ class Bench:
 
     def close(self) -> None:
         """Stop the workers, if any."""
+        self.graders.close()
         if self.trainer is not None:
             self.trainer.close()
         if self.engine is not None:

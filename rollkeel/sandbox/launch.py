@@ -39,10 +39,10 @@ def agent_command(uid: int | None, mount_mb: int | None = None) -> list[str]:
     return [sys.executable, "-I", "-B", "-X", "utf8", "-c", _CODE, json.dumps(config)]
 
 
-def _agent_files() -> dict[str, str]:
-    """Path inside → file or folder of the host: no more of this package than the agent imports."""
+def agent_files(folder: str = AGENT) -> dict[str, str]:
+    """Path below `folder` → file or folder of the host: no more of this package than the agent imports."""
     package = f"{spawn.PACKAGE_ROOT}/rollkeel"
-    return {f"{AGENT}/rollkeel/{name}": f"{package}/{name}" for name in ("__init__.py", "errors.py", "sandbox")}
+    return {f"{folder}/rollkeel/{name}": f"{package}/{name}" for name in ("__init__.py", "errors.py", "sandbox")}
 
 
 def environment() -> dict[str, str]:
@@ -68,12 +68,12 @@ def bubblewrap(program: str, uid: int | None, scratch_mb: int) -> Launch:
         scratch = ["--cap-add", "CAP_SYS_ADMIN", "--perms", "0755", "--dir", root.SCRATCH]
     else:
         scratch = ["--size", str(scratch_mb << 20), "--tmpfs", root.SCRATCH]
-    targets = [*(b.target for b in binds), *links, *_agent_files()]
+    targets = [*(b.target for b in binds), *links, *agent_files()]
     for folder in sorted({str(parent) for target in targets for parent in Path(target).parents} - {"/"}):
         out += ["--perms", "0755", "--dir", folder]  # else only the owner of the sandbox may pass
     for bind in binds:
         out += ["--dev-bind" if bind.device else "--ro-bind", bind.source, bind.target]
-    for inside, source in _agent_files().items():
+    for inside, source in agent_files().items():
         out += ["--ro-bind", source, inside]
     for path, target in links.items():
         out += ["--symlink", target, path]
@@ -100,7 +100,7 @@ def gvisor(program: str, uid: int | None, scratch_mb: int) -> Launch:
 def bundle(uid: int | None, scratch_mb: int) -> dict[str, Any]:
     """`config.json` of the OCI runtime specification 1.0."""
     links, binds = root.links_and_binds(server.readable_paths(kinds.search_path()))
-    read = [(b.target, b.source) for b in binds if not b.device] + list(_agent_files().items())
+    read = [(b.target, b.source) for b in binds if not b.device] + list(agent_files().items())
     # Links of the host's top level are folders here: the tree is made by mounts alone.
     read += [
         (path, os.path.realpath(path))

@@ -14,6 +14,8 @@ OWN, MAPPED, SHARED = "own", "mapped", "shared"
 NAMESPACES = ("pid", "mount", "net", "ipc", "uts")
 TRUNCATION_SINCE = 3
 """Landlock ABI before which any file of the same user can be emptied by its path."""
+PYTHON = "interpreter"
+"""Finding: jobs can read this Python without a private root, in which it lies open. Else every program that imports fails."""
 LAYERS = ("user", *NAMESPACES, "capabilities", "rlimits", "landlock", "seccomp", "watch", "cgroup")
 """In the order in which they are reported. `user` is the uid, `mount` the private root, `watch` the group's memory and CPU,
 `cgroup` the same and processes, by the kernel."""
@@ -33,13 +35,16 @@ class Plan:
     seccomp: bool = True
     watch: bool = True
     cgroup: bool = False
+    readable: bool = True
+    """Jobs can read this Python."""
 
     @property
     def level(self) -> Level:
         walls = self.seccomp and self.rlimits and self.capabilities and self.watch
         if walls and self.namespaces >= set(NAMESPACES) and self.identity != SHARED:
             return Level.FULL if self.identity == OWN else Level.NAMESPACES
-        return Level.RESTRICTED if walls and self.landlock >= TRUNCATION_SINCE else Level.NONE
+        walls = walls and self.landlock >= TRUNCATION_SINCE and self.readable
+        return Level.RESTRICTED if walls else Level.NONE
 
     @property
     def leads(self) -> bool:
@@ -114,4 +119,5 @@ def choose(findings: Iterable[Finding], *, root: bool, landlock_abi: int, withou
         seccomp="seccomp" in holds - off,
         watch="watch" not in off,
         cgroup="cgroup" in holds - off,
+        readable="mount" in namespaces - off or PYTHON in holds or identity != OWN,
     )

@@ -18,7 +18,7 @@ from rollkeel.errors import RunStopped
 from rollkeel.sandbox import cgroup, identity, landlock, libc, rlimits, root, spawn
 from rollkeel.sandbox.cage import NAMESPACE_FLAG
 from rollkeel.sandbox.job import Limits
-from rollkeel.sandbox.plan import NAMESPACES, Finding, Plan, choose
+from rollkeel.sandbox.plan import NAMESPACES, PYTHON, Finding, Plan, choose
 from rollkeel.sandbox.seccomp import Filter
 from rollkeel.sandbox.server import readable_paths
 
@@ -78,6 +78,7 @@ def _try_all() -> list[Finding]:
         "landlock": _landlock,
         "seccomp": _seccomp,
         "cgroup": _cgroup,
+        PYTHON: _python,
     }
     return [_in_child(layer, trial) for layer, trial in trials.items()]
 
@@ -122,10 +123,15 @@ def _user() -> str:
         _map_if_needed(0)
         return "user namespace: jobs have this user's uid on the host"
     identity.become(identity.FIRST_UID)
-    readable = all(os.access(path, os.R_OK | os.X_OK) for path in (sys.prefix, sys.base_prefix))
-    # In a private root it is mounted where everybody can read it.
-    hint = "" if readable else f"; without a private root they could not read Python in {sys.base_prefix}"
-    return f"own uid per job, from {identity.FIRST_UID} on{hint}"
+    return f"own uid per job, from {identity.FIRST_UID} on"
+
+
+def _python() -> str:
+    if _is_root():
+        identity.become(identity.FIRST_UID)
+    for path in (sys.prefix, sys.base_prefix):
+        _expect(os.access(path, os.R_OK | os.X_OK), f"in a private root alone: other users have no way to {path}")
+    return "jobs can read it where it is installed"
 
 
 def _namespace(name: str) -> str:

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import socket
 import subprocess
 import sys
-from pathlib import Path
+import tempfile
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
-
-from rollkeel.sandbox import Job, Level, Result, Sandbox, Terminal, TerminalLimits, enclosure
-
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
+from rollkeel.sandbox import Job, Level, Result, Sandbox, Terminal, TerminalLimits, enclosure, launch
 
 
 class Here:
@@ -56,13 +52,19 @@ class Here:
 
 
 class There:
-    """The same in a process of another user."""
+    """The same in a process of another user, from a copy: that user may have no way into the folder of this one."""
 
     def __init__(self, python: str, uid: int, environment: dict[str, str]) -> None:
+        self._folder = tempfile.mkdtemp(prefix="driver-", dir="/tmp")
+        driver = shutil.copy(__file__, self._folder)
+        os.mkdir(f"{self._folder}/rollkeel")
+        for inside, source in launch.agent_files(self._folder).items():
+            (shutil.copytree if os.path.isdir(source) else shutil.copy)(source, inside)
+        subprocess.run(["chmod", "-R", "a+rX", self._folder], check=True)
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [python, __file__, str(theirs.fileno())],
+                [python, driver, str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
                 cwd="/",
                 env=environment | {"PYTHONDONTWRITEBYTECODE": "1"},
@@ -99,6 +101,7 @@ class There:
     def close(self) -> None:
         self._pipe.close()
         self._process.wait(timeout=30)
+        shutil.rmtree(self._folder)
 
 
 def serve(descriptor: int) -> None:

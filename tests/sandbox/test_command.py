@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import rollkeel
 from rollkeel.cli import main
 from rollkeel.sandbox import Level, enclosure, probe
 from rollkeel.sandbox.job import KINDS
@@ -17,9 +20,13 @@ from rollkeel.sandbox.job import KINDS
 pytestmark = pytest.mark.skipif(probe().plan().level < Level.NAMESPACES, reason="namespaces do not hold here")
 
 
-def shell(*words: str) -> subprocess.CompletedProcess[bytes]:
+def shell(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[bytes]:
     """As a process of its own, which takes seconds."""
-    return subprocess.run([sys.executable, "-m", "rollkeel", "sandbox", *words], capture_output=True, timeout=120)
+    command, environment = (
+        [sys.executable, "-m", "rollkeel", "sandbox", *words],
+        os.environ | {"PYTHONPATH": str(cwd or "")},
+    )
+    return subprocess.run(command, capture_output=True, timeout=120, cwd=cwd, env=environment if cwd else None)
 
 
 @pytest.fixture
@@ -39,9 +46,12 @@ def command(capfdbinary: pytest.CaptureFixture[bytes]) -> Callable[..., subproce
 Command = Callable[..., subprocess.CompletedProcess[bytes]]
 
 
-def test_run_as_a_process(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("import sys; print('hi', sys.argv[1]); sys.exit(4)")
-    done = shell("run", str(tmp_path / "a.py"), "x")
+def test_run_as_a_process_from_a_checkout_that_nobody_else_may_enter(tmp_path: Path) -> None:
+    home = tmp_path / "ä b"
+    home.mkdir(mode=0o700)
+    shutil.copytree(Path(rollkeel.__file__).parent, home / "rollkeel", ignore=shutil.ignore_patterns("__pycache__"))
+    (home / "a.py").write_text("import sys, sqlite3; print('hi', sys.argv[1]); sys.exit(4)")
+    done = shell("run", str(home / "a.py"), "x", cwd=home)
     assert (done.returncode, done.stdout, done.stderr) == (4, b"hi x\n", b"")
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rollkeel.errors import BadInput
 from rollkeel.sandbox import Level, Limits, bpf, group, landlock, libc, rlimits, root, seccomp, server, syscalls
-from rollkeel.sandbox.plan import LAYERS, NAMESPACES, Finding, Plan, choose
+from rollkeel.sandbox.plan import LAYERS, NAMESPACES, PYTHON, Finding, Plan, choose
 
 NOTHING = bpf.errno_action(0)
 EPERM, ENOSYS, EAFNOSUPPORT = (bpf.errno_action(getattr(errno, n)) for n in ("EPERM", "ENOSYS", "EAFNOSUPPORT"))
@@ -277,7 +277,7 @@ def test_rlimits_by_hand() -> None:
     assert all(hasattr(resource, f"RLIMIT_{name}") for name in planned)
 
 
-ALL = [Finding(layer=layer, holds=True, how="") for layer in LAYERS]
+ALL = [Finding(layer=layer, holds=True, how="") for layer in (*LAYERS, PYTHON)]
 
 
 @pytest.mark.parametrize(
@@ -291,6 +291,9 @@ ALL = [Finding(layer=layer, holds=True, how="") for layer in LAYERS]
         (True, ("net",), (), Level.RESTRICTED, "own"),
         (False, NAMESPACES, (), Level.RESTRICTED, "shared"),
         (False, (*NAMESPACES, "landlock"), (), Level.NONE, "shared"),
+        (True, (PYTHON,), (), Level.FULL, "own"),
+        (True, (PYTHON, "net"), (), Level.NONE, "own"),  # a right program that imports anything would be called wrong
+        (False, (PYTHON, *NAMESPACES), (), Level.RESTRICTED, "shared"),
         (True, ("landlock",), (), Level.FULL, "own"),
         (True, ("seccomp",), (), Level.NONE, "own"),
         (True, ("rlimits",), (), Level.NONE, "own"),
