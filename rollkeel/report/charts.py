@@ -1,4 +1,4 @@
-"""Charts of a run's metrics as inline SVG whose colours follow the page's light or dark theme."""
+"""Charts as inline SVG whose colours follow the page's light or dark theme."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 Rows = Sequence[Mapping[str, Any]]
 
 MAX_POINTS = 500
 """Longer series are drawn as means of equal stretches."""
-_MAX_SERIES = 8
 _MAX_SVG = 64_000
 # Stand-ins that become CSS variables in the SVG; in a PNG they are the colours themselves, legible on both themes.
 INK, GRID = "#80848b", "#80848c"
@@ -32,6 +31,7 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "rollkeel",
     "text.parse_math": False,  # A metric name may contain a dollar sign.
     "axes.formatter.use_mathtext": False,
+    "axes.formatter.useoffset": False,  # "1e−10+9.99999999e−1" is no number a person reads.
     "axes.unicode_minus": True,
     "font.size": 9.5,
     "axes.spines.top": False,
@@ -63,28 +63,9 @@ class Chart:
     """Inline `<svg>` or `<img>` without any outside reference."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spec:
-    """What a chart shows. `keys` are metric names, `*` standing for any part; a chart without data is left out."""
-
-    title: str
-    unit: str
-    keys: tuple[str, ...]
-    caption: str = ""
-    scale: float = 1.0
-    log: bool = False
-    draw: Callable[[Axes, Rows, Spec], None] | None = None
-    label: Callable[[str], str] | None = None
-
-
-def charts(rows: Rows) -> list[Chart]:
-    """All charts the rows have data for, in the order of the page."""
-    return [_chart(spec, rows) for spec in SPECS if matching(rows, spec.keys)]
-
-
 def matching(rows: Rows, patterns: Sequence[str]) -> list[str]:
     """Metric names with at least one number that fit the patterns, by pattern and then by name."""
-    names = sorted({key for row in rows for key, value in row.items() if _number(value)})
+    names = sorted({key for row in rows for key, value in row.items() if is_number(value)})
     found: dict[str, None] = {}
     for pattern in patterns:
         regex = re.compile("[^/]+".join(re.escape(part) for part in pattern.split("*")))
@@ -94,7 +75,7 @@ def matching(rows: Rows, patterns: Sequence[str]) -> list[str]:
 
 def series(rows: Rows, key: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values `[n]` of the rows that have a number under `key`; means of equal stretches when too many."""
-    pairs = [(row["step"], row[key]) for row in rows if _number(row.get(key))]
+    pairs = [(row["step"], row[key]) for row in rows if is_number(row.get(key))]
     steps, values = np.array([p[0] for p in pairs], float), np.array([p[1] for p in pairs], float)
     if len(pairs) > MAX_POINTS:
         width = math.ceil(len(pairs) / MAX_POINTS)
@@ -116,7 +97,8 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return (sums[at + half + 1] - sums[at - half]) / (2 * half + 1)
 
 
-def _number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """A finite number, no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -124,8 +106,8 @@ _LEGEND = 84
 """Characters that a chart is wide in its legend's type; an entry has seven beside its name."""
 
 
-def drawing(title: str, caption: str, paint: Callable[[Axes], None]) -> Chart:
-    """A chart in the page's style of whatever `paint` draws, with a legend if it labels more than one thing."""
+def drawing(title: str, caption: str, paint: Callable[[Axes], None], *, named: bool = False) -> Chart:
+    """A chart in the page's style of whatever `paint` draws, with a legend if it labels more than one thing or is `named`."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(5.6, 2.7), layout="constrained")
         axes = figure.add_subplot()
@@ -133,203 +115,39 @@ def drawing(title: str, caption: str, paint: Callable[[Axes], None]) -> Chart:
         axes.tick_params(length=0)
         handles, labels = axes.get_legend_handles_labels()
         labels = ["".join(c for c in label if c.isprintable())[:40] for label in labels]
-        if len(labels) > 1:
+        if len(labels) > 1 or (labels and named):
             columns = min(len(labels), 4, max(_LEGEND // (max(map(len, labels)) + 7), 1))
             figure.legend(handles, labels, loc="outside upper left", ncols=columns, handlelength=1.2)
         return Chart(title=title, caption=caption, markup=_markup(figure, title))
 
 
-def _chart(spec: Spec, rows: Rows) -> Chart:
-    def paint(axes: Axes) -> None:
-        (spec.draw or _lines)(axes, rows, spec)
-        axes.set_xlabel("step")
-        axes.set_ylabel(spec.unit)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
-        axes.margins(x=0.02)
-        if spec.log:
-            log_scale(axes)
-
-    return drawing(spec.title, spec.caption, paint)
-
-
-def log_scale(axes: Axes) -> None:
+def log_scale(axes: Axes) -> bool:
     """Logarithmic where the values span more than a factor of 20; below that, plain numbers read better."""
-    values = np.concatenate([line.get_ydata() for line in axes.get_lines()] or [np.ones(1)])
-    positive = np.asarray(values, float)[np.asarray(values, float) > 0]
-    if positive.size and positive.max() / positive.min() > 20:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.tick_params(which="both", length=0)
+    values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.get_lines()] or [np.ones(1)])
+    positive = values[values > 0]
+    if not positive.size or positive.max() / positive.min() <= 20:
+        return False
+    log_axis(axes, "y")
+    return True
 
 
-def _lines(axes: Axes, rows: Rows, spec: Spec) -> None:
-    for color, key in zip(SERIES, matching(rows, spec.keys)[:_MAX_SERIES], strict=False):
-        steps, values = series(rows, key)
-        values = values * spec.scale
-        if spec.log:
-            steps, values = steps[values > 0], values[values > 0]
-        _curve(axes, steps, values, color, (spec.label or _tail)(key))
+def log_axis(axes: Axes, which: Literal["x", "y"]) -> None:
+    """A logarithmic axis with plain numbers: matplotlib's own are TeX, which the pages do not typeset."""
+    axes.set(**{f"{which}scale": "log"})
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}" if value < 1e5 else f"{value:.0e}"))
+    axis.set_minor_formatter(NullFormatter())
+    axes.tick_params(which="both", length=0)
 
 
-def _curve(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, label: str) -> None:
-    marker = "o" if len(steps) < 3 else None
-    if len(steps) < 25:
-        axes.plot(steps, values, color=color, linewidth=1.5, label=label, marker=marker, markersize=4)
-    else:
-        axes.plot(steps, values, color=color, linewidth=0.7, alpha=0.35)
-        axes.plot(steps, smooth(values), color=color, linewidth=1.7, label=label)
-
-
-def _reward(axes: Axes, rows: Rows, spec: Spec) -> None:
-    if matching(rows, ("reward/mean",)):
-        _curve(axes, *series(rows, "reward/mean"), color=SERIES[0], label="training reward")
-    colors = iter(SERIES[1:])
-    for key in matching(rows, ("eval/*/avg@k",))[:3]:
-        color, task = next(colors), key.split("/")[1]
-        found = [row for row in rows if _number(row.get(key))][-MAX_POINTS:]
-        errors = [row[f"{key}_se"] if _number(row.get(f"{key}_se")) else 0.0 for row in found]
-        axes.errorbar(
-            [row["step"] for row in found],
-            [row[key] for row in found],
-            yerr=errors,
-            color=color,
-            marker="o",
-            markersize=4,
-            capsize=3,
-            linewidth=1.3,
-            label=f"{task} avg@k ± SE",
-        )
-    for key in matching(rows, ("eval/*/greedy",))[:3]:
-        steps, values = series(rows, key)
-        color, task = next(colors), key.split("/")[1]
-        axes.plot(steps, values, color=color, marker="D", markersize=4, linestyle=":", label=f"{task} greedy")
-
-
-def _stages(axes: Axes, rows: Rows, spec: Spec) -> None:
-    """Stacked time per stage: the height is what a step costs. A stage that a row lacks took no time in it."""
-    keys = matching(rows, spec.keys)
-    keys = [key for key in keys if key not in ("time/step_s", "time/total_s")] or keys
-    totals = {key: sum(row[key] for row in rows if _number(row.get(key))) for key in keys}
-    keys = sorted(keys, key=lambda key: -totals[key])[:_MAX_SERIES]
-    filled = [{"step": row["step"], **{k: row[k] if _number(row.get(k)) else 0.0 for k in keys}} for row in rows]
-    curves = [series(filled, key) for key in keys]
-    steps = curves[0][0]
-    labels = [key[5:-2] for key in keys]
-    heights = [np.maximum(values, 0) for _, values in curves]
-    axes.stackplot(steps, heights, colors=SERIES[: len(keys)], labels=labels, alpha=0.8, linewidth=0)
-    axes.set_ylim(bottom=0)
-
-
-def _tail(key: str) -> str:
-    return key.split("/", 1)[-1]
-
-
-def _middle(key: str) -> str:
-    return key.split("/", 1)[-1].removesuffix("/dropped").removesuffix("_tokens_s")
-
-
-def _clip(key: str) -> str:
-    return f"{_middle(key)} mask" if key.startswith("mask/") else f"PPO clip {_tail(key)}"
-
-
-def _mismatch(key: str) -> str:
-    return "same version only" if "equal_version" in key else "all tokens"
-
-
-def _gap(metric: str) -> tuple[str, ...]:
-    return (f"mismatch/{metric}", f"mismatch/equal_version/{metric}")
-
-
-SPECS = (
-    Spec(
-        title="Reward and accuracy",
-        unit="reward, accuracy",
-        keys=("reward/mean", "eval/*/avg@k", "eval/*/greedy"),
-        caption="Reward is the batch mean; bars are one standard error.",
-        draw=_reward,
-    ),
-    Spec(
-        title="Mismatch: spread of the ratio",
-        unit="std of ρ = o/q",
-        keys=_gap("ratio_std"),
-        caption="Trainer against sampler, per response token. 0 means both engines agree.",
-        label=_mismatch,
-    ),
-    Spec(
-        title="Mismatch: divergence",
-        unit="KL(q‖o), k3 (nats/token)",
-        keys=_gap("kl_k3"),
-        caption="Unbiased estimate of KL(q‖o) from the sampled tokens.",
-        log=True,
-        label=_mismatch,
-    ),
-    Spec(
-        title="Mismatch: correlation",
-        unit="Pearson r of (o, q)",
-        keys=_gap("pearson"),
-        caption="1 means the two engines give every token the same probability.",
-        label=_mismatch,
-    ),
-    Spec(
-        title="Masked and clipped tokens",
-        unit="tokens (%)",
-        keys=("mask/*/dropped", "clip/high", "clip/low"),
-        caption="Share of response tokens that each mask dropped or PPO's clip cut.",
-        scale=100,
-        label=_clip,
-    ),
-    Spec(title="Entropy", unit="entropy (nats/token)", keys=("policy/entropy",), caption="Of the training policy."),
-    Spec(title="Gradient norm", unit="L2 norm before clipping", keys=("optimizer/grad_norm",), caption="", log=True),
-    Spec(
-        title="Response length",
-        unit="tokens",
-        keys=("rollout/length_mean", "rollout/length_max", "rollout/length_min"),
-        label=lambda key: key.rsplit("_", 1)[-1],
-    ),
-    Spec(
-        title="Staleness",
-        unit="versions",
-        keys=("staleness/mean", "staleness/max", "staleness/span"),
-        caption="Trainer version minus the version that sampled the token.",
-    ),
-    Spec(
-        title="Controlled acceptance",
-        unit="share of tokens or rollouts",
-        keys=("controller/acceptance", "controller/target"),
-        caption="What a drop rate aims at, and its running estimate.",
-    ),
-    Spec(
-        title="Rollout pool",
-        unit="rollouts",
-        keys=("pool/parked", "pool/held", "pool/ready", "pool/waiting", "pool/purged"),
-        caption="Unfinished and parked; finished and waiting for their group; of those ready to train; not begun; given up in the step.",
-    ),
-    Spec(
-        title="Lengths under a budget",
-        unit="tokens",
-        keys=("rollout/finished_length_mean", "rollout/issued_length_mean"),
-        caption="What finished in a step against all that was in the engine: short answers finish first.",
-        label=lambda key: _tail(key).removesuffix("_length_mean"),
-    ),
-    Spec(
-        title="Routing flips",
-        unit="tokens (%)",
-        keys=("routing/flipped_tokens",),
-        caption="Tokens that engine and trainer send to different experts in some layer.",
-        scale=100,
-    ),
-    Spec(title="KL to the start", unit="KL (nats/token)", keys=("policy/kl_base", "policy/kl_ref")),
-    Spec(
-        title="Time per stage",
-        unit="time (s/step)",
-        keys=("time/*_s",),
-        caption="Stacked, largest at the bottom.",
-        draw=_stages,
-    ),
-    Spec(title="Throughput", unit="tokens/s", keys=("throughput/*_tokens_s",), label=_middle),
-    Spec(title="Memory", unit="memory (MB)", keys=("memory/*_mb",), label=lambda key: _tail(key)[:-3]),
-)
+def least_height(axes: Axes, least: float) -> None:
+    """Widen the y axis to `least` where the values span less; one of nothing below 0 stays so."""
+    low, high = axes.dataLim.intervaly
+    if not np.isfinite([low, high]).all() or high - low >= least or least < 1e-9 * abs(high):
+        return
+    bottom = (low + high - least) / 2
+    bottom = 0.0 if low >= 0 > bottom else bottom
+    axes.set_ylim(bottom - 0.04 * least, bottom + 1.04 * least)
 
 
 def _markup(figure: Figure, title: str) -> str:

@@ -5,30 +5,35 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from rollkeel.diagnostics.glossary import meaning
 from rollkeel.diagnostics.live import duration
 from rollkeel.diagnostics.run_files import RunFiles, read_run
 from rollkeel.diagnostics.runfolder import rollout_files
 from rollkeel.diagnostics.traces.run import read_run_trace
 from rollkeel.errors import RollkeelError
 from rollkeel.events import write_atomic
-from rollkeel.report.charts import Chart, charts, matching, series
-from rollkeel.report.samples import Sample, collect
-from rollkeel.report.token_charts import token_charts
+from rollkeel.report.charts import Chart, matching, series
+from rollkeel.report.panels import panels
+from rollkeel.report.samples import Sample, Step, browse
+from rollkeel.report.standalone import STYLE
+from rollkeel.report.token_charts import agreement, token_charts
+from rollkeel.report.verdict import verdict
 
-MAX_BYTES = 1_900_000
-MAX_STEPS = 60
+MAX_BYTES = 1_400_000
+_CHARTED_STEPS = 60
 """Steps whose tokens are drawn, evenly over the run."""
 _MAX_EVENTS = 200
 _MAX_METRICS = 400
 _MAX_CONFIG = 100_000
 _DEFAULT_SAMPLES = 4
-_TOKEN_BUDGETS = (3000, 800, 150, 0)
+_TOKEN_BUDGETS = (2400, 1200, 500, 100, 0)
 _LOUD = ("refused", "fail", "alarm", "error", "dropped", "stopped", "corrupt", "non_finite", "nonfinite")
 _SUMMARY = [
     "model.path",
@@ -53,29 +58,37 @@ def render(run_dir: str | Path) -> Path:
     """Write `report.html` into the run folder and return its path.
 
     Works on a running, killed, damaged or empty run: what is missing is left out, what is damaged is named on the
-    page. The page stays under 2 MB. Raises `BadInput` if `run_dir` is no run folder or cannot be written.
+    page. The page stays under 1.5 MB. Raises `BadInput` if `run_dir` is no run folder or cannot be written.
     """
     run = read_run(run_dir)
-    drawn, tokens = charts(run.rows), _token_charts(run)
+    (drawn, quiet), tokens, words = panels(run.rows), _token_charts(run), verdict(run)
+    if isinstance(tokens, str):
+        quiet.append(("Tokens", tokens))
+        tokens = []
     # Where each stage of each step began matters after a kill only, and is in events.jsonl.
     events = [e for i, e in enumerate(run.events) if e.get("event") != "stage" or i == len(run.events) - 1]
     template = _environment().get_template("template.html.j2")
     html = ""
     for budget in _TOKEN_BUDGETS:
         problems = list(run.problems)
-        samples = collect(run.path, min(_sample_count(run), 16), budget, problems)
+        steps = browse(run.path, min(_sample_count(run), 16), budget, problems)
         html = template.render(
             run=run,
             problems=problems[:50],
+            style=Markup(STYLE),
             name=_name(run),
+            words=words,
+            setup=" · ".join(_setup(run)),
             objective=objective(run),
             summary=summary(run),
             progress=_progress(run),
             duration=duration(run.duration_s),
             cards=cards(run.rows),
             charts=[(chart, Markup(chart.markup)) for chart in drawn],
+            quiet=quiet,
             token_charts=[(chart, Markup(chart.markup)) for chart in tokens],
-            samples=samples,
+            steps=steps,
+            step_facts=_step_facts,
             sample_facts=_sample_facts,
             metrics=metric_table(run.rows),
             events=event_table(events),
@@ -90,15 +103,16 @@ def render(run_dir: str | Path) -> Path:
     return path
 
 
-def _token_charts(run: RunFiles) -> list[Chart]:
+def _token_charts(run: RunFiles) -> list[Chart] | str:
+    """The charts, or one line where there is nothing to see."""
     if not rollout_files(run.path):
         return []
     try:
-        trace = read_run_trace(run.path, spread=MAX_STEPS)
+        trace = read_run_trace(run.path, spread=_CHARTED_STEPS)
     except RollkeelError as error:
         run.problems.append(str(error))
         return []
-    return token_charts(trace)
+    return agreement(trace) or token_charts(trace)
 
 
 def objective(run: RunFiles) -> tuple[str, list[tuple[str, str]]]:
@@ -132,9 +146,9 @@ def summary(run: RunFiles) -> list[tuple[str, str]]:
 
 
 def cards(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """`(label, value, note)` of the headline numbers the rows have."""
+    """`(label, value, note)` of the headline numbers the rows have: at most six, so that they fill one row."""
     found: list[tuple[str, str, str]] = []
-    for key in matching(rows, ("eval/*/avg@k",))[:3]:
+    for key in matching(rows, ("eval/*/avg@k",))[:2]:
         held = [row for row in rows if isinstance(row.get(key), int | float)]
         error = held[-1].get(f"{key}_se")
         spread = f" ± {error:.3f}" if isinstance(error, int | float) else ""
@@ -142,31 +156,38 @@ def cards(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
         found.append((f"{key.split('/')[1]} avg@k", f"{held[-1][key]:.3f}{spread}", start))
     for key, label, form in (
         ("reward/mean", "Training reward", "{:.3f}"),
-        ("mismatch/ratio_std", "Ratio std", "{:.3g}"),
-        ("mismatch/kl_k3", "KL k3", "{:.2g}"),
+        ("mismatch/ratio_std", "Ratio std", "{:.2g}"),
         ("policy/entropy", "Entropy", "{:.3f}"),
+        ("mask/*/dropped", "Masked", "{:.2%}"),
+        ("time/step_s", "Seconds per step", "{:.2f}"),
+        ("memory/rss_mb", "Memory", "{:,.0f} MB"),
     ):
-        if matching(rows, (key,)):
-            _, values = series(rows, key)
+        for name in matching(rows, (key,))[:1]:
+            _, values = series(rows, name)
             found.append((label, form.format(values[-1]), f"from {form.format(values[0])}"))
-    for key in matching(rows, ("mask/*/dropped",))[:2]:
-        _, values = series(rows, key)
-        found.append((f"{key.split('/')[1]} drops", f"{values[-1]:.2%}", f"mean {values.mean():.2%} of tokens"))
-    memory = matching(rows, ("memory/*_mb",))
-    if memory:
-        peak = max(row[key] for key in memory for row in rows if isinstance(row.get(key), int | float))
-        found.append(("Peak memory", f"{peak:,.0f} MB", "largest logged"))
-    return found
+    return found[:6]
 
 
-def metric_table(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str, str]]:
-    """`(name, first, last, min, max)` of every numeric metric."""
+@dataclass(frozen=True)
+class Metric:
+    """A row of the table of all metrics."""
+
+    name: str
+    meaning: str
+    """Unit and sentence of the glossary; empty for a name it does not have."""
+    numbers: tuple[str, ...]
+    """First, last, smallest, largest."""
+
+
+def metric_table(rows: Sequence[Mapping[str, Any]]) -> list[Metric]:
+    """Every numeric metric."""
     table = []
     names = sorted({key for row in rows for key in row if key != "step"})
     for key in names[:_MAX_METRICS]:
         values = [row[key] for row in rows if isinstance(row.get(key), int | float)]
         if values:
-            table.append((key[:120], *(_short(value) for value in (values[0], values[-1], min(values), max(values)))))
+            numbers = tuple(_short(value) for value in (values[0], values[-1], min(values), max(values)))
+            table.append(Metric(key[:120], meaning(key), numbers))
     return table
 
 
@@ -214,10 +235,22 @@ def _progress(run: RunFiles) -> str:
     return f"{done} of {planned} steps" if isinstance(planned, int) else f"{done} steps"
 
 
+def _setup(run: RunFiles) -> list[str]:
+    """Objective, model, task and engine in a few words."""
+    wanted = ("model.path", "data.task", "data.path", "engine.kind", "engine.dtype")
+    told = dict(summary(run))
+    return [objective(run)[0], *(told[key] for key in wanted if key in told)]
+
+
 def _sample_count(run: RunFiles) -> int:
     section = run.config.get("report")
     count = section.get("samples") if isinstance(section, dict) else None
     return count if isinstance(count, int) else _DEFAULT_SAMPLES
+
+
+def _step_facts(step: Step) -> str:
+    reward = "" if step.reward is None else f"reward {step.reward:.3f} · "
+    return f"{reward}{len(step.samples)} of {step.rollouts} rollouts"
 
 
 def _sample_facts(sample: Sample) -> str:

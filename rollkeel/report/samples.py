@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as compute
 
 from rollkeel.diagnostics.rollout_store import read_step
 from rollkeel.diagnostics.runfolder import rollout_files
 from rollkeel.errors import RollkeelError
+
+pc: Any = compute  # its functions are made at import time
 
 _COLUMNS = [
     "step",
@@ -37,6 +40,12 @@ _COLUMNS = [
 _FULL = 0.25
 """|p − q| that gets the full colour."""
 _MAX_TEXT = 1500
+MAX_STEPS = 16
+"""Steps that can be chosen on the page."""
+_FEWEST = 200
+"""Tokens of an answer that are shown before another step is."""
+_READ = 200_000
+"""Tokens of a step that are looked through for those worth showing."""
 _MAX_PIECE = 40
 
 
@@ -63,25 +72,80 @@ class Sample:
     trained: bool
 
 
-def collect(run: Path, count: int, max_tokens: int, problems: list[str]) -> list[Sample]:
-    """Up to `count` rollouts of the last step that can be read, at most `max_tokens` tokens in all.
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step's rollouts as the page shows them."""
 
-    A damaged file is named in `problems` and the one before it is used.
+    step: int
+    rollouts: int
+    """How many the file has; a few of them are shown."""
+    reward: float | None
+    """Mean over the graded ones."""
+    samples: list[Sample]
+
+
+def browse(run: Path, count: int, max_tokens: int, problems: list[str]) -> list[Step]:
+    """Up to `count` rollouts of each of several steps, evenly over the run, at most `max_tokens` tokens in all.
+
+    The longer the answers, the fewer the steps; the last one is always there. A damaged file is named in `problems` and
+    left out.
     """
+    files = rollout_files(run)
     if count <= 0 or max_tokens <= 0:
         return []
-    for _, path in reversed(rollout_files(run)):
-        try:
-            rows = [row for row in read_step(path, _COLUMNS).to_pylist() if _whole(row)]
-        except RollkeelError as error:
-            problems.append(str(error))
-            continue
-        if rows:
-            chosen = choose(rows, count)
-            piece = _pieces(run, problems) if any(row.get("pieces") is None for _, row in chosen) else str
-            each = max(max_tokens // len(chosen), 1)
-            return [_sample(why, row, each, piece) for why, row in chosen]
-    return []
+    chosen: list[tuple[int, list[tuple[str, Mapping[str, Any]]], list[Mapping[str, Any]]]] = []
+    left = max_tokens
+    for step, path in _order(files):
+        rows = _rows(path, problems)
+        if rows and (left > 0 or not chosen):
+            chosen.append((step, choose(rows, count), rows))
+            left -= sum(min(len(row["token_ids"]), _FEWEST) for _, row in chosen[-1][1])
+        if left <= 0 or len(chosen) >= MAX_STEPS:
+            break
+    each = max_tokens // max(sum(len(picked) for _, picked, _ in chosen), 1)
+    unnamed = any(row.get("pieces") is None for _, picked, _ in chosen for _, row in picked)
+    piece = _pieces(run, problems) if unnamed else str
+    steps = [_step(step, picked, rows, max(each, 1), piece) for step, picked, rows in chosen]
+    return sorted(steps, key=lambda step: step.step)
+
+
+def _order(files: Sequence[tuple[int, Path]]) -> list[tuple[int, Path]]:
+    """The last, then the first, then the middles between those: however soon it ends, what it has is spread evenly."""
+    at, parts = [len(files) - 1, 0], [(0, len(files) - 1)]
+    for low, high in parts:  # grows while it is read
+        if high - low > 1:
+            middle = (low + high) // 2
+            at.append(middle)
+            parts += [(low, middle), (middle, high)]
+    return [files[i] for i in dict.fromkeys(at) if files]
+
+
+def _rows(path: Path, problems: list[str]) -> list[Mapping[str, Any]]:
+    """Rows of the file as far as `_READ` tokens go, at least one."""
+    try:
+        table = read_step(path, _COLUMNS)
+    except RollkeelError as error:
+        problems.append(str(error))
+        return []
+    lengths = pc.fill_null(pc.list_value_length(table["token_ids"]), 0).to_numpy()
+    fit = int(np.searchsorted(np.cumsum(lengths), _READ, side="right"))
+    return [row for row in table.slice(0, max(fit, 1)).to_pylist() if _whole(row)]
+
+
+def _step(
+    step: int,
+    picked: Sequence[tuple[str, Mapping[str, Any]]],
+    rows: Sequence[Mapping[str, Any]],
+    limit: int,
+    piece: Callable[[int], str],
+) -> Step:
+    rewards = [row["reward"] for row in rows if row["reward"] is not None]
+    return Step(
+        step=step,
+        rollouts=len(rows),
+        reward=float(np.mean(rewards)) if rewards else None,
+        samples=[_sample(why, row, limit, piece) for why, row in picked],
+    )
 
 
 def _whole(row: Mapping[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from rollkeel.report.charts import GRID, INK, SERIES, Chart, drawing, log_scale
 BINS = 10
 MIN_TOKENS = 20
 """Fewer tokens in a bin or a step say nothing about its spread."""
+SAME = 1e-3
 _CELLS = 48
 _DOTS = 2500
 _KEPT, _DROPPED = SERIES[0], SERIES[1]
@@ -24,9 +25,9 @@ _Paint = Callable[[Axes], None]
 
 
 def token_charts(trace: Trace) -> list[Chart]:
-    """Every chart that the trace has the fields for; none without tokens of both engines."""
+    """Every chart that the trace has the fields for; none without tokens of both engines, or where these agree."""
     seen = trace.trained
-    if trace.train_logprobs is None or not seen.any():
+    if trace.train_logprobs is None or not seen.any() or agreement(trace):
         return []
     q, o = (np.exp(x[seen].astype(np.float64)) for x in (trace.rollout_logprobs, trace.train_logprobs))
     step = np.repeat(trace.step, trace.lengths)[seen]
@@ -65,6 +66,16 @@ def token_charts(trace: Trace) -> list[Chart]:
             caption = "Mean entropy of the trainer's distribution there."
             found.append(("Entropy at dropped tokens", caption, partial(over, values=entropy, unit="nats")))
     return [drawing(title, caption, paint) for title, caption, paint in found]
+
+
+def agreement(trace: Trace) -> str:
+    """One line in place of the charts where no token's ρ is off 1 by more than `SAME` and no mask drops any; else empty."""
+    seen = trace.trained
+    if trace.train_logprobs is None or not seen.any() or (trace.keep is not None and not trace.keep[seen].all()):
+        return ""
+    gap = trace.train_logprobs[seen].astype(np.float64) - trace.rollout_logprobs[seen]
+    far = float(np.abs(np.expm1(gap)).max())
+    return f"ρ of all {len(gap):,} tokens within {far:.1g} of 1: engine and trainer agree" if far < SAME else ""
 
 
 def _plane(axes: Axes, q: np.ndarray, o: np.ndarray) -> None:
