@@ -6,7 +6,7 @@ Importing this module costs no torch import.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,6 +16,9 @@ class Node(BaseModel):
     """Base of every config section: unknown keys and lossy conversions are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RunConfig(Node):
@@ -287,7 +290,7 @@ class TrainConfig(Node):
     warmup_steps: int = Field(default=10, ge=0)
     """Optimizer updates of linear warm-up."""
     schedule: Literal["constant", "cosine"] = "constant"
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)

@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ import rollkeel
 from rollkeel.config import Config
 from rollkeel.diagnostics.analyzer.record import check_layers
 from rollkeel.diagnostics.live import LiveView
+from rollkeel.diagnostics.run_config import changes_on_resume
 from rollkeel.diagnostics.runfolder import RunFolder
 from rollkeel.diagnostics.stopping import StopFlag
 from rollkeel.errors import BadInput, Corrupt, Interrupted, RollkeelError
@@ -25,7 +27,8 @@ from rollkeel.events import EventLog
 from rollkeel.loop import train_async, train_budgeted, train_sync
 from rollkeel.models.loading import PRESET_PREFIX, Policy, load_policy, quiet_transformers, resolve_device, save_policy
 from rollkeel.play import equipped
-from rollkeel.run import Run, assemble, eval_prompts, prompt_source
+from rollkeel.rollout.collect import collect, issue
+from rollkeel.run import Run, assemble, eval_prompts, prompt_source, sampling_params, serve
 from rollkeel.train import checkpoint
 from rollkeel.train.sft import run_sft
 from rollkeel.validate import validate
@@ -104,15 +107,23 @@ def _resume(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) -
     seen = EventLog(None)
     saved = checkpoint.latest(folder.checkpoints, on_refused=view.error, events=seen)
     if saved is None:
+        if (rows := folder.metrics()) and rows[-1]["step"] > 0:
+            raise Corrupt(
+                f"{folder.path}: metrics go up to step {rows[-1]['step']}, but there is no checkpoint to resume from; put"
+                " checkpoints/ back, or start a new run in another folder"
+            )
         folder.announce()
         folder.change_config(config)
         folder.truncate_after(-1)
         _begin(config, folder, view, stop)
         return
+    told = changes_on_resume(folder.config, config)
     policy = _policy(config)
     run = assemble(config, folder, policy, view, stop)
     try:
         run.restore(saved)
+        for line in told:
+            view.note(line)
         _rewind(folder, saved.step, config, seen)
         if saved.step >= config.run.steps:
             view.note(
@@ -143,6 +154,9 @@ def _rewind(folder: RunFolder, step: int, config: Config, seen: EventLog) -> Non
 
 def _reinforce(run: Run, first: int) -> None:
     """RL from step `first`, then the model."""
+    about = run.engine.capabilities
+    run.folder.events.emit("engine", name=about.name, dtype=about.dtype, forward=about.forward)
+    run.view.note(f"engine {about.name} {about.dtype}{about.forward and f', forward {about.forward}'}")
     described = run.objective.describe()
     run.folder.events.emit("objective", **described)
     run.view.note(f"objective {described}")
@@ -189,6 +203,7 @@ def warm_start(policy: Policy, config: Config, view: LiveView, stop: StopFlag, e
         events.emit("sft_cached", folder=str(folder))
         view.note(f"warm start from cache {folder}")
         return True
+    _rehearse(policy, config)
     events.emit("stage", step=0, stage="sft")
     view.phase("sft", config.sft.steps)
     sft(policy, config, view, stop)
@@ -197,6 +212,21 @@ def warm_start(policy: Policy, config: Config, view: LiveView, stop: StopFlag, e
     _store_cached(folder, policy, view)
     events.emit("sft_done", steps=config.sft.steps)
     return False
+
+
+def _rehearse(policy: Policy, config: Config) -> None:
+    """Sample two tokens with the start weights: an architecture that the embedded engine refuses is refused now, and not behind
+    the warm start."""
+    if config.engine.kind != "local":
+        return
+    small = config.engine.model_copy(update={"processes": 0, "slots": 1})
+    engine = serve(config.model_copy(update={"engine": small}), policy)
+    try:
+        prompts = prompt_source(config, policy, "train").prompts([0])
+        sampling = replace(sampling_params(config, policy.stop_token_ids), max_new_tokens=2)
+        collect(engine, issue(prompts, 1, sampling, 0, engine), policy.tokenizer, deadline_s=config.engine.deadline_s)
+    finally:
+        engine.close()
 
 
 def sft(policy: Policy, config: Config, view: LiveView, stop: StopFlag) -> dict[str, float]:

@@ -6,6 +6,7 @@ torch import.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ def merge(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
 def from_tree(tree: Mapping[str, Any]) -> Config:
     """Validate a nested mapping. Raises `BadInput` on the first fault."""
     _check_keys(tree, Config, "")
+    _check_values(tree, "")
     try:
         config = Config.model_validate(_tuples(tree))
     except ValidationError as error:
@@ -46,6 +48,8 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
         raise BadInput(f"config {where}: {first['msg']}, got {first['input']!r}") from None
     if (config.data.task is None) == (config.data.path is None):
         raise BadInput("config data: expected exactly one of data.task and data.path; set the other to null")
+    if "/" in config.run.name:
+        raise BadInput(f"config run.name: {config.run.name!r} is a path, expected a name; run.dir takes a path")
     return config
 
 
@@ -64,10 +68,9 @@ def _read(recipe: str | Path) -> dict[str, Any]:
         tree = parse_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BadInput(f"recipe {path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if tree is None:
-        return {}
     if not isinstance(tree, dict):
-        raise BadInput(f"recipe {path}: expected a mapping of sections, got {type(tree).__name__}")
+        got = "an empty file" if tree is None else type(tree).__name__
+        raise BadInput(f"recipe {path}: expected a mapping of sections, got {got}")
     return tree
 
 
@@ -112,6 +115,18 @@ def _check_keys(tree: Any, model: type[BaseModel], where: str) -> None:
             raise BadInput(f"config {path}: unknown key{nearest(str(key), list(model.model_fields), where)}")
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             _check_keys({} if value is None else value, info.annotation, path)
+
+
+def _check_values(value: Any, where: str) -> None:
+    """Refuse what no setting can mean: numbers that are not finite, text that is not Unicode or that ends paths early."""
+    for key, child in value.items() if isinstance(value, Mapping) else ():
+        _check_values(child, f"{where}.{key}" if where else str(key))
+    for child in value if isinstance(value, list) else ():
+        _check_values(child, where)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadInput(f"config {where}: expected a finite number, got {value}")
+    if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
+        raise BadInput(f"config {where}: expected Unicode text without null characters, got {value!r}")
 
 
 def _tuples(value: Any) -> Any:

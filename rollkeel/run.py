@@ -123,7 +123,11 @@ class Run:
             checkpoint.save_state(path / "state", state)
 
         self.folder.sync_rollouts()
-        info = {"objective": self.objective.describe(), "version": self.trainer.version}
+        info = {
+            "objective": self.objective.describe(),
+            "version": self.trainer.version,
+            "config": self.folder.digest,
+        }
         checkpoint.save(self.folder.checkpoints, step, write=write, info=info, keep=self.config.checkpoint.keep)
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
@@ -206,6 +210,11 @@ def pool_rules(config: Config) -> PoolRules:
 def prompt_source(config: Config, policy: Policy, split: str, problems: Problems | None = None) -> PromptSource:
     """Prompts of `split` (`sft`, `train`, `eval`) for this policy's tokenizer and context; of `problems` where given."""
     limit = min(policy.context, config.engine.max_length or policy.context)
+    if split != "sft" and config.sampling.max_new_tokens >= limit:
+        raise BadInput(
+            f"sampling.max_new_tokens: expected at most {limit - 1}, got {config.sampling.max_new_tokens}; prompt and response"
+            f" share {limit} tokens of context (engine.max_length, model)"
+        )
     return PromptSource(
         config.data,
         policy.tokenizer,

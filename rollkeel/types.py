@@ -363,6 +363,8 @@ class Capabilities:
     """Longest prompt + response, tokens."""
     returns_experts: bool = False
     returns_topk: bool = False
+    forward: str = ""
+    """How it computes, and why that way; empty where that is the server's own affair."""
     resumes: bool = True
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from rollkeel import advantages, rewards
 from rollkeel.config import Config
 from rollkeel.diagnostics.trackers import check_installed
@@ -55,10 +57,38 @@ def validate(config: Config) -> None:
         )
     if config.run.schedule is not None and config.run.loop != "async":
         raise BadInput(f"run.schedule: expected run.loop=async, which a schedule is of, got {config.run.loop}")
+    _check_memory(config)
     if config.run.loop == "budgeted":
         _validate_budgeted(config)
     if config.run.loop == "async":
         _validate_async(config)
+
+
+ROLLOUT_BYTES, TOKEN_BYTES, PROCESS_BYTES = 1500, 32, 100 * 2**20
+"""What one rollout, one of its tokens and one more process take at the very least."""
+
+
+def _check_memory(config: Config) -> None:
+    """Refuse sizes that this machine could not hold however small the model is."""
+    size, budgeted = config.rollout, config.run.loop == "budgeted"
+    groups = size.prompts * (1 + size.lag)
+    workers = config.reward.graders.workers
+    needs = {
+        "rollout.prompts × rollout.samples": 0 if budgeted else groups * size.samples * ROLLOUT_BYTES,
+        "rollout.budget.capacity": size.budget.capacity * ROLLOUT_BYTES if budgeted else 0,
+        "eval.items × eval.samples": 0 if config.data.path else config.eval.items * config.eval.samples * ROLLOUT_BYTES,
+        "sft.batch_size": config.sft.batch_size * ROLLOUT_BYTES if config.sft.enabled else 0,
+        "engine.slots": config.engine.slots * config.sampling.max_new_tokens * TOKEN_BYTES,
+        "engine.processes": config.engine.processes * PROCESS_BYTES,
+        "train.processes": (config.train.processes - 1) * PROCESS_BYTES,
+        "reward.graders.workers": workers * PROCESS_BYTES if workers > 64 else 0,
+    }
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name, need in needs.items():
+        if need > there:
+            raise BadInput(
+                f"{name}: takes at least {need / 2**30:,.0f} GB of memory, this machine has {there / 2**30:,.0f}; lower it"
+            )
 
 
 def _validate_async(config: Config) -> None:

@@ -242,7 +242,7 @@ def test_ctrl_c_in_the_middle_of_sampling_repeats_the_step(whole: Path, kv: str,
         (["run.loop=sync"], "expected one of run.loop=sync, got one of budgeted"),
         (["rollout.samples=5"], "resume with the same samples"),
         (["rollout.budget.group=partial"], "resume with the same group"),
-        (["run.seed=7"], "the data source has another prompt at index"),
+        (["run.seed=7"], "run.seed: the run has 0, got 7; resume with the same seed"),
     ],
 )
 def test_resume_under_other_rules_changes_nothing(

@@ -54,8 +54,22 @@ BAD_TRAIN = [
     (["model.path=preset:tiny-qwen"], "did you mean preset:tiny-qwen3"),
     (["model.overrides.hiden_size=96"], "has no such field"),
     (["model.overrides.vocab_size=96"], "expected at least the tokenizer's 264, got 96"),
-    (["model.overrides.max_position_embeddings=2"], "3 tokens, expected at most 1"),
-    (["engine.max_length=2"], "expected at most 1"),
+    (["model.overrides.max_position_embeddings=2", "sampling.max_new_tokens=1"], "3 tokens, expected at most 1"),
+    (["engine.max_length=2", "sampling.max_new_tokens=1"], "3 tokens, expected at most 1"),
+    (
+        ["sampling.max_new_tokens=5000"],
+        "sampling.max_new_tokens: expected at most 4095, got 5000; prompt and response share",
+    ),
+    (["engine.max_length=8", "sampling.max_new_tokens=8"], "sampling.max_new_tokens: expected at most 7, got 8"),
+    (["rollout.prompts=1000000000"], "rollout.prompts × rollout.samples: takes at least"),
+    (["eval.items=1000000000"], "eval.items × eval.samples: takes at least"),
+    (["engine.slots=10000000000"], "engine.slots: takes at least"),
+    (["engine.processes=1000000"], "engine.processes: takes at least"),
+    (["train.processes=1000000"], "train.processes: takes at least"),
+    (["train.lr=.inf"], "config train.lr: expected a finite number, got inf"),
+    (["train.betas=[1.5,2]"], "config train.betas.0: Input should be less than 1"),
+    (["run.name=../../evil"], "run.name: '../../evil' is a path"),
+    (["engine.kind=vllm", "engine.server.url=http://127.0.0.1:1"], "nothing listens at http://127.0.0.1:1"),
     (["data.task=runsumm"], "did you mean 'runsum'?"),
     (["data.options.digitz=2"], "unknown option 'digitz'; did you mean 'digits'?"),
     (["data.options.digits=0"], "option digits"),
@@ -121,6 +135,24 @@ def test_folder_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[st
     err = refused(capsys, "train", *QUICK, f"model.path={tmp_path / 'model'}", f"run.dir={tmp_path / 'run'}")
     assert "transformers cannot load it" in err
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("mine", "is not empty (notes.txt) and holds no run"),
+        ('"a\\0b"', "null characters"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+def test_a_run_folder_that_cannot_be(
+    place: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    assert message in refused(capsys, "train", *QUICK, f"run.dir={place}")
+    assert [str(p.relative_to(tmp_path)) for p in sorted(tmp_path.rglob("*"))] == ["mine", "mine/notes.txt"]
 
 
 def test_existing_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,13 +23,14 @@ import yaml
 from rollkeel.config import Config, parse_yaml
 from rollkeel.diagnostics.lock import NAME as LOCK
 from rollkeel.diagnostics.lock import RunLock
+from rollkeel.diagnostics.run_config import CONFIG, EVENTS, changes, digest, foreign_config
 from rollkeel.errors import BadInput, Corrupt, NonFinite
 from rollkeel.events import EventLog, write_atomic
 from rollkeel.recipe import from_tree
 
-CONFIG, METRICS, EVENTS, REPORT = "config.yaml", "metrics.jsonl", "events.jsonl", "report.html"
+METRICS, REPORT = "metrics.jsonl", "report.html"
 SCHEDULE = "schedule.jsonl"
-ROLLOUTS, TENSORS = "rollouts", "tensors"
+ROLLOUTS, TENSORS, CHECKPOINTS = "rollouts", "tensors", "checkpoints"
 _STEP_FILE = {ROLLOUTS: re.compile(r"step_(\d{6,})\.parquet"), TENSORS: re.compile(r"step_(\d{6,})\.safetensors")}
 
 
@@ -39,8 +40,10 @@ class RunFolder:
     def __init__(self, path: Path, config: Config, lock: RunLock | None) -> None:
         self.path = path
         self.config = config
+        self.digest = digest((path / CONFIG).read_bytes())
+        """Of the bytes of `config.yaml`."""
         self.events = EventLog(path / EVENTS)
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints = path / CHECKPOINTS
         self.model = path / "model"
         self.report = path / REPORT
         self.announced = True
@@ -64,17 +67,21 @@ class RunFolder:
         started = False
         try:
             lock = RunLock(path)
-            names = (CONFIG, METRICS, EVENTS, SCHEDULE, ROLLOUTS, TENSORS, "checkpoints", "model")
+            names = (CONFIG, METRICS, EVENTS, SCHEDULE, ROLLOUTS, TENSORS, CHECKPOINTS, "model")
             taken = [name for name in names if _exists(path / name)]
             if taken:
                 raise BadInput(
                     f"run folder {path}: already holds a run ({taken[0]}); resume it with --resume {path} or choose another"
                 )
+            if foreign := sorted(file.name for file in path.iterdir() if file.name != LOCK and _exists(file)):
+                raise BadInput(
+                    f"run folder {path}: is not empty ({foreign[0]}) and holds no run; choose a new or empty folder"
+                )
             started = True
             write_atomic(path / CONFIG, config.to_yaml())
             folder = cls(path, config, lock)
             folder._made = made
-            folder._emit("run_created", name=config.run.name, steps=config.run.steps)
+            folder._emit("run_created", name=config.run.name, steps=config.run.steps, config=folder.digest)
         except BaseException:
             for name in (CONFIG, EVENTS) if started else ():
                 (path / name).unlink(missing_ok=True)
@@ -98,8 +105,10 @@ class RunFolder:
         file = path / CONFIG
         if not file.is_file():
             raise BadInput(f"run folder {path}: {CONFIG} is missing; expected a folder made by rollkeel train")
+        if problem := foreign_config(path):
+            raise Corrupt(f"{file}: {problem}; put it back, and give changes on the command line behind --resume")
         try:
-            config = from_tree(parse_yaml(file.read_text(encoding="utf-8")) or {})
+            config = from_tree(parse_yaml(file.read_text(encoding="utf-8")))
         except (BadInput, ValueError, yaml.YAMLError, AttributeError) as error:
             reason = " ".join(str(error).split())
             raise Corrupt(
@@ -121,9 +130,11 @@ class RunFolder:
     def change_config(self, config: Config) -> None:
         """Replace the saved config (more steps, say), so that the next resume goes on with it."""
         if config != self.config:
-            write_atomic(self.path / CONFIG, config.to_yaml())
-            self.config = config
-            self._emit("config_changed")
+            text = config.to_yaml().encode()
+            # Recorded before it is written: a kill in between must not leave a file that nobody owns up to.
+            self._emit("config_changed", changed=changes(self.config, config), config=digest(text))
+            write_atomic(self.path / CONFIG, text)
+            self.config, self.digest = config, digest(text)
 
     def discard(self) -> None:
         """Take back a run that `create` made and that never got anywhere: its files, the lock, the folders made for it."""
@@ -368,8 +379,8 @@ def _end_line(path: Path) -> None:
 def _make_folder(path: Path) -> list[Path]:
     """Make `path` and its parents; the folders that were made, innermost first."""
     made: list[Path] = []
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         for folder in reversed(missing):
             folder.mkdir()
             made.insert(0, folder)

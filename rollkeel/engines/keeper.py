@@ -111,6 +111,8 @@ class Keeper:
             except Refused:
                 raise
             except self.errors as error:
+                if not self.owned:  # it was given its time
+                    raise self.failure(error) from None
                 return await self._again(weights, str(self.failure(error)))
         return await self._again(weights, self._ended())
 

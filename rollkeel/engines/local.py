@@ -30,7 +30,7 @@ from rollkeel.engines.slots import Slots
 from rollkeel.engines.weights import apply_update
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.compiled import compiled_decode, suits
-from rollkeel.models.forward import FastForward, supports
+from rollkeel.models.forward import FastForward, said_forward, supports
 from rollkeel.models.numerics import is_quantised, weight_rounder
 from rollkeel.types import Capabilities, KeptKV, Proof, Request, Segment, Status, TokenSpan, WeightUpdate
 
@@ -98,6 +98,7 @@ class LocalEngine:
             max_length=self._max_length,
             returns_experts=moe_layers > 0,
             returns_topk=True,
+            forward=said_forward(config.forward, text, fast, self._compiled is not None),
         )
 
     @property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
@@ -25,6 +27,7 @@ BACKENDS = {"vllm": "VllmBackend", "sglang": "SglangBackend"}
 """Class in `rollkeel.engines.<kind>`, imported when it is asked for."""
 _FOUND = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
 _LOOK_S = 60.0
+CONNECT_S = 5.0
 
 
 def open_engine(
@@ -75,8 +78,26 @@ def check_engine(config: EngineConfig, sampling: SamplingParams) -> None:
         raise BadInput(complaint)
     if config.server.url is None:
         server_python(config)
-    elif not config.server.url.startswith(("http://", "https://")):
-        raise BadInput(f"engine.server.url: expected http://host:port, got {config.server.url!r}")
+    else:
+        _reach(config.server.url)
+
+
+def _reach(url: str) -> None:
+    """Raises `BadInput` unless something listens at `url`: what is wrong with an address is known in seconds."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme]
+        if not host:
+            raise ValueError
+    except (ValueError, KeyError):
+        raise BadInput(f"engine.server.url: expected http://host:port, got {url!r}") from None
+    try:
+        socket.create_connection((host, port), CONNECT_S).close()
+    except OSError as error:
+        raise BadInput(
+            f"engine.server.url: nothing listens at {url} ({error.strerror or error}); start the server first, or set it to"
+            " null and one is started"
+        ) from None
 
 
 def server_python(config: EngineConfig) -> str:

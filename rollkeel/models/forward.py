@@ -34,6 +34,18 @@ def supports(config: Any) -> bool:
     )
 
 
+def said_forward(asked: str, config: Any, fast: bool, compiled: bool) -> str:
+    """Which forward computes, with the reason, for people."""
+    if asked != "auto":
+        return f"{asked} (engine.forward={asked})"
+    if compiled:
+        return "compiled (the fast forward with compiled decode steps: float32 on a CPU, numba found)"
+    if fast:
+        return "fast (compiled decode steps are for float32 on a CPU, with numba)"
+    family = "an option of it" if config.model_type in FAMILIES else f"model type {config.model_type}"
+    return f"transformers, several times slower ({family} is not among what the fast forward computes)"
+
+
 class _Layer:
     """Fused weights of one decoder layer and the checkpoint names they are filled from."""
 

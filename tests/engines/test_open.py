@@ -5,6 +5,7 @@ Not covered: servers themselves (test_served.py, test_vllm.py).
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,13 @@ from rollkeel.sync.publish import full_update
 from rollkeel.types import SamplingParams, WeightUpdate
 from rollkeel.validate import validate
 
+LISTENS = socket.create_server(("127.0.0.1", 0))
+URL = f"http://127.0.0.1:{LISTENS.getsockname()[1]}"
+
 
 def engine(**fields: Any) -> EngineConfig:
     """Of a server that seems to run already, so that none has to be installed here."""
-    return EngineConfig.model_validate({"kind": "vllm", "server": {"url": "http://localhost:1"}, **fields})
+    return EngineConfig.model_validate({"kind": "vllm", "server": {"url": URL}, **fields})
 
 
 @pytest.mark.parametrize(
@@ -40,6 +44,16 @@ def engine(**fields: Any) -> EngineConfig:
         (engine(), SamplingParams(top_k=5), "top_k"),
         (engine(), SamplingParams(return_topk=500), "at most 127, got 500"),
         (engine(server={"url": "localhost:8000"}), SamplingParams(), "engine.server.url: expected http://host:port"),
+        (
+            engine(server={"url": "http://127.0.0.1:x"}),
+            SamplingParams(),
+            "engine.server.url: expected http://host:port",
+        ),
+        (
+            engine(server={"url": "http://127.0.0.1:1"}),
+            SamplingParams(),
+            "nothing listens at http://127.0.0.1:1 (Connection",
+        ),
         (engine(server={"python": "/no/such/python"}), SamplingParams(), "engine.server.python: cannot run /no/such"),
         (engine(server={"python": sys.executable}), SamplingParams(), "has no package vllm; "),
     ],
@@ -58,7 +72,7 @@ def test_what_is_welcome() -> None:
 
 
 def test_a_run_is_refused_before_it_begins() -> None:
-    words = ["engine.kind=vllm", "engine.server.url=http://localhost:1"]
+    words = ["engine.kind=vllm", f"engine.server.url={URL}"]
     validate(load("default", words))
     with pytest.raises(BadInput, match="mass"):
         validate(load("default", [*words, "sampling.top_p=0.5"]))

@@ -131,7 +131,7 @@ def test_a_log_prob_that_cannot_be_is_a_failure_that_names_the_request(model: An
     engine.advance(2)
     engine._slots.logprobs.fill_(0.5)
     with pytest.raises(
-        EngineFailure, match="engine local: request 0: .*expected finite values ≤ 0, got 0.5 at position"
+        EngineFailure, match=r"engine local: request 0: .*expected finite values ≤ 0, got 0.5 at position"
     ):
         engine.interrupt()
 

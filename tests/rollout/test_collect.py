@@ -217,8 +217,9 @@ def test_an_engine_that_tells_the_impossible_is_one_line_with_its_request_and_po
 
     engine = Lying([3])
     issued = [replace(r, span=span_of([50, 51])) for r in issue(prompts_of(3), 1, SAMPLING, 0, engine)]
-    with pytest.raises(EngineFailure, match="^engine scripted: ") as failed:
+    with pytest.raises(EngineFailure) as failed:
         collect(engine, issued, TOKENIZER, deadline_s=5)
+    assert str(failed.value).startswith("engine scripted: ")
     assert message in str(failed.value)
     assert "\n" not in str(failed.value)
     assert failed.value.exit_code == 3

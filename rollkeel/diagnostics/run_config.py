@@ -1,0 +1,92 @@
+"""Which config a run folder's files belong to, and which settings may change when the run is resumed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollkeel.config import Config
+from rollkeel.errors import BadInput
+
+CONFIG, EVENTS = "config.yaml", "events.jsonl"
+OWNED = ("data", "sft", "run.seed", "rollout.samples")
+"""Sections and leaves that say what the rows so far are about. Of `data`, the file may have moved."""
+MOVED = ("data.path",)
+FREE = (
+    "run.dir", "run.name", "run.steps", "run.threads", "run.device",
+    "eval.every", "checkpoint", "report", "alarms", "trace",
+    "engine.processes", "engine.threads", "engine.slots", "engine.block_size", "engine.kv_memory_gb", "engine.prefill_tokens",
+    "engine.prefix_sharing", "engine.deadline_s", "engine.server",
+    "train.processes", "train.micro_batch_tokens", "train.logprob_chunk",
+    "reward.graders", "rollout.failure_budget", "rollout.environment.threads", "rollout.environment.deadline_s",
+)  # fmt: skip
+"""Sections and leaves that say how long, where and how fast: nobody needs to be told that they changed."""
+
+
+def digest(data: bytes) -> str:
+    """SHA-256 of a config file."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def foreign_config(run: Path) -> str:
+    """What is wrong if `config.yaml` is not a file that this run wrote, by its log and its checkpoints; empty if it is one, or if
+    the run is of a version that kept no digests."""
+    recorded = _recorded(run)
+    if not recorded or digest((run / CONFIG).read_bytes()) in recorded:
+        return ""
+    return "damaged, or edited by hand: it is not the file this run wrote"
+
+
+def _recorded(run: Path) -> set[str]:
+    log = run / EVENTS
+    lines = log.read_bytes().splitlines() if log.is_file() else []
+    texts = [line for line in lines if b'"config"' in line]
+    texts += [file.read_bytes() for file in run.glob("checkpoints/*/manifest.json")]
+    found: set[str] = set()
+    for text in texts:
+        try:
+            row = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            about = row.get("info", row)
+            found |= {about["config"]} if isinstance(about, dict) and isinstance(about.get("config"), str) else set()
+    return found
+
+
+def changes(old: Config, new: Config) -> dict[str, list[Any]]:
+    """Old and new value of every leaf that differs, by its path."""
+    before, after = (_leaves(config.model_dump(mode="json")) for config in (old, new))
+    keys = sorted({*before, *after})
+    return {key: [before.get(key), after.get(key)] for key in keys if before.get(key) != after.get(key)}
+
+
+def changes_on_resume(old: Config, new: Config) -> list[str]:
+    """What to tell of a run that goes on with `new` settings, one line a leaf.
+
+    Raises `BadInput` for the first that would make its rows those of another run.
+    """
+    told = []
+    for leaf, (before, after) in changes(old, new).items():
+        if _under(leaf, OWNED) and leaf not in MOVED:
+            raise BadInput(
+                f"{leaf}: the run has {before!r}, got {after!r}; resume with the same {leaf.rsplit('.', 1)[-1]}, or start a"
+                " new run"
+            )
+        if not _under(leaf, FREE):
+            told.append(f"{leaf}: {before!r} until here, {after!r} from here on")
+    return told
+
+
+def _under(leaf: str, sections: tuple[str, ...]) -> bool:
+    return any(leaf == section or leaf.startswith(f"{section}.") for section in sections)
+
+
+def _leaves(tree: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _leaves(value, f"{where}{key}.") if isinstance(value, Mapping) else {f"{where}{key}": value}
+    return found
