@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 from tiny_run import TINY, cli, events, rows
+from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, MambaConfig, Qwen3Config
 
 from rollkeel import cli as cli_module
 from rollkeel import errors
 from rollkeel.diagnostics.rollout_store import read_step, to_rollouts
-from rollkeel.models.presets import build_preset
+from rollkeel.models.forward import said_forward
+from rollkeel.models.presets import build_preset, build_tokenizer
 from rollkeel.tasks import names as task_names
 from rollkeel.types import GraderSpec
 
@@ -130,6 +132,28 @@ def test_tokenizer_that_does_not_belong_to_the_model(tmp_path: Path, capsys: pyt
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
+ARCHITECTURES = {
+    "soft-capping": (Gemma2Config, {"head_dim": 32}),
+    "granite scales its logits": (GraniteConfig, {"logits_scaling": 2.0}),
+    "mamba has no attention": (MambaConfig, {"state_size": 8}),
+}
+
+
+@pytest.mark.parametrize("message", ARCHITECTURES)
+def test_an_architecture_that_the_engine_refuses_is_refused_before_the_warm_start(
+    message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, options = ARCHITECTURES[message]
+    heads = {} if made is MambaConfig else {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+    config = made(vocab_size=288, hidden_size=64, num_hidden_layers=1, **heads, **options)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.setattr("rollkeel.pipeline.run_sft", lambda *_, **__: pytest.fail("trained before it was refused"))
+    words = [*TINY, f"model.path={tmp_path / 'model'}", f"run.dir={tmp_path / 'run'}"]
+    assert message in refused(capsys, "train", *words)
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
 def test_folder_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build_preset("tiny-qwen3")[0].config.save_pretrained(tmp_path / "model")
     err = refused(capsys, "train", *QUICK, f"model.path={tmp_path / 'model'}", f"run.dir={tmp_path / 'run'}")
@@ -175,6 +199,17 @@ def test_resume_of_something_else(
             (folder / name).write_text(text)
     assert "expected a run folder with config.yaml, found none" in refused(capsys, "train", "--resume", folder)
     assert not folder.exists() or {p.name for p in folder.iterdir()} == set(content or {})
+
+
+def test_which_forward_samples_is_said_with_the_reason() -> None:
+    for asked, text, fast, compiled, says in (
+        ("fast", Qwen3Config(), True, False, "fast (engine.forward=fast)"),
+        ("auto", Qwen3Config(), True, True, "compiled (the fast forward with compiled decode steps"),
+        ("auto", Qwen3Config(), True, False, "fast (compiled decode steps are for float32 on a CPU"),
+        ("auto", Gemma2Config(), False, False, "transformers, several times slower (model type gemma2 is not"),
+        ("auto", Qwen3Config(), False, False, "transformers, several times slower (an option of it is not"),
+    ):
+        assert said_forward(asked, text, fast, compiled).startswith(says)
 
 
 def test_resume_with_a_damaged_config_is_a_corrupt_artefact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

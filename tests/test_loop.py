@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_run import TINY, rows, weights
+from tiny_run import TINY, events, rows, weights
 
 from rollkeel import rewards
 from rollkeel.diagnostics.rollout_store import per_token, read_step, to_rollouts
 from rollkeel.errors import BadInput, GraderFailure, RunStopped
 from rollkeel.learn import Known, credit_of, update
+from rollkeel.models import jit
 from rollkeel.objectives import build
 from rollkeel.pipeline import train
 from rollkeel.recipe import load
@@ -57,6 +58,12 @@ def test_same_config_and_seed_give_the_same_bits_and_another_seed_does_not(plain
     assert weights(tmp_path / "again") == weights(plain)
     other = run(tmp_path / "other", "run.seed=1", "sft.enabled=false")
     assert [r["policy/entropy"] for r in other[1:]] != [r["policy/entropy"] for r in rows(plain)[1:]]
+
+
+def test_a_run_logs_which_forward_samples(plain: Path) -> None:
+    (said,) = (e for e in events(plain) if e["event"] == "engine")
+    assert (said["name"], said["dtype"]) == ("local", "fp32")
+    assert said["forward"].split()[0] == ("compiled" if jit.FOUND else "fast")
 
 
 def test_a_run_works_in_a_thread(tmp_path: Path) -> None:

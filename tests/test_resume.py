@@ -27,6 +27,7 @@ from tiny_run import (
     weights,
 )
 
+from rollkeel.diagnostics.runfolder import RunFolder
 from rollkeel.pipeline import train
 from rollkeel.recipe import load
 
@@ -126,6 +127,81 @@ def test_only_damaged_checkpoints_are_a_corrupt_artefact(copy: Path, capsys: pyt
     assert (code, err.count("\n")) == (4, 1)
     assert "every checkpoint is damaged" in err
     assert files(copy, ".lock") == before
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "edited"])
+def test_a_config_that_is_not_the_runs_own_is_refused_by_name(
+    damage: str, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cut file is valid YAML of fewer settings: the rest was trained with defaults."""
+    text = (copy / "config.yaml").read_text()
+    other = {"cut": text[: text.index("train:")], "empty": "", "edited": text.replace("digits: 2", "digits: 5")}[damage]
+    assert other != text
+    (copy / "config.yaml").write_text(other)
+    before = files(copy, ".lock")
+    code, _, err = cli(capsys, "train", "--resume", copy)
+    assert (code, err.count("\n")) == (4, 1)
+    assert "config.yaml: damaged, or edited by hand: it is not the file this run wrote" in err
+    assert files(copy, ".lock") == before
+    (copy / "events.jsonl").unlink()  # the checkpoints know it as well
+    assert cli(capsys, "train", "--resume", copy)[0] == 4
+    (copy / "config.yaml").write_text(text)
+    assert RunFolder.open(copy, lock=False).config.data.options == {"digits": 2}
+
+
+def test_a_run_without_recorded_digests_is_resumed_as_its_config_stands(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs of earlier versions have none."""
+    shutil.rmtree(copy / "checkpoints")
+    (copy / "metrics.jsonl").unlink()
+    (copy / "events.jsonl").unlink()
+    (copy / "config.yaml").write_text((copy / "config.yaml").read_text() + "# mine\n")
+    code, _, err = cli(capsys, "train", "--resume", copy, "run.steps=0")
+    assert (code, err) == (0, "")
+
+
+def test_rows_without_a_checkpoint_are_not_thrown_away(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(copy / "checkpoints")
+    before = files(copy, ".lock")
+    code, _, err = cli(capsys, "train", "--resume", copy)
+    assert (code, err.count("\n")) == (4, 1)
+    assert f"metrics go up to step {STEPS}, but there is no checkpoint to resume from; put checkpoints/ back" in err
+    assert files(copy, ".lock") == before
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("data.options.digits=5", "data.options.digits: the run has 2, got 5; resume with the same digits, or start"),
+        ("data.task=addition", "data.task: the run has 'runsum', got 'addition'"),
+        ("data.grader=math", "data.grader: the run has 'exact', got 'math'"),
+        ("sft.lr=1", "sft.lr: the run has 0.01, got 1.0"),
+        ("run.seed=1", "run.seed: the run has 0, got 1"),
+        ("rollout.samples=2", "rollout.samples: the run has 4, got 2"),
+    ],
+)
+def test_resume_with_settings_of_another_run_changes_nothing(
+    word: str, message: str, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(copy, ".lock")
+    words = [word, "data.options={}"] if word.startswith("data.task") else [word]
+    code, _, err = cli(capsys, "train", "--resume", copy, *words, "run.steps=20")
+    assert (code, err.count("\n")) == (2, 1), err
+    assert message in err
+    assert files(copy, ".lock") == before
+
+
+def test_settings_that_may_change_on_resume_are_told_and_logged(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train.lr=1e-4", "eval.every=7", "checkpoint.keep=1", "engine.slots=3", f"run.steps={STEPS + 1}"]
+    code, out, err = cli(capsys, "train", "--resume", copy, *words)
+    assert (code, err) == (0, "")
+    assert "train.lr: 0.001 until here, 0.0001 from here on" in out
+    assert "until here" not in out.replace("train.lr: 0.001 until here", ""), "how long, where and how fast is not told"
+    (changed,) = (e["changed"] for e in events(copy) if e["event"] == "config_changed")
+    assert changed["train.lr"] == [0.001, 0.0001]
+    assert sorted(changed) == ["checkpoint.keep", "engine.slots", "eval.every", "run.steps", "train.lr"]
+    assert cli(capsys, "train", "--resume", copy)[0] == 0, "the changed config is the run's own now"
 
 
 def test_resume_of_a_finished_run_has_nothing_to_do(

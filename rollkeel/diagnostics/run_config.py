@@ -60,7 +60,7 @@ def _recorded(run: Path) -> set[str]:
 def changes(old: Config, new: Config) -> dict[str, list[Any]]:
     """Old and new value of every leaf that differs, by its path."""
     before, after = (_leaves(config.model_dump(mode="json")) for config in (old, new))
-    keys = sorted({*before, *after})
+    keys = dict.fromkeys([*before, *after])
     return {key: [before.get(key), after.get(key)] for key in keys if before.get(key) != after.get(key)}
 
 
