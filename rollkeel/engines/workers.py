@@ -11,12 +11,14 @@ runs beside what, and with it every bit of the result, does not depend on proces
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing import connection, get_context, shared_memory
+from multiprocessing import connection, get_context, reduction
 from typing import Any
 
 import numpy as np
@@ -58,7 +60,7 @@ class WorkerEngine:
         self._version = -1
         self._vocab_size = int(hf_config.get_text_config().vocab_size)
         self._ready: Capabilities | None = None
-        self._memory: shared_memory.SharedMemory | None = None
+        self._memory: mmap.mmap | None = None
         self._done: list[Segment] = []
         self.shares: list[int] = []
         """Requests that each worker got in the last call to `submit`."""
@@ -188,15 +190,14 @@ class WorkerEngine:
                 (piece.name, piece.tensor.dtype, tuple(piece.tensor.shape), size, piece.checksum, piece.offset)
             )
             size += -(-piece.tensor.numel() * piece.tensor.element_size() // _ALIGN) * _ALIGN
-        if self._memory is None or self._memory.size < size:
-            self._free_memory()
-            self._memory = shared_memory.SharedMemory(create=True, size=max(size, 1))
+        asked = self._living()
+        if self._memory is None or len(self._memory) < size:
+            self._memory = self._share_memory(max(size, 1), asked)
         _write_update(self._memory, layout, update.slices)
         self._version = -1
         head = (update.kind, update.base_version, update.version, update.checksum)
-        asked = self._living()
         for worker in asked:
-            self._send(worker, ("update", self._memory.name, layout, head))
+            self._send(worker, ("update", layout, head))
         proofs: list[Proof] = self._answers(asked, self._config.deadline_s, "to apply weights")
         if len({(p.version, p.checksum) for p in proofs}) != 1:
             raise EngineFailure(f"engine local: workers disagree about the weights they serve: {proofs}")
@@ -217,7 +218,7 @@ class WorkerEngine:
                 worker.process.join()
             worker.pipe.close()
             worker.dead = worker.dead or "closed"
-        self._free_memory()
+        self._memory = None
 
     # -- one worker ----------------------------------------------------------------------------------------------------
 
@@ -227,9 +228,19 @@ class WorkerEngine:
             raise EngineFailure(f"engine local: no worker process is left ({'; '.join(w.dead for w in self._workers)})")
         return living
 
-    def _send(self, worker: _Worker, message: tuple[Any, ...]) -> None:
+    def _share_memory(self, size: int, workers: Sequence[_Worker]) -> mmap.mmap:
+        """Memory of `size` bytes without a name, so that whoever is killed leaves none behind, for these workers too."""
+        with tempfile.TemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:
+            file.truncate(size)
+            for worker in workers:
+                self._send(worker, ("memory",), file.fileno())
+            return mmap.mmap(file.fileno(), size)
+
+    def _send(self, worker: _Worker, message: tuple[Any, ...], descriptor: int | None = None) -> None:
         try:
             worker.pipe.send(message)
+            if descriptor is not None:
+                reduction.send_handle(worker.pipe, descriptor, worker.process.pid)
         except OSError:
             self._bury(worker)
 
@@ -286,12 +297,6 @@ class WorkerEngine:
             )
         worker.flying.clear()
 
-    def _free_memory(self) -> None:
-        if self._memory is not None:
-            self._memory.close()
-            self._memory.unlink()
-            self._memory = None
-
 
 def even_shares(loads: Sequence[int], count: int) -> list[int]:
     """How many of `count` new requests each worker gets, so that loads end as even as they can; the first get the odd ones."""
@@ -302,9 +307,9 @@ def even_shares(loads: Sequence[int], count: int) -> list[int]:
     return shares
 
 
-def _write_update(memory: shared_memory.SharedMemory, layout: Sequence[Any], slices: Sequence[WeightSlice]) -> None:
-    """Copy slices to their places. A function of its own: a live view would keep the memory from being closed."""
-    buffer = torch.from_numpy(np.ndarray((memory.size,), np.uint8, buffer=memory.buf))
+def _write_update(memory: mmap.mmap, layout: Sequence[Any], slices: Sequence[WeightSlice]) -> None:
+    """Copy slices to their places."""
+    buffer = torch.from_numpy(np.frombuffer(memory, np.uint8))
     for piece, entry in zip(slices, layout, strict=True):
         view = buffer[entry[3] :][: piece.tensor.numel() * piece.tensor.element_size()]
         view.view(piece.tensor.dtype).view(piece.tensor.shape).copy_(piece.tensor)
@@ -322,16 +327,20 @@ def _serve(
     try:
         engine = LocalEngine(hf_config, config, device=device, max_length=max_length)
         pipe.send(("answer", engine.capabilities, 0))
-        free = False
+        free, memory = False, None
         while True:
             # Without weights nothing can be sampled; the caller's poll says so.
             if not (free and engine.busy and engine.version >= 0) or pipe.poll(0):
                 message = pipe.recv()
                 if message[0] == "close":
                     return
+                if message[0] == "memory":
+                    with open(reduction.recv_handle(pipe), "rb") as file:
+                        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                    continue
                 free = _stays_free(message, free)
                 try:
-                    pipe.send(("answer", _act(engine, message), engine.steps))
+                    pipe.send(("answer", _act(engine, message, memory), engine.steps))
                 except RollkeelError as error:
                     pipe.send(("error", error, engine.steps))  # the message was refused; the engine lives on
                 continue
@@ -350,7 +359,7 @@ def _stays_free(message: tuple[Any, ...], free: bool) -> bool:
     return {"run": True, "advance": False}.get(message[0], message[2] if message[0] == "submit" else free)
 
 
-def _act(engine: Any, message: tuple[Any, ...]) -> Any:
+def _act(engine: Any, message: tuple[Any, ...], memory: mmap.mmap | None) -> Any:
     if message[0] == "submit":
         engine.submit(message[1])
     elif message[0] == "advance":
@@ -362,26 +371,21 @@ def _act(engine: Any, message: tuple[Any, ...]) -> Any:
     elif message[0] == "interrupt":
         engine.interrupt(message[1])
     elif message[0] == "update":
-        _, name, layout, (kind, base, version, checksum) = message
-        memory = shared_memory.SharedMemory(name=name)
-        try:
-            return engine.update_weights(_read_update(memory, layout, kind, base, version, checksum))
-        finally:
-            memory.close()
+        _, layout, (kind, base, version, checksum) = message
+        assert memory is not None  # it comes before the first update
+        return engine.update_weights(_read_update(memory, layout, kind, base, version, checksum))
     else:
         raise BadInput(f"engine worker: unknown message {message[0]!r}")
     return True
 
 
 def _read_update(
-    memory: shared_memory.SharedMemory, layout: Sequence[Any], kind: str, base: int | None, version: int, checksum: int
+    memory: mmap.mmap, layout: Sequence[Any], kind: str, base: int | None, version: int, checksum: int
 ) -> WeightUpdate:
-    slices = []
-    data = memory.buf
-    assert data is not None  # open until the caller closes it
+    slices, data = [], memoryview(memory)
     for name, dtype, shape, start, part, offset in layout:
         size = int(np.prod(shape)) * dtype.itemsize
-        # A copy: views would keep the shared memory from being closed.
+        # A copy: the caller writes the next update into the same memory.
         tensor = torch.frombuffer(bytearray(data[start : start + size]), dtype=dtype).view(shape)
         slices.append(WeightSlice(name=name, tensor=tensor, checksum=part, offset=offset))
     return WeightUpdate(kind=kind, base_version=base, version=version, slices=slices, checksum=checksum)

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing import shared_memory
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,12 +106,17 @@ def test_update_and_interrupt_in_flight(engine: WorkerEngine, model: Any) -> Non
     assert engine.poll(0.0) == []
 
 
+def test_shared_memory_has_no_name_that_a_kill_could_leave_behind(engine: WorkerEngine, model: Any) -> None:
+    publish(engine, model, 8)
+    for pid in (os.getpid(), *(w.process.pid for w in engine._workers)):
+        mapped = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line]
+        assert mapped
+        assert all(line.endswith("(deleted)") for line in mapped)
+
+
 def test_a_killed_worker_fails_its_own_requests_only_and_close_leaves_nothing(engine: WorkerEngine, model: Any) -> None:
     """Last on purpose: it uses the shared engine up."""
     publish(engine, model, 9)
-    memory = engine._memory
-    assert memory is not None
-    name = memory.name
     processes = [w.process for w in engine._workers]
     engine.submit(requests_of(prompts_of(8), max_new_tokens=400))
     os.kill(processes[0].pid, signal.SIGKILL)
@@ -131,8 +136,6 @@ def test_a_killed_worker_fails_its_own_requests_only_and_close_leaves_nothing(en
     for process in processes:
         with pytest.raises(ProcessLookupError):
             os.kill(process.pid, 0)
-    with pytest.raises(FileNotFoundError):
-        shared_memory.SharedMemory(name=name)
 
 
 def test_ctrl_c_while_a_worker_starts_is_the_callers(interrupted_at_birth: list[int], model: Any) -> None:
