@@ -193,7 +193,7 @@ class WorkerEngine:
             self._memory = shared_memory.SharedMemory(create=True, size=max(size, 1))
         _write_update(self._memory, layout, update.slices)
         self._version = -1
-        head = (update.kind, update.base_version, update.version, update.checksum)
+        head = (update.kind, update.base_version, update.version, update.checksum, update.mode)
         asked = self._living()
         for worker in asked:
             self._send(worker, ("update", self._memory.name, layout, head))
@@ -362,10 +362,10 @@ def _act(engine: Any, message: tuple[Any, ...]) -> Any:
     elif message[0] == "interrupt":
         engine.interrupt(message[1])
     elif message[0] == "update":
-        _, name, layout, (kind, base, version, checksum) = message
+        _, name, layout, head = message
         memory = shared_memory.SharedMemory(name=name)
         try:
-            return engine.update_weights(_read_update(memory, layout, kind, base, version, checksum))
+            return engine.update_weights(_read_update(memory, layout, *head))
         finally:
             memory.close()
     else:
@@ -374,7 +374,13 @@ def _act(engine: Any, message: tuple[Any, ...]) -> Any:
 
 
 def _read_update(
-    memory: shared_memory.SharedMemory, layout: Sequence[Any], kind: str, base: int | None, version: int, checksum: int
+    memory: shared_memory.SharedMemory,
+    layout: Sequence[Any],
+    kind: str,
+    base: int | None,
+    version: int,
+    checksum: int,
+    mode: str | None,
 ) -> WeightUpdate:
     slices = []
     data = memory.buf
@@ -384,4 +390,4 @@ def _read_update(
         # A copy: views would keep the shared memory from being closed.
         tensor = torch.frombuffer(bytearray(data[start : start + size]), dtype=dtype).view(shape)
         slices.append(WeightSlice(name=name, tensor=tensor, checksum=part, offset=offset))
-    return WeightUpdate(kind=kind, base_version=base, version=version, slices=slices, checksum=checksum)
+    return WeightUpdate(kind=kind, base_version=base, version=version, slices=slices, checksum=checksum, mode=mode)
