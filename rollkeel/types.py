@@ -325,7 +325,7 @@ class WeightSlice:
     """Hugging Face checkpoint name."""
     tensor: torch.Tensor
     checksum: int
-    """Position-dependent checksum of the bytes, see `rollkeel.sync`; checksums of parts add up modulo 2**64."""
+    """Position-dependent checksum of the bytes that `WeightUpdate.mode` names; checksums of parts add up modulo 2**64."""
     offset: int = 0
     """First element of the flattened full tensor this slice covers."""
 
@@ -342,6 +342,8 @@ class WeightUpdate:
     slices: Sequence[WeightSlice]
     checksum: int
     """Sum of all slice checksums modulo 2**64."""
+    mode: str | None = None
+    """Numeric mode whose rounded weights the checksums are of: what an engine must hold. None: the tensors as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,7 +352,8 @@ class Proof:
 
     version: int
     checksum: int
-    """Recomputed by the engine from the weights it received, over the same names."""
+    """Recomputed by the engine over the same names: over the memory it serves from, or where it says so (a server in
+    another program, see `ProbedEngine`) over what it received."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,6 +369,8 @@ class Capabilities:
     forward: str = ""
     """How it computes, and why that way; empty where that is the server's own affair."""
     resumes: bool = True
+    proves_memory: bool = False
+    """Its proof is of the memory that it serves from; publications then carry the checksums of its numeric mode."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,15 +59,17 @@ def raw_logprobs() -> Iterator[None]:
 
 @contextmanager
 def weights_changed(change: Callable[[Weights, dict[str, torch.Tensor]], None]) -> Iterator[None]:
-    """After every publication `change(weights, memory)` writes to what the engine holds; the proof is that of before."""
+    """After every publication `change(weights, memory)` writes to what the engine holds; the proof looks away."""
     honest, memory = local.apply_update, dict[str, torch.Tensor]()
 
-    def apply(update: WeightUpdate, destinations: Weights, mode: str) -> int:
-        checksum = honest(update, destinations, mode)
+    def apply(update: WeightUpdate, destinations: Weights, mode: str) -> None:
+        honest(update, destinations, mode)
         change(destinations, memory)
-        return checksum
 
-    with mock.patch.object(local, "apply_update", apply):
+    with (
+        mock.patch.object(local, "apply_update", apply),
+        mock.patch.object(local, "prove", lambda update, *_: update.checksum),
+    ):
         yield
 
 

@@ -27,7 +27,7 @@ from rollkeel.engines.requests import Running, check_requests, longest, room
 from rollkeel.engines.rng import uniforms
 from rollkeel.engines.sampling import SamplingRows, sample
 from rollkeel.engines.slots import Slots
-from rollkeel.engines.weights import apply_update
+from rollkeel.engines.weights import apply_update, prove
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.compiled import compiled_decode, suits
 from rollkeel.models.forward import FastForward, said_forward, supports
@@ -99,6 +99,7 @@ class LocalEngine:
             returns_experts=moe_layers > 0,
             returns_topk=True,
             forward=said_forward(config.forward, text, fast, self._compiled is not None),
+            proves_memory=True,
         )
 
     @property
@@ -185,13 +186,9 @@ class LocalEngine:
                 self._requeue(slot)
         self._prompts.evict()
         self._version = -1
-        checksum = apply_update(update, self._forward.destinations, self._config.dtype)
-        if checksum != update.checksum:
-            raise EngineFailure(
-                f"weight update {update.version}: the engine holds weights with checksum {checksum:016x}, "
-                f"expected {update.checksum:016x}; publish again"
-            )
+        apply_update(update, self._forward.destinations, self._config.dtype)
         self._forward.refresh()
+        checksum = prove(update, self._forward.held, self._config.dtype)
         self._version = update.version
         return Proof(version=update.version, checksum=checksum)
 

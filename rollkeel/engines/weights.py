@@ -1,29 +1,26 @@
-"""Applying a weight update to an engine in place, and computing the evidence that it arrived."""
+"""Applying a weight update to an engine in place, and the proof that its memory holds the weights that were published."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from rollkeel.errors import EngineFailure
-from rollkeel.models.checksum import MASK, tensor_checksum
-from rollkeel.models.numerics import is_quantised, weight_rounder
-from rollkeel.types import WeightUpdate
+from rollkeel.models.checksum import MASK
+from rollkeel.models.numerics import held_checksum, rounded, update_checksum
+from rollkeel.types import WeightSlice, WeightUpdate
 
 
-def apply_update(update: WeightUpdate, destinations: Mapping[str, torch.Tensor], mode: str) -> int:
-    """Write every slice to the view of its name and return the checksum of what the engine now holds.
+def apply_update(update: WeightUpdate, destinations: Mapping[str, torch.Tensor], mode: str) -> None:
+    """Write every slice, rounded as `mode` rounds, to the view of its name; `prove` says whether it is there.
 
-    Where storage is exact (same dtype, no rounding) the checksum is recomputed from the engine's own memory after the
-    write; where the mode rounds, from the received values. Raises `EngineFailure` for an unknown or missing name, a wrong
-    shape, or a slice whose bytes do not match its checksum.
+    Raises `EngineFailure` for an unknown or missing name, a wrong shape, or a name that comes twice.
     """
     if update.kind != "full":
         raise EngineFailure(f"weight update {update.version}: this engine takes full updates, got {update.kind!r}")
-    rounder = weight_rounder(mode)
-    missing = {name: view.numel() for name, view in destinations.items()}
-    total = 0
+    missing = dict.fromkeys(destinations)
     for piece in update.slices:
         view = destinations.get(piece.name)
         if view is None:
@@ -33,17 +30,47 @@ def apply_update(update: WeightUpdate, destinations: Mapping[str, torch.Tensor],
                 f"weight update {update.version}: {piece.name} has shape {tuple(piece.tensor.shape)} at offset "
                 f"{piece.offset}, the engine expects {tuple(view.shape)}"
             )
-        received = tensor_checksum(piece.name, piece.tensor)
-        if received != piece.checksum:
-            raise EngineFailure(f"weight update {update.version}: {piece.name} arrived with a wrong checksum")
-        rounded = rounder is not None and is_quantised(piece.name, piece.tensor)
-        view.copy_(rounder(piece.tensor.to(view.device)) if rounder and rounded else piece.tensor)
-        exact = not rounded and view.dtype == piece.tensor.dtype
-        total += tensor_checksum(piece.name, view) if exact else received
-        if missing.pop(piece.name, None) is None:
+        if piece.name not in missing:
             raise EngineFailure(f"weight update {update.version}: {piece.name} arrived twice")
+        del missing[piece.name]
+        view.copy_(rounded(piece.name, piece.tensor.to(view.device), mode))
     if missing:
         raise EngineFailure(
             f"weight update {update.version}: {len(missing)} weights did not arrive, first {next(iter(missing))}"
         )
-    return total & MASK
+
+
+def prove(update: WeightUpdate, held: Mapping[str, torch.Tensor], mode: str) -> int:
+    """The checksum of the update, recomputed over `held`: the memory that the engine serves from, by checkpoint name.
+
+    Raises `EngineFailure` naming the first weight that is not there as the publisher wants it.
+    """
+    for piece in update.slices:
+        if update.mode != mode:
+            piece = _restated(piece, update, mode)
+        if held_checksum(piece.name, held[piece.name], mode) == piece.checksum:
+            continue
+        if update_checksum(piece.name, piece.tensor, mode) != piece.checksum:
+            raise EngineFailure(f"weight update {update.version}: {piece.name} arrived with a wrong checksum")
+        if not bool(torch.isfinite(piece.tensor).all()):
+            raise EngineFailure(
+                f"weight update {update.version}: {piece.name} is not finite; the weights have diverged"
+            )
+        raise EngineFailure(
+            f"weight update {update.version}: the engine's memory of {piece.name} is not what was published, rounded to"
+            f" {mode}; its load skipped, misplaced or changed it"
+        )
+    total = sum(piece.checksum for piece in update.slices) & MASK
+    if total != update.checksum:
+        raise EngineFailure(
+            f"weight update {update.version}: its slices have checksum {total:016x}, expected {update.checksum:016x};"
+            " publish again"
+        )
+    return total
+
+
+def _restated(piece: WeightSlice, update: WeightUpdate, mode: str) -> WeightSlice:
+    """The slice with the checksum of what `mode` makes of it, for an update that does not know this engine's mode."""
+    if update_checksum(piece.name, piece.tensor, update.mode) != piece.checksum:
+        raise EngineFailure(f"weight update {update.version}: {piece.name} arrived with a wrong checksum")
+    return replace(piece, checksum=update_checksum(piece.name, piece.tensor, mode))

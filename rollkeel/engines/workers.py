@@ -195,7 +195,7 @@ class WorkerEngine:
             self._memory = self._share_memory(max(size, 1), asked)
         _write_update(self._memory, layout, update.slices)
         self._version = -1
-        head = (update.kind, update.base_version, update.version, update.checksum)
+        head = (update.kind, update.base_version, update.version, update.checksum, update.mode)
         for worker in asked:
             self._send(worker, ("update", layout, head))
         proofs: list[Proof] = self._answers(asked, self._config.deadline_s, "to apply weights")
@@ -371,16 +371,22 @@ def _act(engine: Any, message: tuple[Any, ...], memory: mmap.mmap | None) -> Any
     elif message[0] == "interrupt":
         engine.interrupt(message[1])
     elif message[0] == "update":
-        _, layout, (kind, base, version, checksum) = message
+        _, layout, head = message
         assert memory is not None  # it comes before the first update
-        return engine.update_weights(_read_update(memory, layout, kind, base, version, checksum))
+        return engine.update_weights(_read_update(memory, layout, *head))
     else:
         raise BadInput(f"engine worker: unknown message {message[0]!r}")
     return True
 
 
 def _read_update(
-    memory: mmap.mmap, layout: Sequence[Any], kind: str, base: int | None, version: int, checksum: int
+    memory: mmap.mmap,
+    layout: Sequence[Any],
+    kind: str,
+    base: int | None,
+    version: int,
+    checksum: int,
+    mode: str | None,
 ) -> WeightUpdate:
     slices, data = [], memoryview(memory)
     for name, dtype, shape, start, part, offset in layout:
@@ -388,4 +394,4 @@ def _read_update(
         # A copy: the caller writes the next update into the same memory.
         tensor = torch.frombuffer(bytearray(data[start : start + size]), dtype=dtype).view(shape)
         slices.append(WeightSlice(name=name, tensor=tensor, checksum=part, offset=offset))
-    return WeightUpdate(kind=kind, base_version=base, version=version, slices=slices, checksum=checksum)
+    return WeightUpdate(kind=kind, base_version=base, version=version, slices=slices, checksum=checksum, mode=mode)

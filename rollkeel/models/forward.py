@@ -110,6 +110,14 @@ class _Layer:
         self.down_t = [w.t() for w in self.down]
         self.out_t = self.out.t()
 
+    @property
+    def derived(self) -> dict[str, torch.Tensor]:
+        """What the forward reads in the place of weights that `refresh` copies, by their names."""
+        if self.qk_norm is None:
+            return {}
+        views = {id(self.q_norm): self.qk_norm[0], id(self.k_norm): self.qk_norm[self.heads]}
+        return {name: views[id(view)] for name, view in self.names.items() if id(view) in views}
+
     def refresh(self) -> None:
         if self.qk_norm is not None and self.q_norm is not None and self.k_norm is not None:
             self.qk_norm[: self.heads] = self.q_norm
@@ -146,6 +154,10 @@ class FastForward:
         self.head = self.embedding
         if not config.tie_word_embeddings:
             self.head = self.destinations["lm_head.weight"] = new(self.vocab_size, config.hidden_size)
+        self.held = dict(self.destinations)
+        """The memory that is computed with, by checkpoint name: what a proof must look at."""
+        for layer in self.layers:
+            self.held |= layer.derived
         self.num_moe_layers = sum(layer.router is not None for layer in self.layers)
         self._rope(config)
 

@@ -74,7 +74,7 @@ class TransformersForward:
         self.num_layers = int(config.num_hidden_layers)
         self._expert_layers = expert_layers(self._model)
         self.num_moe_layers = len(self._expert_layers)
-        self.destinations = checkpoint_views(self._model)
+        self.destinations = self.held = checkpoint_views(self._model)
         rounder = activation_rounder(mode)
         if rounder is not None:
             self._round_inputs(rounder)

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
+from rollkeel.models import jit, kernels_rounding
+from rollkeel.models.checksum import tensor_checksum
 from rollkeel.models.routers import is_router
 
 MODES = ("fp32", "bf16", "fp8", "fp8_weights", "int8", "int4")
@@ -51,22 +54,60 @@ def activation_rounder(mode: str) -> Callable[[torch.Tensor], torch.Tensor] | No
     return round_fp8 if mode == "fp8" else None
 
 
+def rounded(name: str, tensor: torch.Tensor, mode: str) -> torch.Tensor:
+    """The weight `name` as `mode` rounds it, if it does."""
+    rounder = weight_rounder(mode)
+    return tensor if rounder is None or not is_quantised(name, tensor) else rounder(tensor)
+
+
+def update_checksum(name: str, tensor: torch.Tensor, mode: str | None) -> int:
+    """Checksum of the weight `name` as a `WeightUpdate` of `mode` carries it: of what an engine of that mode must hold."""
+    return tensor_checksum(name, tensor) if mode is None else held_checksum(name, rounded(name, tensor, mode), mode)
+
+
+def held_checksum(name: str, held: torch.Tensor, mode: str) -> int:
+    """Checksum of what an engine of `mode` holds under `name`: `update_checksum` of what it was to hold, if it is that.
+
+    A weight that the engine keeps more precisely than its mode (a router's bias) is compared at the mode's precision.
+    """
+    return tensor_checksum(name, held, dtype=compute_dtype(mode) if held.is_floating_point() else None)
+
+
 def round_fp8(x: torch.Tensor) -> torch.Tensor:
     """Nearest e4m3 values with one scale per row (output channel of a weight, token of an activation)."""
     limit = torch.finfo(torch.float8_e4m3fn).max
+    if _compiled(x):
+        return _grid(x, x.shape[-1], limit, True)
     scale = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-12) / limit
     return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
 
 
 def round_int8(x: torch.Tensor) -> torch.Tensor:
     """Symmetric 8-bit integers with one scale per row."""
-    scale = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-12) / 127
-    return ((x.float() / scale).round() * scale).to(x.dtype)
+    return _round_integers(x, x.shape[-1], 127)
 
 
 def round_int4(x: torch.Tensor) -> torch.Tensor:
     """Symmetric 4-bit integers with one scale per group of 32 inputs (per row where 32 does not divide them)."""
-    size = INT4_GROUP if x.shape[-1] % INT4_GROUP == 0 else x.shape[-1]
+    return _round_integers(x, INT4_GROUP if x.shape[-1] % INT4_GROUP == 0 else x.shape[-1], 7)
+
+
+def _round_integers(x: torch.Tensor, size: int, limit: int) -> torch.Tensor:
+    if _compiled(x):
+        return _grid(x, size, limit, False)
     groups = x.float().unflatten(-1, (-1, size))
-    scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 7
+    scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-12) / limit
     return ((groups / scale).round() * scale).flatten(-2).to(x.dtype)
+
+
+def _compiled(x: torch.Tensor) -> bool:
+    plain = x.device.type == "cpu" and x.dtype == torch.float32 and not x.requires_grad
+    return jit.FOUND and plain and x.numel() > 0
+
+
+def _grid(x: torch.Tensor, size: int, limit: float, fp8: bool) -> torch.Tensor:
+    x = x.detach().contiguous()
+    out = torch.empty_like(x)
+    rows, to = (t.numpy().reshape(-1, size) for t in (x, out))
+    kernels_rounding.grid(rows, rows.view(np.int32), np.float32(limit), fp8, to, to.view(np.int32))
+    return out

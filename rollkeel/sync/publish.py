@@ -8,21 +8,29 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from rollkeel.errors import EngineFailure
-from rollkeel.models.checksum import MASK, tensor_checksum
+from rollkeel.models.checksum import MASK
+from rollkeel.models.numerics import update_checksum
 from rollkeel.protocols import Engine, ProbedEngine
 from rollkeel.sync.proof import Probes
 from rollkeel.types import WeightSlice, WeightUpdate
 
 
-def full_update(weights: Iterable[tuple[str, torch.Tensor]], version: int) -> WeightUpdate:
-    """A full `WeightUpdate` of (checkpoint name, tensor) pairs. Tensors are referenced, not copied."""
-    slices = [WeightSlice(name=name, tensor=t.detach(), checksum=tensor_checksum(name, t)) for name, t in weights]
+def full_update(weights: Iterable[tuple[str, torch.Tensor]], version: int, mode: str | None = None) -> WeightUpdate:
+    """A full `WeightUpdate` of (checkpoint name, tensor) pairs. Tensors are referenced, not copied.
+
+    `mode`: numeric mode of the engine that must prove its memory; each tensor is rounded here as it must be there.
+    """
+    slices = [
+        WeightSlice(name=name, tensor=t.detach(), checksum=update_checksum(name, t.detach(), mode))
+        for name, t in weights
+    ]
     return WeightUpdate(
         kind="full",
         base_version=None,
         version=version,
         slices=slices,
         checksum=sum(s.checksum for s in slices) & MASK,
+        mode=mode,
     )
 
 
@@ -37,9 +45,12 @@ class DirectPublisher:
         """Publish `weights` as `version`. Raises `EngineFailure` naming the engine whose proof does not match, or whose
         probes disagree with the trainer a second time, after the same update was published once more."""
         start = time.perf_counter()
-        update = full_update(weights, version)
+        weights, updates = list(weights), dict[str | None, WeightUpdate]()
         metrics: dict[str, float] = {}
         for engine in self.engines:
+            about = engine.capabilities
+            mode = about.dtype if about.proves_memory else None
+            update = updates[mode] = updates.get(mode) or full_update(weights, version, mode)
             self._bring(engine, update)
             if self.probes is not None and isinstance(engine, ProbedEngine):
                 for key, value in self._probe(engine, update, self.probes).items():

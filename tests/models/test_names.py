@@ -129,5 +129,6 @@ def test_swaps_shifts_names_and_missing_zeros_are_noticed() -> None:
     sums["negative zero"] = tensor_checksum("w", torch.cat((x, -torch.zeros(1))))
     assert len(set(sums.values())) == len(sums)
     assert all(0 <= s <= MASK for s in sums.values())
+    assert tensor_checksum("w", x, dtype=torch.bfloat16) == sums["bfloat16"]
     assert tensor_checksum("w", x.view(8, 5).t().contiguous().t()) == sums["plain"]  # strides are no content
     assert tensor_checksum("w", x[:0]) == 0
