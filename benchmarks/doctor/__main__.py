@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from benchmarks.doctor.cases import Case, build_all, fault_cases, healthy_cases
+from benchmarks.doctor.cases import Case, build_all, fault_cases, full_cases, healthy_cases
 from benchmarks.doctor.measure import show
 from benchmarks.doctor.score import ask_all, report
 from benchmarks.doctor.workloads import SPLITS
@@ -30,6 +30,8 @@ from benchmarks.doctor.workloads import SPLITS
 
 def chosen(args: argparse.Namespace) -> list[Case]:
     """Cases of the arguments: the healthy runs belong to every split."""
+    if args.split == "full":
+        return list(full_cases(args.seeds, args.only))
     splits = SPLITS if args.split == "healthy" else (args.split,)
     cases: list[Case] = []
     for split in splits:
@@ -43,7 +45,7 @@ def chosen(args: argparse.Namespace) -> list[Case]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.doctor", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=("build", "measure", "score"))
-    parser.add_argument("--split", choices=(*SPLITS, "healthy"), default="dev")
+    parser.add_argument("--split", choices=(*SPLITS, "healthy", "full"), default="dev")
     parser.add_argument(
         "--corpus", type=Path, required=True, help="folder of the runs; what is there is not made again"
     )

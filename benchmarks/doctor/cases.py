@@ -10,6 +10,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.doctor.faults import BASES, FAULTS
+from benchmarks.doctor.full import FULL, QUICK
 from benchmarks.doctor.healthy import KINDS
 from benchmarks.doctor.workloads import BRIEF, make, words_of
 
@@ -38,6 +39,8 @@ class Case:
 
     def path(self, root: Path) -> Path:
         kind = self.kind if self.fault == HEALTHY else str(self.index)
+        if self.split == "full":
+            return root / self.split / f"{self.kind}-{self.seed}"
         return root / self.split / self.fault / f"{self.model}-{kind}-{self.base}-{self.seed}"
 
 
@@ -73,10 +76,24 @@ def healthy_cases(split: str, seeds: int, only: Sequence[str] = ()) -> Iterator[
                 yield Case(split=split, fault=HEALTHY, kind=name, base="plain", model=model, seed=seed, index=0)
 
 
+def full_cases(seeds: int, only: Sequence[str] = ()) -> Iterator[Case]:
+    """Whole runs, every kind of a seed before the next seed."""
+    for seed in range(seeds):
+        for name, run in FULL.items():
+            if only and name not in only:
+                continue
+            fault = run.wanted[0] if run.wanted else HEALTHY
+            yield Case(split="full", fault=fault, kind=name, base=run.recipe, model="own", seed=seed, index=0)
+
+
 def build(case: Case, root: Path, steps: int | None = None) -> float:
     """Make the run of a case unless it is there. Seconds it took."""
     cache, extra = root / "warm", [f"run.steps={steps}"] if steps else []
     about = {"fault": case.fault, "kind": case.kind, "base": case.base, "model": case.model, "split": case.split}
+    if case.split == "full":
+        run = FULL[case.kind]
+        words = [*QUICK, "checkpoint.every=25", f"run.seed={case.seed}", *run.words, *extra]
+        return make(case.path(root), words, (), cache, about, recipe=run.recipe)
     if case.fault == HEALTHY:
         kind = KINDS[case.kind]
         words = words_of(case.split, case.model, case.seed, [*kind.words, *extra])
@@ -96,7 +113,7 @@ def _begin() -> None:
 def build_all(cases: Sequence[Case], root: Path, jobs: int, steps: int | None = None) -> float:
     """Make what is missing, `jobs` at a time; one line each. Processor seconds of the runs made. Raises what a run raised."""
     first = {}
-    for case in cases:  # one run of each warm start alone, or all of them would train it
+    for case in [] if jobs == 1 else cases:  # one run of each warm start alone, or all of them would train it
         first.setdefault((case.split, case.model, case.fault in OWN_START and (case.fault, case.index)), case)
     rest = [case for case in cases if case not in first.values()]
     total, done = 0.0, 0

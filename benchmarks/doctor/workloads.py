@@ -190,8 +190,12 @@ def words_of(split: str, model: str, seed: int, extra: Sequence[str]) -> list[st
     return [*COMMON, *TASKS[split], *MODELS[split][model], f"run.seed={seed}", *extra]
 
 
-def run_once(config: Config, path: Path, patches: Sequence[Patch] = (), *, killed_at: int = 0) -> str:
-    """Warm start (from the cache, without regard to the seed) and RL into the run folder `path`. How it ended: `done`, or why not.
+def run_once(
+    config: Config, path: Path, patches: Sequence[Patch] = (), *, killed_at: int = 0, own_start: bool = False
+) -> str:
+    """Warm start (from the cache, without regard to the seed unless `own_start`) and RL into the run folder `path`.
+
+    How it ended: `done`, or why not.
 
     `patches` are in force from before the model is built. `killed_at`: the run dies in that step and is resumed from its
     last checkpoint by rollkeel itself. A run that rollkeel stops by a rule is kept: its trace is what there is to diagnose.
@@ -199,7 +203,7 @@ def run_once(config: Config, path: Path, patches: Sequence[Patch] = (), *, kille
     quiet_transformers()
     torch.set_num_threads(config.run.threads)
     view = LiveView(console=Console(file=io.StringIO()))
-    start = config.model_copy(update={"run": config.run.model_copy(update={"seed": 0})})
+    start = config if own_start else config.model_copy(update={"run": config.run.model_copy(update={"seed": 0})})
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(KNOWN, OWN_TASKS))
         validate(config)
@@ -261,7 +265,13 @@ def _reinforce(
 
 
 def make(
-    path: Path, words: Sequence[str], patches: Sequence[Patch], cache: Path, about: dict[str, Any], killed_at: int = 0
+    path: Path,
+    words: Sequence[str],
+    patches: Sequence[Patch],
+    cache: Path,
+    about: dict[str, Any],
+    killed_at: int = 0,
+    recipe: str | None = None,
 ) -> float:
     """The run of `words` at `path`, unless it is there already. Seconds it took; 0 if it was there."""
     label = path / "case.json"
@@ -270,7 +280,8 @@ def make(
         return 0.0
     shutil.rmtree(path, ignore_errors=True)
     began = time.perf_counter()
-    ended = run_once(load(None, [*words, f"sft.cache_dir={cache}"]), path, patches, killed_at=killed_at)
+    config = load(recipe, [*words, f"sft.cache_dir={cache}"])
+    ended = run_once(config, path, patches, killed_at=killed_at, own_start=recipe is not None)
     gc.collect()
     seconds = time.perf_counter() - began
     label.write_text(json.dumps({"about": about, "ended": ended, "seconds": round(seconds, 2)}, indent=1) + "\n")

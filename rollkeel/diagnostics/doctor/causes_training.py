@@ -9,7 +9,7 @@ import numpy as np
 from rollkeel.diagnostics.doctor import thresholds as limits
 from rollkeel.diagnostics.doctor.diagnosis import Cause
 from rollkeel.diagnostics.doctor.evidence import Evidence
-from rollkeel.diagnostics.doctor.series import Series, cut_responses, known_mean
+from rollkeel.diagnostics.doctor.series import Series, cut_responses, difference, known_mean
 from rollkeel.diagnostics.doctor.tokens import Mean, clustered
 from rollkeel.diagnostics.traces.trace import Trace
 from rollkeel.types import FloatArray, IntArray
@@ -127,9 +127,10 @@ def _gold(trace: Trace) -> np.ndarray:
     if cut is not None:
         equal &= ~cut
     known = equal & np.isfinite(trace.reward)
-    # A task may well want more than the bare answer: then none of them scores.
+    # A task may well want more than the bare answer: then none of them scores. Rewards that got lost do so from some step on.
     wins = known & (trace.reward >= 0.5 * np.nanmax(trace.reward, initial=0.0)) & (trace.reward > 0)
-    return equal if wins.sum() > 0.3 * known.sum() else np.zeros(trace.sequences, bool)
+    then = known & np.isin(trace.step, trace.step[wins])
+    return equal if wins.sum() > 0.3 * then.sum() else np.zeros(trace.sequences, bool)
 
 
 def length_truncation(e: Evidence) -> Cause | None:
@@ -186,8 +187,8 @@ def entropy_collapse(e: Evidence) -> Cause | None:
     lost = difference(s, slice(0, quarter), slice(-quarter, None))
     fell = -lost.value > limits.ENTROPY_LOSS * (known_mean(s.early(s.reward)) - s.low) and lost.z < -limits.TREND_Z
     early = known_mean(s.early(s.reward))
-    stuck = same > limits.ZERO_VARIANCE and reward - early < limits.ENTROPY_GAIN * (s.high - early)
-    nothing = late < limits.ENTROPY_LOW or same > limits.SAME_ALL or stuck
+    stuck = reward - early < limits.ENTROPY_GAIN * (s.high - early)  # what was gained explains how sure it became
+    nothing = stuck and (late < limits.ENTROPY_LOW or same > limits.ZERO_VARIANCE)
     if not ((late < limits.ENTROPY_FALL * high and nothing) or (late < limits.ENTROPY_HALF * high and fell)):
         return None
     return Cause(
@@ -217,17 +218,6 @@ def trend(s: Series) -> Mean:
     """Reward of the last quarter of the steps minus that of the quarter before it."""
     quarter = max(len(s.steps) // 4, 1)
     return difference(s, slice(-2 * quarter, -quarter), slice(-quarter, None))
-
-
-def difference(s: Series, first: slice, second: slice) -> Mean:
-    def mean(part: slice) -> Mean:
-        values, errors = s.reward[part], s.reward_error[part]
-        known = np.isfinite(values)
-        count = max(int(known.sum()), 1)
-        return Mean(float(values[known].sum()) / count, float(np.sqrt(np.square(errors[known]).sum())) / count)
-
-    a, b = mean(first), mean(second)
-    return Mean(b.value - a.value, float(np.hypot(a.error, b.error)))
 
 
 def learning_rate(e: Evidence) -> Cause | None:

@@ -12,6 +12,7 @@ from rollkeel.diagnostics.doctor.causes_logging import OWN_IDS, places, widest
 from rollkeel.diagnostics.doctor.diagnosis import Cause
 from rollkeel.diagnostics.doctor.evidence import Evidence
 from rollkeel.diagnostics.doctor.repeats import repeats
+from rollkeel.diagnostics.doctor.series import lost
 from rollkeel.diagnostics.doctor.tokens import Gap, Mean, Tokens, gap
 from rollkeel.diagnostics.traces.trace import Facts
 from rollkeel.types import FloatArray, IntArray
@@ -27,9 +28,12 @@ class Allowed(NamedTuple):
     k3: float
     words: str
 
+    def noisy(self, found: Gap, times: float = 1.0) -> bool:
+        """Whether tokens of middling probability are noisier than that, and not they alone."""
+        return found.spread > times * self.noise and not found.noise <= times * self.noise
+
     def explains(self, found: Gap) -> bool:
-        noisy = np.isfinite(found.noise) and found.noise > self.noise
-        return not noisy and not found.k3 > self.k3
+        return not self.noisy(found) and not found.k3_least > self.k3
 
 
 def allowed(facts: Facts) -> Allowed:
@@ -58,7 +62,7 @@ def weights(e: Evidence) -> Cause | None:
 
 def _some_steps(e: Evidence, limit: Allowed) -> bool:
     """A gap of a few steps drowns in the mean of many: at least three steps stand far out."""
-    return sum(g.noise > 2 * limit.noise for g in e.fresh_steps if g.informed >= limits.MIN_INFORMED) >= 3
+    return sum(limit.noisy(g, 2) for g in e.fresh_steps) >= 3
 
 
 def _numbers(found: Gap) -> str:
@@ -162,7 +166,7 @@ def _from_first(flipped: np.ndarray, bins: IntArray) -> bool:
 
 def _in_every_step(e: Evidence, limit: Allowed, flipped: np.ndarray, bins: IntArray) -> bool:
     """Routers at fault choose otherwise in steps without a gap too; where updates arrive now and then, flips go with it."""
-    over = np.array([g.noise > limit.noise for g in e.fresh_steps])
+    over = np.array([limit.noisy(g) for g in e.fresh_steps])
     apart = over[bins]
     if min(over.sum(), (~over).sum()) < 2 or apart.all() or not apart.any():
         return True
@@ -190,7 +194,7 @@ def onset(e: Evidence, limit: Allowed) -> Onset | None:
     if len(known) < 3:
         return None
     noise = np.array([g.noise for _, g in known])
-    over = noise > max(limit.noise, 0.0)
+    over = np.array([limit.noisy(g) for _, g in known])
     if over[0] or not over.any():
         return None
     first = int(over.argmax())
@@ -342,14 +346,15 @@ def _not_rounding(e: Evidence) -> str | None:
 
 
 def _harmful(e: Evidence) -> Cause | None:
+    """A stated dtype is what was asked for: it is a cause only of a reward that was lost."""
     found, facts = e.fresh_gap, e.trace.facts
-    if not (found.noise > limits.HARMFUL_NOISE or found.k3 > limits.HARMFUL_K3):
+    if lost(e.series) is None or not (found.noise > limits.HARMFUL_NOISE or found.k3 > limits.HARMFUL_K3):
         return None
     return Cause(
         id="quantisation",
         score=0.5,
-        evidence=f"{_numbers(found)} at equal versions: {facts.engine_dtype or 'the unstated dtype'} explains it, and it is "
-        f"large enough to harm (noise {limits.HARMFUL_NOISE}, k3 {limits.HARMFUL_K3}).",
+        evidence=f"{_numbers(found)} at equal versions: {facts.engine_dtype or 'the unstated dtype'} explains it, it is large "
+        f"enough to harm (noise {limits.HARMFUL_NOISE}, k3 {limits.HARMFUL_K3}), and the reward was lost.",
         advice="Sample in more bits (fp8 or bf16), or train on the quantised weights; masks rarely cure this.",
         positions=places(e.trace, widest(e.fresh)),
     )

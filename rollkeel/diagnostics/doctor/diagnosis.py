@@ -18,6 +18,10 @@ CAUSES: Mapping[str, Kind] = {
     "stale_version": "bug",
     "stale_kv": "bug",
     "reward_failures": "bug",
+    "wrong_advantages": "bug",
+    "nothing_trained": "bug",
+    "duplicates": "bug",
+    "cut_off_answers": "bug",
     "unexplained": "bug",
     "quantisation": "numerics",
     "routing": "numerics",
@@ -25,6 +29,8 @@ CAUSES: Mapping[str, Kind] = {
     "learning_rate": "dynamics",
     "entropy_collapse": "dynamics",
     "length_truncation": "dynamics",
+    "no_reward_signal": "dynamics",
+    "reward_lost": "dynamics",
 }
 """Every cause the doctor can name, and what kind of trouble it is."""
 
@@ -80,10 +86,21 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool | None:
-        """No cause is over its threshold; None where no cause could be examined. What stands in `not_examined` was not tested."""
-        if not self.causes and len(self.not_examined) == len(CAUSES):
+        """No cause is over its threshold; None where most causes could not be examined either. Those stand in `not_examined`."""
+        if not self.causes and 2 * len(self.not_examined) > len(CAUSES):
             return None
         return not self.causes
+
+    @property
+    def verdict(self) -> str:
+        """One line: the first cause with its evidence, or in how far the run is healthy."""
+        if self.causes:
+            first, more = self.causes[0], len(self.causes) - 1
+            return f"{first.id} ({first.kind}): {first.evidence}{f' {more} more found.' if more else ''}"
+        missing = len(self.not_examined)
+        if self.healthy is None:
+            return f"not examined: {missing} of {len(CAUSES)} causes could not be tested"
+        return "healthy" + (f" as far as was examined ({missing} of {len(CAUSES)} causes were not)" if missing else "")
 
     @property
     def in_doubt(self) -> bool:

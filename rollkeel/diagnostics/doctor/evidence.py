@@ -86,10 +86,33 @@ def measure(trace: Trace) -> Evidence:
         tempered=signs.tempered(calm),
         drawn=drawn,
         drawn_gap=whole if drawn is rest else gap(drawn),
-        surprisal=signs.surprisal(drawn) if len(drawn) else None,
+        surprisal=signs.surprisal(drawn) if len(drawn) and not chosen_by_reward(trace) else None,
         kept_mass=None if kept is None else _mean_kept(kept[rest.index]),
         series=series(trace),
     )
+
+
+def chosen_by_reward(trace: Trace) -> bool:
+    """Whether groups of equal rewards are missing among those with log-probs of the trainer, as dynamic sampling leaves them out.
+
+    What is left was drawn from q and then picked: rare answers among likely ones, so that it is more surprising than q is.
+    """
+    known = np.isfinite(trace.reward)
+    if not known.any() or trace.train_logprobs is None:
+        return False
+    heard = np.bincount(trace.sequence[np.isfinite(trace.train_logprobs)], minlength=trace.sequences) > 0
+    reward, step = trace.reward[known], np.unique(trace.step[known], return_inverse=True)[1]
+    _, first, group, size = np.unique(trace.group[known], return_index=True, return_inverse=True, return_counts=True)
+    level = (np.bincount(step, reward == reward.max()) / np.bincount(step))[step[first]]
+    least, most = np.full(len(size), np.inf), np.full(len(size), -np.inf)
+    np.minimum.at(least, group, reward)
+    np.maximum.at(most, group, reward)
+    same = least == most
+    trained = np.bincount(group, heard[known]) == size
+    # Answers of one prompt are more alike than those of a step, so that chance makes more such groups and not fewer.
+    by_chance = np.where(trained, level**size + (1 - level) ** size, 0).sum()
+    expected = max(float(by_chance), trained.sum() * same.mean())
+    return bool(expected >= limits.CHOSEN_EXPECTED and same[trained].sum() < limits.CHOSEN_LEFT * expected)
 
 
 def _without_zeros(trace: Trace) -> Trace:

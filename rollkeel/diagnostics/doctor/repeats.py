@@ -32,7 +32,9 @@ def repeats(tokens: Tokens, trace: Trace) -> Repeats:
     if len(index) == 0:
         return Repeats(0, float("nan"))
     gap = (tokens.o - tokens.q)[informed].astype(np.float64)
-    _, place, size = np.unique(_asked(trace)[index], return_inverse=True, return_counts=True)
+    version = np.zeros(len(trace), np.int64) if trace.versions is None else trace.versions
+    group = np.unique(trace.group, return_inverse=True)[1]
+    _, place, size = np.unique(contexts(trace, group, version)[index], return_inverse=True, return_counts=True)
     again = size[place] > 1
     count = int((size[size > 1] - 1).sum())
     total = float(np.square(gap[again]).sum() / max(again.sum(), 1))
@@ -43,18 +45,19 @@ def repeats(tokens: Tokens, trace: Trace) -> Repeats:
     return Repeats(count, float(np.sqrt(within / total)))
 
 
-def _asked(trace: Trace) -> IntArray:
-    """`[T]` uint64: a hash of prompt occurrence, version, and all tokens up to this one. A polynomial modulo 2⁶⁴."""
+def contexts(trace: Trace, prompt: IntArray, version: IntArray | int = 0) -> IntArray:
+    """`[T]` uint64: a hash of a number of each sequence's prompt, of a version, and of all tokens up to this one.
+
+    A polynomial modulo 2⁶⁴.
+    """
     odd = np.uint64(0xD1342543DE82EF95)
     powers = np.cumprod(np.full(int(trace.lengths.max(initial=0)) + 3, odd))
     sums = np.cumsum((trace.token_ids + 2).astype(np.uint64) * powers[trace.position + 3])
     before = np.concatenate([np.zeros(1, np.uint64), sums])[trace.starts[:-1]]
-    version = np.zeros(len(trace), np.int64) if trace.versions is None else trace.versions
-    group = np.unique(trace.group, return_inverse=True)[1].astype(np.uint64)
     return (
         sums
         - before[trace.sequence]
-        + group[trace.sequence] * powers[0]
-        + (version + 2).astype(np.uint64) * powers[1]
+        + prompt.astype(np.uint64)[trace.sequence] * powers[0]
+        + np.asarray(version + 2).astype(np.uint64) * powers[1]
         + trace.position.astype(np.uint64) * powers[2]
     )

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rollkeel.diagnostics.doctor.tokens import bins
+from rollkeel.diagnostics.doctor import thresholds as limits
+from rollkeel.diagnostics.doctor.tokens import Mean, bins
 from rollkeel.diagnostics.traces.trace import Trace
 from rollkeel.types import FloatArray, IntArray
 
@@ -83,6 +84,35 @@ def known_mean(values: FloatArray) -> float:
     """Mean of what is not NaN; NaN where nothing is known."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else float("nan")
+
+
+def difference(s: Series, first: slice, second: slice) -> Mean:
+    def mean(part: slice) -> Mean:
+        values, errors = s.reward[part], s.reward_error[part]
+        known = np.isfinite(values)
+        count = max(int(known.sum()), 1)
+        return Mean(float(values[known].sum()) / count, float(np.sqrt(np.square(errors[known]).sum())) / count)
+
+    a, b = mean(first), mean(second)
+    return Mean(b.value - a.value, float(np.hypot(a.error, b.error)))
+
+
+def lost(s: Series) -> tuple[float, float, float, int] | None:
+    """Best level the reward held for an eighth of the steps, the level at the end, z-score of the fall, and where the best ended.
+
+    None while it holds two thirds of what it had.
+    """
+    size = max(len(s.steps) // 8, 2)
+    if len(s.steps) < 2 * size or not s.high > s.low:
+        return None
+    known = np.isfinite(s.reward)
+    filled, counts = np.where(known, s.reward - s.low, 0.0), np.convolve(known, np.ones(size), "valid")
+    levels = np.convolve(filled, np.ones(size), "valid") / np.maximum(counts, 1)
+    at = int(levels[:-size].argmax()) if len(levels) > size else 0
+    fall = difference(s, slice(at, at + size), slice(-size, None))
+    if fall.z > -limits.LOST_Z or -fall.value < limits.LOST_SHARE * levels[at]:
+        return None
+    return s.low + float(levels[at]), s.low + float(levels[-1]), fall.z, int(s.steps[at + size - 1])
 
 
 def _mean(values: FloatArray, which: IntArray, size: int) -> FloatArray:

@@ -20,6 +20,8 @@ MIN_TOKENS = 200
 """Fewer tokens with both log-probs tell nothing about the gap."""
 MIN_INFORMED = 40
 """Tokens of middling probability from which the noise in logits is read: its error is then about 15 %."""
+SURE = 1e-4
+"""1 − q from which a log-prob in float32 tells its logit to 1 %."""
 OFTEN = 20
 """Times a token id must be seen for its mean to count."""
 MIN_SEQUENCES = 16
@@ -111,6 +113,10 @@ SURPRISAL = 0.04
 """Share of the mean entropy by which mean(−log o) may leave it: honest runs stayed within 0.03; simulated top-p 0.98 leaves it."""
 SURPRISAL_Z = 5.0
 
+CHOSEN_EXPECTED = 8
+"""Groups of equal rewards that chance, or the groups that were not trained on, would have among those that were, …"""
+CHOSEN_LEFT = 0.25
+"""… of which so few are left that they were picked out."""
 CUT_ENTROPY = 0.3
 """Nats, from which a cut that was stated must leave less than the whole: two tokens of which the rarer has 9 %."""
 CUT_SEEN = 0.01
@@ -197,8 +203,6 @@ ENTROPY_LOSS = 0.4
 ENTROPY_GAIN = 0.35
 """Share of what was left to gain that the reward must gain for a fall of entropy to be success: where entropy was punished it
 gained −0.2 to 0.2; the default recipe, whose entropy falls as far in time, gains 0.8."""
-SAME_ALL = 0.9
-"""Share of groups without differing rewards from which nothing is learnt any more."""
 REWARD_BEST = 0.75
 """Share of the reward's range from which a low entropy is success and not collapse."""
 ZERO_VARIANCE = 0.6
@@ -236,6 +240,39 @@ GRADER_SHARE = 0.01
 GRADER_COUNT = 3
 SILENT_SHARE = 0.5
 """Share of the lowest rewards without a detail up to which that is the exception; above it the grader says nothing of wrong answers."""
+SIGNAL_GROUPS = 4
+"""Groups of several rollouts, at least, of which it is said that their rewards differ or do not."""
+SIGNAL_SHARE = 0.01
+"""Share of groups with differing rewards up to which there never was a signal. Chosen: a hundred groups teach one thing."""
+SOLVED = 0.9
+"""Share of the reward's range from which groups without differences are solved."""
+LOST_SHARE = 0.35
+"""Share of the best level (over the least reward) that must be gone for the reward to be lost: whole runs of the recipes that learnt
+fall by up to 0.2 of theirs from an eighth of the steps to another. Chosen between that and the whole."""
+LOST_Z = 5.0
+KEPT_LEAST = 0.01
+"""Share of tokens kept below which masks leave nothing to learn from; the strictest objective keeps a third."""
+UNMOVED = 1e-6
+"""Nats within which a log-prob is the same in float32, …"""
+UNMOVED_VERSIONS = 4
+"""… so many versions apart: a learning rate of 1e-6 moves one by 1e-4."""
+ADVANTAGE_GROUPS = 16
+"""Groups with differing rewards and advantages from which their correlation is judged."""
+ADVANTAGE_AGREES = 0.5
+"""Mean correlation inside groups below which advantages are not of these rewards: 1 for every estimator from rewards alone, 0.8 with a
+length penalty that weighs as much; permuted ones 0."""
+REPEAT_CHANCE = 1e-3
+"""Sequences less likely than this are hardly ever drawn twice in a step, whatever temperature was forgotten: …"""
+REPEATED = 0.2
+"""… and have fewer copies than this."""
+SAME_PROMPT_GROUPS = 4
+"""Groups of a step that may not all have the same prompt."""
+CUT_ALL = 0.9
+"""Share of responses at the limit, and of those that are shorter than the answer, from which the limit is below the answers."""
+CUT_RIGHT = 0.02
+"""Mean reward up to which none of them is right."""
+CUT_FINISHED = 0.02
+"""Share of finished responses without a stop token that are more than an oddity: an honest engine has 0."""
 LINE_FITS = 0.3
 """Share of the variance of log ρ that the line of a temperature explains; simulated: 0.93 and more at T 0.7 with a gap of
 fp8 beside it, 0.66 at T 0.9; numerics 0.03."""

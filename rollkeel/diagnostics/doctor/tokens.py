@@ -194,30 +194,43 @@ class Gap(NamedTuple):
     repeat. Rounding errors hardly know which token they are about, a tensor that is another one's does."""
     tails: float
     """Standard deviation of logit o − logit q over `noise`: 1 for a normal error, large where few tokens have all of it."""
+    spread: float
+    """1.4826 × median |logit o − logit q| over all tokens whose log-probs tell a logit, the sure ones among them.
+
+    A policy that sharpens leaves few tokens of middling probability, and those are the ones it is torn about: their noise grows
+    tenfold under a rounding that does to all other tokens what it always did. What a load did wrong it did to all.
+    """
+    k3_least: float
+    """Lower bound of `k3`: of a token no more than 1 is counted, three standard errors off, tokens of a sequence taken for dependent."""
 
 
 def gap(tokens: Tokens) -> Gap:
     """Statistics of log ρ = log o − log q. NaN where there are too few tokens."""
     if len(tokens) == 0:
         nan = float("nan")
-        return Gap(0, Mean(nan, nan), nan, nan, nan, 0, *[nan] * 5)
+        return Gap(0, Mean(nan, nan), nan, nan, nan, 0, *[nan] * 7)
     log_ratio = tokens.o - tokens.q
     rest = np.expm1(log_ratio)
     excess = clustered(rest, tokens.sequence)
     k3 = float((rest - log_ratio).mean(dtype=np.float64))
+    bounded = clustered(np.minimum(rest - log_ratio, 1), tokens.sequence)
+    least = bounded.value - 3 * bounded.error
     del rest
     rms = float(np.sqrt(np.square(log_ratio).mean(dtype=np.float64)))
     far = float((np.abs(log_ratio) > np.log(2)).mean())
-    informed = (tokens.q > np.log(0.02)) & (tokens.q < np.log(0.98)) & (tokens.o < -1e-6)
-    x, y = logit(tokens.q[informed]), logit(tokens.o[informed])
+    readable = (tokens.q > np.log(0.02)) & (tokens.q < -limits.SURE) & (tokens.o < -1e-6)
+    x, y = logit(tokens.q[readable]), logit(tokens.o[readable])
+    spread = 1.4826 * float(np.median(np.abs(y - x))) if len(x) >= limits.MIN_INFORMED else float("nan")
+    informed = readable & (tokens.q < np.log(0.98))
+    x, y = x[informed[readable]], y[informed[readable]]
     if len(x) < limits.MIN_INFORMED:
-        return Gap(len(tokens), excess, k3, rms, far, len(x), *[float("nan")] * 5)
+        return Gap(len(tokens), excess, k3, rms, far, len(x), *[float("nan")] * 5, spread, least)
     bias = float(np.median(y - x))
     noise = 1.4826 * float(np.median(np.abs(y - x - bias)))
     slope = float((x * y).sum(dtype=np.float64) / max(np.square(y).sum(dtype=np.float64), 1e-12))
     between = _between(y - x, tokens.token_ids[informed])
     tails = float((y - x).std(dtype=np.float64)) / max(noise, 1e-9)
-    return Gap(len(tokens), excess, k3, rms, far, len(x), noise, bias, slope, between, tails)
+    return Gap(len(tokens), excess, k3, rms, far, len(x), noise, bias, slope, between, tails, spread, least)
 
 
 def _between(values: FloatArray, ids: IntArray) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rollkeel.diagnostics.doctor import causes_logging as logging
+from rollkeel.diagnostics.doctor import causes_outcome as outcome
 from rollkeel.diagnostics.doctor import causes_training as training
 from rollkeel.diagnostics.doctor import causes_weights as weights
 from rollkeel.diagnostics.doctor import thresholds as limits
@@ -16,7 +17,15 @@ from rollkeel.diagnostics.traces.trace import Trace
 _ORDER = {"bug": 0, "numerics": 1, "dynamics": 2}
 GAP = ("alignment", "mask", "retokenised", "temperature", "truncation", "wrong_weights", "stale_version", "stale_kv")
 GAP = (*GAP, "quantisation", "routing", "policy_lag", "unexplained")
-TRAINING = ("reward_failures", "learning_rate", "entropy_collapse", "length_truncation")
+TRAINING = (
+    "reward_failures",
+    "learning_rate",
+    "entropy_collapse",
+    "length_truncation",
+    "no_reward_signal",
+    "reward_lost",
+)
+BATCH = ("nothing_trained", "wrong_advantages", "duplicates", "cut_off_answers")
 
 
 def diagnose(trace: Trace) -> Diagnosis:
@@ -26,6 +35,10 @@ def diagnose(trace: Trace) -> Diagnosis:
     """
     e = measure(trace)
     found = [*_gap_causes(e), *_training_causes(e)]
+    for judge in (outcome.no_reward_signal, outcome.reward_lost):
+        known = {c.id for c in found}
+        if not known & {*TRAINING, *BATCH, "policy_lag"} and (cause := judge(e)) is not None:
+            found.append(cause)
     ranked = sorted(found, key=lambda c: (_ORDER[c.kind], -c.score, c.id))
     return Diagnosis(
         source=trace.source,
@@ -78,7 +91,7 @@ def _without_shadows(e: Evidence, found: list[Cause]) -> list[Cause]:
 def _unexplained(e: Evidence) -> Cause | None:
     excess = e.fresh_gap.excess
     stated = e.trace.facts.truncated or (e.kept_mass is not None and 1 - e.kept_mass > limits.EXCESS)
-    if stated or abs(excess.value) < limits.UNEXPLAINED or abs(excess.z) < 2 * limits.EXCESS_Z:
+    if stated or not (abs(excess.value) >= limits.UNEXPLAINED and abs(excess.z) >= 2 * limits.EXCESS_Z):
         return None
     return Cause(
         id="unexplained",
@@ -90,14 +103,26 @@ def _unexplained(e: Evidence) -> Cause | None:
     )
 
 
+JUDGES = (
+    training.reward_failures,
+    outcome.rewarded_empty,
+    outcome.wrong_advantages,
+    outcome.nothing_trained,
+    outcome.duplicates,
+    outcome.cut_off_answers,
+    training.learning_rate,
+    training.entropy_collapse,
+    training.length_truncation,
+)
+
+
 def _training_causes(e: Evidence) -> list[Cause]:
-    judges = (training.reward_failures, training.learning_rate, training.entropy_collapse, training.length_truncation)
-    found = [c for judge in judges if (c := judge(e)) is not None]
+    found = [c for judge in JUDGES if (c := judge(e)) is not None]
     ids = {c.id for c in found}
     if {"learning_rate", "entropy_collapse"} <= ids and training.driven(e.series).any():
         return [c for c in found if c.id != "learning_rate"]  # what took the entropy took the reward
     # A policy that a few large steps destroyed has no entropy either, and never stops: that is the same event.
-    return [c for c in found if "learning_rate" not in ids or c.id in ("learning_rate", "reward_failures")]
+    return [c for c in found if "learning_rate" not in ids or c.id == "learning_rate" or c.kind == "bug"]
 
 
 def observed(e: Evidence, causes: list[Cause]) -> list[str]:

@@ -28,11 +28,8 @@ def rendered(diagnosis: Diagnosis) -> RenderableType:
     parts: list[RenderableType] = [
         Text(f"{d.source} {d.path}: {d.tokens:,} tokens, {_count(d.sequences, 'sequence')}, {_count(d.steps, 'step')}")
     ]
-    if d.healthy is None:
-        parts.append(Text("nothing could be examined", style="bold"))
-    elif d.healthy:
-        examined = "" if not d.not_examined else f" as far as was examined ({_count(len(d.not_examined), 'cause')} not)"
-        parts.append(Text.assemble(("healthy", "bold green"), examined))
+    if not d.causes:
+        parts.append(Text(d.verdict, style="bold green" if d.healthy else "bold"))
     for rank, cause in enumerate(d.causes, 1):
         parts += _cause(rank, cause)
     parts += _list("observed", d.observed)

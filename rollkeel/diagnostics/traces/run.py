@@ -148,7 +148,7 @@ def _trace(path: Path, parts: list[_Part], run: RunFiles | None, notes: list[str
     return Trace(
         source="rollkeel run" if run else "rollkeel rollouts",
         path=str(path),
-        facts=_facts(parts[-1].facts, run.config if run else {}),
+        facts=_facts(parts[-1].facts, run.config if run else {}, _unmoved(path) if run else None),
         starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         prompt_length=np.concatenate([p.prompt_length for p in parts]),
         pieces=pieces,
@@ -212,7 +212,21 @@ def _sampled(text: str | None) -> dict[str, Any]:
     return {k: v for k, v in items if isinstance(v, int | float) and not isinstance(v, bool)}
 
 
-def _facts(stated: tuple[Any, ...], config: Mapping[str, Any]) -> Facts:
+def _unmoved(path: Path) -> tuple[int, int] | None:
+    """Steps of the first and the last checkpoint, if their manifests state the same weights."""
+    found: list[tuple[int, Any]] = []
+    for manifest in sorted(path.glob("checkpoints/step_*/manifest.json")):
+        try:
+            read = json.loads(manifest.read_text())
+            held = {n: f["sha256"] for n, f in read["files"].items() if n.endswith(".safetensors")}
+            found.append((int(read["step"]), held))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # a damaged one is the business of `checkpoint.verify`
+    same = len(found) > 1 and found[0][1] and found[0][1] == found[-1][1]
+    return (found[0][0], found[-1][0]) if same else None
+
+
+def _facts(stated: tuple[Any, ...], config: Mapping[str, Any], unmoved: tuple[int, int] | None) -> Facts:
     """From the last rollout (`stated`: `_ENGINE`) where it says it, from the config for the rest."""
     engine, dtype, sampling = stated
     sampled = _sampled(sampling)
@@ -238,4 +252,6 @@ def _facts(stated: tuple[Any, ...], config: Mapping[str, Any]) -> Facts:
         loop=section("run").get("loop"),
         kv=section("engine").get("kv"),
         replay_routing=rollout.get("replay_routing"),
+        shuffled=section("advantages").get("shuffle"),
+        unmoved=unmoved,
     )

@@ -39,6 +39,10 @@ class Facts:
     kv: str | None = None
     """`recompute` or `keep`: what new weights do to the KV of unfinished sequences."""
     replay_routing: bool | None = None
+    shuffled: bool | None = None
+    """Advantages permuted on purpose, a control."""
+    unmoved: tuple[int, int] | None = None
+    """Steps of the first and the last checkpoint, if they hold the same weights."""
 
     @property
     def truncated(self) -> bool | None:

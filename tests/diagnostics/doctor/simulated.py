@@ -27,6 +27,13 @@ def draw(rng: np.random.Generator, logprobs: np.ndarray) -> np.ndarray:
     return (np.exp(logprobs).cumsum(1) > rng.random((len(logprobs), 1))).argmax(1)
 
 
+def stopped(trace: Trace) -> Trace:
+    """With a stop token at the end of every sequence."""
+    ids = trace.token_ids.copy()
+    ids[trace.starts[1:] - 1] = VOCABULARY
+    return trace.with_(token_ids=ids)
+
+
 def top_p(logprobs: np.ndarray, mass: float) -> np.ndarray:
     """Which tokens of each row belong to its smallest set of at least `mass`."""
     order = np.argsort(-logprobs, 1)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulated import STEPS, Simulated, simulate, softmax_log
+from simulated import STEPS, Simulated, simulate, softmax_log, stopped
 
 from rollkeel.diagnostics.doctor import CAUSES, Cause, diagnose
 from rollkeel.diagnostics.traces.trace import Facts, Trace
@@ -260,8 +260,10 @@ def test_fewer_bits_than_stated() -> None:
     assert first(simulate(noise=0.3).trace(facts=replace(FP32, engine_dtype="bf16"))) == "quantisation"
 
 
-def test_int4_harms_even_if_stated() -> None:
-    cause = the(simulate(noise=0.3).trace(facts=replace(FP32, engine_dtype="int4")))
+def test_int4_that_is_stated_is_to_blame_for_a_reward_that_was_lost_alone() -> None:
+    trace = simulate(noise=0.3, per_step=64).trace(facts=replace(FP32, engine_dtype="int4"))
+    assert first(trace) == "healthy"
+    cause = the(trace.with_(reward=falling(trace, 0.9, 0.1)))
     assert (cause.id, cause.kind) == ("quantisation", "numerics")
 
 
@@ -299,7 +301,7 @@ def answered(trace: Trace, **changes: Any) -> Trace:
 
 
 def test_rewards_of_failed_graders() -> None:
-    trace = answered(simulate().trace())
+    trace = answered(stopped(simulate().trace()))
     assert first(trace) == "healthy"
     lost = (trace.reward > 0.5) & (np.random.default_rng(1).random(trace.sequences) < 0.1)
     cause = the(trace.with_(reward=np.where(lost, 0.0, trace.reward)))
@@ -317,22 +319,22 @@ def test_rewards_of_failed_graders() -> None:
 
 def test_an_answer_that_is_right_but_not_as_asked_is_no_failure() -> None:
     """A task that wants more than the bare answer scores it 0, each time."""
-    trace = answered(simulate().trace())
+    trace = answered(stopped(simulate().trace()))
     bare = [a if r < 0.5 else f"#### {a}" for a, r in zip(trace.answer or [], trace.reward, strict=True)]
     assert first(trace.with_(text=bare)) == "healthy"
 
 
 def test_length_truncation() -> None:
-    trace = simulate().trace()
+    trace = stopped(simulate().trace())
     cut = np.random.default_rng(1).random(trace.sequences) < 0.3
     status = np.where(cut, "length", "finished").tolist()
     assert first(trace.with_(status=status)) == "healthy"
     assert first(trace.with_(status=status, reward=np.where(cut, 0.0, trace.reward))) == "length_truncation"
-    assert first(trace.with_(status=status, reward=np.zeros(trace.sequences))) == "healthy"
+    assert first(trace.with_(status=status, reward=np.zeros(trace.sequences))) == "no_reward_signal"
 
 
 def test_length_truncation_of_a_policy_that_is_seldom_right() -> None:
-    trace = simulate().trace()
+    trace = stopped(simulate().trace())
     rng = np.random.default_rng(1)
     cut, right = rng.random(trace.sequences) < 0.4, (rng.random(trace.sequences) < 0.15).astype(float)
     status = np.where(cut, "length", "finished").tolist()
@@ -364,5 +366,6 @@ def test_learning_rate() -> None:
 
 def test_every_cause_has_a_test_here() -> None:
     """`unexplained` is what is left; a test of it would be a cause of its own."""
-    text = Path(__file__).read_text(encoding="utf-8")
+    here = Path(__file__)
+    text = "".join(file.read_text(encoding="utf-8") for file in (here, here.with_name("test_doctor_outcomes.py")))
     assert [name for name in CAUSES if f'"{name}"' not in text and name != "unexplained"] == []

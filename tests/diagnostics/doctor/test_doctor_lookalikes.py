@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulated import STEPS, Simulated, simulate
+from simulated import STEPS, Simulated, simulate, stopped
 
 from rollkeel.diagnostics.doctor import diagnose
 from rollkeel.diagnostics.doctor.causes_weights import learning
@@ -282,12 +282,13 @@ def test_a_gradient_that_no_reward_explains(alive: int) -> None:
         return first(dead.with_(reward=reward, metrics=rows))
 
     assert named(2.0) == "entropy_collapse"
-    assert named(0.0) == ("learning_rate" if alive else "healthy")
+    assert named(0.0) == ("learning_rate" if alive else "no_reward_signal")
     assert named(2.0, np.where(trace.step <= alive, dead.reward, 1.0)) == "healthy"  # a task that is solved
 
 
 def test_a_cut_that_costs_a_policy_which_is_seldom_right() -> None:
-    trace = simulate(per_step=64).trace()
+    trace = stopped(simulate(per_step=64).trace())
+    trace = trace.with_(group=np.arange(trace.sequences) // 8)
     cut = np.arange(trace.sequences) % 2 == 0
     status = np.where(cut, "length", "finished").tolist()
     nth = np.arange(trace.sequences) // 2

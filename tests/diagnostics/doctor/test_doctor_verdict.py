@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import simulate
+from simulated import VOCABULARY, simulate
 from tiny_run import cli
 
 from rollkeel.diagnostics.doctor import CAUSES, Diagnosis, diagnose
@@ -66,7 +66,7 @@ def test_without_the_trainers_log_probs_nothing_is_guessed() -> None:
 
 def test_few_tokens_are_not_examined() -> None:
     found = diagnose(taken(TRACES["wrong_weights"], np.arange(5)))
-    assert found.healthy
+    assert found.healthy is None
     assert "are needed" in found.not_examined["alignment"]
 
 
@@ -130,8 +130,10 @@ def test_values_above_zero_are_no_log_probs(side: str) -> None:
 
 def test_rewards_that_are_all_equal_are_told() -> None:
     found = diagnose(TRACES["healthy"].with_(reward=np.zeros(TRACES["healthy"].sequences)))
+    assert names(found) == ["no_reward_signal"]
+    found = diagnose(TRACES["healthy"].with_(reward=np.ones(TRACES["healthy"].sequences)))
     assert found.healthy
-    assert "every reward is 0: no group has anything to learn from" in found.observed
+    assert "every reward is 1: no group has anything to learn from" in found.observed
 
 
 def test_a_temperature_that_nobody_stated_is_not_said_to_be_stated() -> None:
@@ -195,7 +197,7 @@ def _rollout(trace: Trace, i: int, part: slice, step: int) -> Rollout:
             task="",
         ),
         span=TokenSpan(
-            token_ids=trace.token_ids[part],
+            token_ids=np.append(trace.token_ids[part][:-1], VOCABULARY),
             logprobs=q,
             kept_mass=np.ones_like(q),
             versions=version,
@@ -309,7 +311,7 @@ def test_nothing_examined_is_not_called_healthy(capsys: pytest.CaptureFixture[st
     found = diagnose(TRACES["healthy"])
     show(replace(found, not_examined=dict.fromkeys(CAUSES, "nothing to read")))
     out = capsys.readouterr().out
-    assert "nothing could be examined" in out
+    assert f"not examined: {len(CAUSES)} of {len(CAUSES)} causes could not be tested" in out
     assert "healthy" not in out
     assert replace(found, not_examined=dict.fromkeys(CAUSES, "nothing to read")).to_json()["healthy"] is None
 
