@@ -115,13 +115,24 @@ def score(
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="A run folder, finished or not.")]) -> None:
-    """Render report.html from a run's files."""
-    if not run.is_dir():
-        raise BadInput(f"run folder {run}: no such folder")
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="A run folder, finished or not; several are compared.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File (RUN/report.html; comparison.html for several).")
+    ] = None,
+) -> None:
+    """Render report.html from a run's files, or one page that compares several runs (settings × seeds)."""
+    for run in runs:
+        if not run.is_dir():
+            raise BadInput(f"run folder {run}: no such folder")
+    if len(runs) > 1:
+        from rollkeel.report.compare import compare
+
+        print(compare(runs, out or Path("comparison.html")))
+        return
     from rollkeel.report import render
 
-    print(render(run))
+    print(render(runs[0], out))
 
 
 @app.command(name="simulate")

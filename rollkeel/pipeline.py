@@ -26,6 +26,7 @@ from rollkeel.errors import BadInput, Corrupt, Interrupted, RollkeelError
 from rollkeel.events import EventLog
 from rollkeel.loop import train_async, train_budgeted, train_sync
 from rollkeel.models.loading import PRESET_PREFIX, Policy, load_policy, quiet_transformers, resolve_device, save_policy
+from rollkeel.objectives.described import in_words
 from rollkeel.play import equipped
 from rollkeel.rollout.collect import collect, issue
 from rollkeel.run import Run, assemble, eval_prompts, prompt_source, sampling_params, serve
@@ -159,7 +160,7 @@ def _reinforce(run: Run, first: int) -> None:
     run.view.note(f"engine {about.name} {about.dtype}{about.forward and f', forward {about.forward}'}")
     described = run.objective.describe()
     run.folder.events.emit("objective", **described)
-    run.view.note(f"objective {described}")
+    run.view.note(f"objective {in_words(described)}")
     for row in run.folder.metrics():  # of a run that goes on: what it has warned of is not said again
         run.alarms.observe(row)
     run.view.phase("rl", run.config.run.steps)
@@ -183,13 +184,10 @@ def _same_files(one: Path, other: Path) -> bool:
 
 
 def _last_word(run: Run) -> None:
-    rows = run.folder.metrics()
-    for key in sorted({k for k in rows[-1] if k.endswith("/avg@k")}):
-        first = next((row for row in rows if key in row), rows[-1])
-        error = rows[-1].get(f"{key}_se", 0.0)
-        run.view.note(
-            f"{key}: {first[key]:.3f} at step {first['step']} → {rows[-1][key]:.3f} ± {error:.3f} at step {rows[-1]['step']}"
-        )
+    from rollkeel.report.verdict import changes
+
+    for change in changes(run.folder.metrics()):
+        run.view.note(f"{change.word}: {change.line}")
     run.view.note(f"model {run.folder.model}, report {run.folder.report}")
 
 

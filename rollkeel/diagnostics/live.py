@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Console, Group
@@ -15,13 +16,14 @@ from rich.text import Text
 
 _WINDOW = 20
 _NOTES = 6
+_BARS = "▁▂▃▄▅▆▇█"
 # Label, keys (the first that a row has is shown), format. A trailing * matches the first key that fits.
 _SHOWN: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("loss", ("sft/loss",), "{:.4f}"),
     ("reward", ("reward/mean",), "{:.3f}"),
     ("accuracy", ("eval/*/avg@k",), "{:.3f}"),
     ("greedy", ("eval/*/greedy",), "{:.3f}"),
-    ("ratio std", ("mismatch/ratio_std",), "{:.4f}"),
+    ("ratio std", ("mismatch/ratio_std",), "{:.3g}"),
     ("masked", ("mask/*/dropped",), "{:.2%}"),
     ("entropy", ("policy/entropy",), "{:.3f}"),
     ("length", ("rollout/length_mean",), "{:.1f}"),
@@ -46,6 +48,7 @@ class LiveView:
         self._metrics: dict[str, Any] = {}
         self._times: deque[tuple[int, float]] = deque(maxlen=_WINDOW + 1)
         self._notes: deque[Text] = deque(maxlen=_NOTES)
+        self._rewards: list[float] = []
 
     def __enter__(self) -> LiveView:
         if self.console.is_terminal:
@@ -61,7 +64,7 @@ class LiveView:
     def phase(self, name: str, total: int) -> None:
         """Start stage `name` of `total` steps."""
         self._phase, self._total, self._step = name, total, 0
-        self._metrics = {}
+        self._metrics, self._rewards = {}, []
         self._times.clear()
         self._times.append((-1, self._clock()))  # -1: the first step is not known yet
         self._plain(f"{name}: {total} steps")
@@ -73,6 +76,8 @@ class LiveView:
         self._step = i
         self._times.append((i, self._clock()))
         self._metrics.update(metrics)
+        if isinstance(reward := metrics.get("reward/mean"), int | float):
+            self._rewards.append(reward)
         self._plain(self._line(metrics))
 
     def note(self, text: str) -> None:
@@ -112,6 +117,9 @@ class LiveView:
             table.add_row(*(Text(label, style="dim") for label, _ in shown))
             table.add_row(*(Text(value, style="bold") for _, value in shown))
             parts.append(table)
+        if len(self._rewards) > 1:
+            first, last = self._rewards[0], self._rewards[-1]
+            parts.append(Text(f"reward  {sparkline(self._rewards)}  {first:.3f} → {last:.3f}"))
         stages = stage_times(self._metrics)
         if stages:
             parts.append(Text("time  " + "  ".join(f"{name} {duration(s)}" for name, s in stages), style="dim"))
@@ -151,6 +159,15 @@ def select(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
                 shown.append((label, form.format(value)))
                 break
     return shown
+
+
+def sparkline(values: Sequence[float], width: int = 60) -> str:
+    """Bars of equal stretches' means, at most `width`, from the least (▁) to the largest (█)."""
+    count = min(width, len(values))
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    return "".join(_BARS[round((x - low) / (high - low) * 7) if high > low else 0] for x in means)
 
 
 def stage_times(metrics: Mapping[str, Any]) -> list[tuple[str, float]]:

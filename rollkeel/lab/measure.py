@@ -9,18 +9,7 @@ import numpy as np
 
 from rollkeel.lab.preset import NOT_REPRODUCED, REPRODUCED, UNDECIDED, Finding, Preset
 from rollkeel.lab.runs import Planned
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """One metric of one arm over steps, over its seeds."""
-
-    arm: str
-    key: str
-    steps: np.ndarray
-    """`[n]`"""
-    values: np.ndarray
-    """`[seeds, n]`, NaN where a run has no such row."""
+from rollkeel.report.bands import Band, bands_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +21,7 @@ class Outcome:
     readings: dict[str, dict[str, np.ndarray]]
     """Reading → arm → `[seeds]`."""
     findings: tuple[Finding, ...]
-    curves: tuple[Curve, ...]
+    bands: tuple[Band, ...]
     stopped: dict[tuple[str, int], str]
     """Runs that a rule ended, by arm and seed, with the reason."""
     seconds: float
@@ -70,20 +59,13 @@ def outcome(preset: Preset, runs: Sequence[Planned], stopped: dict[tuple[str, in
         name: {arm.name: np.array([read(rows[arm.name, seed]) for seed in seeds]) for arm in preset.arms}
         for name, read in preset.readings.items()
     }
-    curves = []
-    for key in preset.charts:
-        for arm in preset.arms:
-            found = [{r["step"]: r[key] for r in rows[arm.name, seed] if key in r} for seed in seeds]
-            steps = sorted(set().union(*found))
-            if steps:
-                values = np.array([[run.get(step, np.nan) for step in steps] for run in found])
-                curves.append(Curve(arm=arm.name, key=key, steps=np.array(steps), values=values))
+    by_arm = {arm.name: [rows[arm.name, seed] for seed in seeds] for arm in preset.arms}
     return Outcome(
         preset=preset,
         seeds=seeds,
         readings=readings,
         findings=tuple(preset.judge(readings)),
-        curves=tuple(curves),
+        bands=tuple(bands_of(by_arm, preset.charts)),
         stopped=stopped,
         seconds=seconds,
     )

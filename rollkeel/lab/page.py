@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from html import escape
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 
-from rollkeel.lab.measure import Curve, Outcome
+from rollkeel.lab.measure import Outcome
 from rollkeel.lab.preset import NOT_REPRODUCED, REPRODUCED, shown
-from rollkeel.report.charts import SERIES, Chart, drawing, log_scale, smooth
-from rollkeel.report.standalone import document, figures_of, table_of
+from rollkeel.report.bands import band_charts, dots
+from rollkeel.report.standalone import Cell, document, figures_of, table_of
 
 MAX_BYTES = 3_000_000
 _WIDE = 1000.0
@@ -24,27 +21,43 @@ def page(found: Outcome) -> str:
     """The HTML report, under 3 MB."""
     preset = found.preset
     runs = len(preset.arms) * len(found.seeds)
-    about = (
-        f"<p><b>{escape(found.sentence)}</b></p><p>{escape(preset.question)} ({escape(preset.paper)})</p>"
-        f"<p>Expected: {escape(preset.expected)}</p>"
-        f"<p>{runs} runs: {len(preset.arms)} settings × {len(found.seeds)} seed{'s' * (len(found.seeds) > 1)}.</p>"
-        + "".join(f"<p>{escape(note)}</p>" for note in preset.notes)
-    )
+    about = f"{runs} runs: {len(preset.arms)} settings × {len(found.seeds)} seed{'s' * (len(found.seeds) > 1)}."
+    lines = (f"{preset.question} ({preset.paper})", f"Expected: {preset.expected}", about, *preset.notes)
     stopped = [(arm, str(seed), why) for (arm, seed), why in found.stopped.items()]
+    tone = worst(found)
     return document(
         f"Lab: {preset.name}",
-        f'<div class="panel">{about}</div>'
+        f'<div class="verdict"><div class="{tone}"><b>Verdict</b>{escape(found.sentence)}</div></div>'
+        + f'<div class="panel">{"".join(f"<p>{escape(line)}</p>" for line in lines)}</div>'
         + table_of(("claim", "source", "measured", "verdict", "band"), finding_rows(found), words=True)
-        + figures_of(charts(found.curves))
+        + figures_of([*(dots(name, found.readings[name]) for name in drawn(found)), *band_charts(found.bands)])
         + table_of(("reading", *(arm.name for arm in preset.arms)), reading_rows(found))
         + (table_of(("run", "seed", "stopped by"), stopped, words=True) if stopped else ""),
     )
 
 
-def finding_rows(found: Outcome) -> list[tuple[str, ...]]:
+_TONES = {REPRODUCED: "good", NOT_REPRODUCED: "bad"}
+
+
+def worst(found: Outcome) -> str:
+    """Colour of the whole: that of a missed band or of the claim that came out worst."""
+    tones = {_TONES.get(f.verdict, "warn") for f in found.findings} | {"bad" for f in found.findings if f.met is False}
+    return next((tone for tone in ("bad", "warn") if tone in tones), "good")
+
+
+def drawn(found: Outcome) -> list[str]:
+    """Readings that a finding is about, or the first two; those of a number for at least one run."""
+    told = " ".join(f.numbers for f in found.findings)
+    there = [name for name, by_arm in found.readings.items() if any(np.isfinite(v).any() for v in by_arm.values())]
+    return [name for name in there if f"{name}:" in told] or there[:2]
+
+
+def finding_rows(found: Outcome) -> list[tuple[Cell, ...]]:
     """Claim, source, numbers, verdict, band of each finding."""
-    words = {True: "met", False: "MISSED", None: ""}
-    return [(f.claim, f.source, f.numbers, f.verdict, words[f.met]) for f in found.findings]
+    bands: dict[bool | None, Cell] = {True: ("met", "good"), False: ("MISSED", "bad"), None: ""}
+    return [
+        (f.claim, f.source, f.numbers, (f.verdict, _TONES.get(f.verdict, "warn")), bands[f.met]) for f in found.findings
+    ]
 
 
 def reading_rows(found: Outcome) -> list[tuple[str, ...]]:
@@ -62,40 +75,6 @@ def reading_rows(found: Outcome) -> list[tuple[str, ...]]:
 def _form(values: np.ndarray) -> str:
     size = float(np.abs(values).max())
     return "{:.3f}" if size == 0 or 0.01 <= size < _WIDE else "{:.2e}"
-
-
-def charts(curves: Sequence[Curve]) -> list[Chart]:
-    """One chart per metric: each arm's mean over seeds as a line in a band from its lowest to its highest run."""
-    keys = dict.fromkeys(curve.key for curve in curves)
-    return [
-        drawing(
-            key, "Running mean over seeds; the band reaches from the lowest run to the highest.", partial(_bands, of=of)
-        )
-        for key in keys
-        if (of := [curve for curve in curves if curve.key == key])
-    ]
-
-
-def _bands(axes: Axes, of: Sequence[Curve]) -> None:
-    for i, curve in enumerate(of):
-        color = SERIES[i % len(SERIES)]
-        runs = np.array([_smooth_part(run) for run in curve.values])
-        there = np.isfinite(runs).any(0)
-        steps, runs = curve.steps[there], runs[:, there]
-        axes.plot(steps, np.nanmean(runs, 0), color=color, lw=1.5, label=curve.arm)
-        if len(runs) > 1:
-            axes.fill_between(steps, np.nanmin(runs, 0), np.nanmax(runs, 0), color=color, alpha=0.15, lw=0)
-    axes.set_xlabel("step")
-    if of[0].key.startswith("mismatch/"):
-        log_scale(axes)
-
-
-def _smooth_part(values: np.ndarray) -> np.ndarray:
-    """Running mean of what a run has; NaN elsewhere."""
-    out, there = np.full(len(values), np.nan), np.isfinite(values)
-    if there.any():
-        out[there] = smooth(values[there])
-    return out
 
 
 def as_json(found: Outcome) -> dict[str, Any]:

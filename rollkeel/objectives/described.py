@@ -30,3 +30,12 @@ def description(name: str, options: Mapping[str, Any]) -> str:
     resolved = "\n".join(f"  {key}: {json.dumps(value)}" for key, value in built.describe().items())
     said = [name, inspect.getdoc(recipe) or "", f"Defaults: {defaults}", f"Resolved:\n{resolved}"]
     return "\n\n".join(part for part in said if part)
+
+
+def in_words(described: Mapping[str, Any]) -> str:
+    """One line for a person: name, parameters, masks, weight and surrogate of what `Objective.describe` gives."""
+    keys = list(described)
+    own = {key: described[key] for key in keys[1 : keys.index("anchor")]}
+    parts = own | {key: described[key] for key in ("masks", "weight", "surrogate")}
+    told = (f"{k} {', '.join(v) if isinstance(v, list) else v}" for k, v in parts.items() if v not in (None, []))
+    return f"{described['name']}: {'; '.join(told)}"

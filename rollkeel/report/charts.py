@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import matplotlib
 import numpy as np
@@ -97,7 +97,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return (sums[at + half + 1] - sums[at - half]) / (2 * half + 1)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[int | float]:
     """A finite number, no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 

@@ -16,8 +16,8 @@ from matplotlib.axes import Axes
 from rollkeel.diagnostics.rollout_store import read_step
 from rollkeel.errors import BadInput
 from rollkeel.events import write_atomic
-from rollkeel.report.charts import MAX_POINTS, SERIES, Chart, drawing
-from rollkeel.report.standalone import document, figures_of
+from rollkeel.report.charts import MAX_POINTS, SERIES, Chart, drawing, log_axis
+from rollkeel.report.standalone import document, figures_of, table_of
 from rollkeel.rollout.ledger import Result
 from rollkeel.rollout.scenario import Scenario
 from rollkeel.rollout.simulate import compare, simulate
@@ -93,18 +93,12 @@ def table(figures: Sequence[Mapping[str, Any]]) -> list[str]:
 def page(found: Mapping[str, Any], results: Sequence[Result]) -> str:
     """One HTML file without scripts or outside references."""
     figures = found["policies"]
-    head = "".join(f"<th>{escape(title)}</th>" for title in ("policy", *(title for title, _, _ in _COLUMNS)))
-    body = "".join(
-        f"<tr><td>{escape(row['policy'])}</td>"
-        + "".join(f"<td>{form.format(row[key])}</td>" for _, key, form in _COLUMNS)
-        + "</tr>"
-        for row in figures
-    )
+    rows = [(row["policy"], *(form.format(row[key]) for _, key, form in _COLUMNS)) for row in figures]
+    head = ("policy", *(title for title, _, _ in _COLUMNS))
     config = escape(yaml.safe_dump(found["scenario"], sort_keys=False, default_flow_style=None, width=110))
     return document(
         "Rollout policies, simulated",
-        f'<div class="panel"><table><tr>{head}</tr>{body}</table></div>{figures_of(charts(figures, results))}'
-        f'<div class="panel"><pre>{config}</pre></div>',
+        f'{table_of(head, rows)}{figures_of(charts(figures, results))}<div class="panel"><pre>{config}</pre></div>',
     )
 
 
@@ -131,15 +125,15 @@ def charts(figures: Sequence[Mapping[str, Any]], results: Sequence[Result]) -> l
         axes.plot(np.quantile(results[0].ledger.issued_lengths or [0], shares), shares, color=SERIES[7], label="issued")
         for color, result in zip(SERIES, results, strict=False):
             axes.plot(np.quantile(result.ledger.trained_lengths or [0], shares), shares, color=color, label=result.name)
-        axes.set_xscale("log")
-        axes.set_xlabel("tokens")
-        axes.set_ylabel("share at most as long")
+        log_axis(axes, "x")
+        axes.set_xlabel("length up to (tokens)")
+        axes.set_ylabel("share of rollouts")
 
     def purges(axes: Axes) -> None:
         for color, result in zip(SERIES, results, strict=False):
             pairs = result.purge_rate_by_length()
             axes.plot([e for e, _ in pairs], [100 * r for _, r in pairs], "o-", ms=3, color=color, label=result.name)
-        axes.set_xscale("log")
+        log_axis(axes, "x")
         axes.set_xlabel("true length (tokens)")
         axes.set_ylabel("purged (%)")
 

@@ -30,9 +30,17 @@ def figures_of(charts: Iterable[Chart]) -> str:
     return f'<section class="charts">{drawn}</section>'
 
 
-def table_of(head: Sequence[str], rows: Iterable[Sequence[str]], *, words: bool = False) -> str:
+Cell = str | tuple[str, str]
+"""Plain text, or text with the class that colours it: `good`, `bad`, `warn`."""
+
+
+def table_of(head: Sequence[str], rows: Iterable[Sequence[Cell]], *, words: bool = False) -> str:
     """A panel with a table of plain texts: the first column left, numbers right; with `words` all left, lines broken."""
     first = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
     kind = ' class="words"' if words else ""
     return f'<div class="panel"><table{kind}><tr>{first}</tr>{body}</table></div>'
+
+
+def _cell(cell: Cell) -> str:
+    return f"<td>{escape(cell)}</td>" if isinstance(cell, str) else f'<td class="{cell[1]}">{escape(cell[0])}</td>'

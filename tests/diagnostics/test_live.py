@@ -10,7 +10,9 @@ import io
 import pytest
 from rich.console import Console
 
-from rollkeel.diagnostics.live import LiveView, duration, select, stage_times
+from rollkeel.diagnostics.live import LiveView, duration, select, sparkline, stage_times
+from rollkeel.objectives import kpop
+from rollkeel.objectives.described import in_words
 
 ROW = {
     "step": 3,
@@ -94,7 +96,7 @@ def test_terminal_shows_progress_metrics_times_and_notes() -> None:
     for part in (
         "rl",
         "2/10",
-        "0.750",
+        "reward  ▁█  0.500 → 0.750",
         "0.625",
         "0.0123",
         "0.44%",
@@ -130,3 +132,16 @@ def test_select_skips_what_is_missing_or_not_a_number() -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_sparkline_by_hand() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([0.3, 0.3]) == "▁▁"
+    assert sparkline([0, 0, 1, 1, 2, 2], width=3) == "▁▅█"
+
+
+def test_an_objective_is_told_in_one_line_and_not_as_a_dict() -> None:
+    told = in_words(kpop(phi=0.1).describe())
+    assert told == (
+        "kpop: phi 0.1; mode decoupled; clip_low 0.2; clip_high 0.2; masks kpop; weight mismatch; surrogate ppo_clip"
+    )

@@ -17,8 +17,8 @@ from tiny_lab import measured
 from tiny_run import cli
 
 from rollkeel.lab.claims import over_last
-from rollkeel.lab.measure import Curve, Outcome, verdict
-from rollkeel.lab.page import MAX_BYTES, as_json, finding_rows, lines, page, reading_rows
+from rollkeel.lab.measure import Outcome, verdict
+from rollkeel.lab.page import MAX_BYTES, as_json, drawn, finding_rows, lines, page, reading_rows, worst
 from rollkeel.lab.preset import (
     NOT_REPRODUCED,
     REPRODUCED,
@@ -32,6 +32,7 @@ from rollkeel.lab.preset import (
 )
 from rollkeel.lab.preset import within as in_band
 from rollkeel.lab.presets import PRESETS
+from rollkeel.report.bands import Band
 
 
 @pytest.mark.parametrize(
@@ -119,8 +120,8 @@ def outcome(findings: list[Finding], *, arms: int = 2, seeds: int = 3, steps: in
             "none": {n: np.full(seeds, np.nan) for n in names},
         },
         findings=tuple(findings),
-        curves=tuple(
-            Curve(arm=n, key=key, steps=np.arange(steps), values=noise[i])
+        bands=tuple(
+            Band(arm=n, key=key, steps=np.arange(steps), values=noise[i])
             for key in ("reward/mean", "mismatch/ratio_std", "mismatch/kl_k3", "policy/entropy")
             for i, n in enumerate(names)
         ),
@@ -171,6 +172,20 @@ def test_the_page_stands_alone_is_small_and_escapes() -> None:
     for piece in ("a &lt; b", "arm &lt;0&gt;", "a &lt;b&gt;note", "loss &lt;is&gt; nan"):
         assert piece in text
     assert found.sentence.replace("<", "&lt;") in text
+    assert '<td class="bad">not reproduced</td>' in text
+    assert text.count("<figure>") == 1 + 4  # the reading that has numbers, and the metrics
+
+
+def test_colours_and_pictures_follow_the_findings() -> None:
+    for kinds, colour in (
+        ([(REPRODUCED, True)], "good"),
+        ([(REPRODUCED, None), (UNDECIDED, None)], "warn"),
+        ([(NOT_REPRODUCED, None), (UNDECIDED, None)], "bad"),
+        ([(REPRODUCED, False)], "bad"),
+    ):
+        assert worst(outcome([finding(*kind) for kind in kinds])) == colour
+    about = dataclasses.replace(finding(REPRODUCED), numbers="value: 1 against 0")
+    assert drawn(outcome([about])) == ["value"]
 
 
 def test_the_json_is_valid_and_complete() -> None:

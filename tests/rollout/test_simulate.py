@@ -332,6 +332,7 @@ def test_command_writes_table_json_and_a_page_without_outside_references(
     stored = json.loads((tmp_path / "deep/out/simulation.json").read_text())
     assert [row["policy"] for row in stored["policies"]] == list(POLICIES)
     html = (tmp_path / "deep/out/simulation.html").read_text()
+    assert "mathdefault" not in html
     assert html.count("<svg") == 5
     assert "http" not in html
     assert "<script" not in html
