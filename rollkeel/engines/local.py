@@ -91,12 +91,11 @@ class LocalEngine:
         self._version = -1
         self.steps = 0
         """Decode steps so far: the clock of budgets."""
-        moe_layers = getattr(self._forward, "num_moe_layers", 0)
         self._capabilities = Capabilities(
             name=name,
             dtype=config.dtype,
             max_length=self._max_length,
-            returns_experts=moe_layers > 0,
+            returns_experts=getattr(self._forward, "num_moe_layers", 0) > 0,
             returns_topk=True,
             forward=said_forward(config.forward, text, fast, self._compiled is not None),
             proves_memory=True,
