@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rollkeel.cli_config import Out, Words, config_of, show_metrics
+from rollkeel.cli_config import Out, Words, config_of, refuse_damage, show_metrics
 from rollkeel.cli_data import app as data
 from rollkeel.cli_diagnose import app as diagnose
 from rollkeel.cli_eval import app as evaluation
@@ -115,13 +115,21 @@ def score(
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="A run folder, finished or not.")]) -> None:
-    """Render report.html from a run's files."""
+def report(
+    run: Annotated[Path, typer.Argument(help="A run folder, finished or not.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The page (default: report.html in the run).")] = None,
+) -> None:
+    """Render report.html from a run's files. Exit code 4 if some are damaged: the page says which, and shows the rest."""
     if not run.is_dir():
         raise BadInput(f"run folder {run}: no such folder")
+    from rollkeel.diagnostics.run_files import damage
     from rollkeel.report import render
 
-    print(render(run))
+    try:
+        print(render(run, out))
+    except BadInput as error:
+        raise BadInput(f"{error}{'' if out else ', or give --out FILE'}") from None
+    refuse_damage(run, damage(run))
 
 
 @app.command(name="simulate")
