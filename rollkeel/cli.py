@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rollkeel.cli_config import Out, Words, config_of, show_metrics
+from rollkeel.cli_config import Out, Words, config_of, refuse_damage, show_metrics
 from rollkeel.cli_data import app as data
 from rollkeel.cli_diagnose import app as diagnose
 from rollkeel.cli_eval import app as evaluation
@@ -121,18 +121,23 @@ def report(
         Path | None, typer.Option("--out", "-o", help="File (RUN/report.html; comparison.html for several).")
     ] = None,
 ) -> None:
-    """Render report.html from a run's files, or one page that compares several runs (settings × seeds)."""
+    """Render report.html from a run's files, or one page that compares several runs (settings × seeds).
+
+    Exit code 4 if files are damaged: the page says which, and shows the rest.
+    """
     for run in runs:
         if not run.is_dir():
             raise BadInput(f"run folder {run}: no such folder")
-    if len(runs) > 1:
-        from rollkeel.report.compare import compare
-
-        print(compare(runs, out or Path("comparison.html")))
-        return
+    from rollkeel.diagnostics.run_files import damage
     from rollkeel.report import render
+    from rollkeel.report.compare import compare
 
-    print(render(runs[0], out))
+    try:
+        print(render(runs[0], out) if len(runs) == 1 else compare(runs, out or Path("comparison.html")))
+    except BadInput as error:
+        raise BadInput(f"{error}{'' if out else ', or give --out FILE'}") from None
+    for run in runs:
+        refuse_damage(run, damage(run))
 
 
 @app.command(name="simulate")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rollkeel.config import Config
+from rollkeel.errors import Corrupt
 from rollkeel.recipe import load
 
 Words = Annotated[
@@ -32,3 +34,10 @@ def config_of(words: list[str] | None) -> Config:
 def show_metrics(metrics: dict[str, float]) -> None:
     """One line of JSON."""
     print(json.dumps({k: round(v, 6) for k, v in metrics.items()}))
+
+
+def refuse_damage(run: Path, problems: Sequence[str]) -> None:
+    """Raise `Corrupt` (exit code 4) for a run with damaged files, after what could be read of it was shown."""
+    if problems:
+        more = f"; {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise Corrupt(f"{run}: damaged, what is left was read: {problems[0]}{more}")

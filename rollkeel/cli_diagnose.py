@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rollkeel.cli_config import refuse_damage
 from rollkeel.errors import BadInput
 
 app = typer.Typer()
@@ -30,10 +32,11 @@ def doctor(
 ) -> None:
     """Why a run went bad, from its recorded tokens: causes with evidence (exit code 1), or healthy (0).
 
-    Exit code 2: bad input, or nothing in it that could be examined.
+    Exit code 2: bad input, or nothing in it that could be examined. 4: the run's files are damaged, and what is left shows no cause.
     """
-    from rollkeel.diagnostics.doctor import diagnose
+    from rollkeel.diagnostics.doctor import CAUSES, diagnose
     from rollkeel.diagnostics.doctor.view import show
+    from rollkeel.diagnostics.run_files import damage
     from rollkeel.diagnostics.traces.read import read_trace
 
     found = diagnose(read_trace(path, last=last, format=trace_format))
@@ -41,10 +44,14 @@ def doctor(
         from rollkeel.diagnostics.doctor.recompute import refine
 
         found = refine(found, path)
+    problems = [] if found.causes else damage(path, rollouts=False)
+    if problems:  # what is gone could have shown any of them
+        found = replace(found, not_examined=dict.fromkeys(CAUSES, f"the run is damaged: {problems[0]}"))
     if as_json:
         print(json.dumps(found.to_json(), ensure_ascii=False, allow_nan=False))
     else:
         show(found)
+    refuse_damage(path, problems)
     if not found.healthy:
         raise typer.Exit(2 if found.healthy is None else 1)
 

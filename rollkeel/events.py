@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -49,5 +50,6 @@ def write_atomic(path: str | Path, data: bytes | str, *, sync: bool = True) -> N
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # on a file system that is read-only, this as well
+            temporary.unlink()
         raise BadInput(f"cannot write {path}: {error.strerror or error}; free space or choose another folder") from None

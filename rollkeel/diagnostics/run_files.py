@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import yaml
 
 from rollkeel.diagnostics.lock import is_locked
-from rollkeel.diagnostics.runfolder import CONFIG, EVENTS, METRICS
+from rollkeel.diagnostics.run_config import foreign_config
+from rollkeel.diagnostics.runfolder import CONFIG, EVENTS, METRICS, rollout_files
 from rollkeel.errors import BadInput
 
 
@@ -44,6 +48,7 @@ def read_run(run_dir: str | Path) -> RunFiles:
     rows = [row for row in _jsonl(path / METRICS, problems) if isinstance(row.get("step"), int)]
     events = _jsonl(path / EVENTS, problems)
     status, detail = _status(path, events)
+    problems += _gaps(path, config, [row["step"] for row in rows], status)
     return RunFiles(
         path=path,
         config_text=text,
@@ -57,6 +62,31 @@ def read_run(run_dir: str | Path) -> RunFiles:
     )
 
 
+def damage(path: Path, *, rollouts: bool = True) -> list[str]:
+    """What is wrong with the files that `rollkeel train` wrote to `path`, one line each; nothing for what it did not write."""
+    if not (path / CONFIG).is_file() and not (path / EVENTS).is_file():
+        return []
+    found = list(read_run(path).problems)
+    for _, file in rollout_files(path) if rollouts else ():
+        try:
+            pq.read_metadata(file)
+        except (OSError, pa.ArrowException) as error:
+            found.append(f"{file.name} cannot be read: {' '.join(str(error).split())[:200]}")
+    return found
+
+
+def _gaps(path: Path, config: dict[str, Any], steps: list[int], status: str) -> list[str]:
+    """Rows that must have been there once; of a run that goes on, the last may be on their way."""
+    found = [f"{METRICS}: step {b} follows step {a}" for a, b in itertools.pairwise(steps) if b != a + 1][:3]
+    last, planned = max(steps, default=0), (config.get("run") or {}) if isinstance(config.get("run"), dict) else {}
+    sampled = max((step for step, _ in rollout_files(path)), default=0)
+    if sampled > last + 1:
+        found.append(f"{METRICS}: ends at step {last}, rollouts go up to step {sampled}")
+    elif status == "done" and isinstance(planned.get("steps"), int) and last < planned["steps"]:
+        found.append(f"{METRICS}: ends at step {last}, the run was done at step {planned['steps']}")
+    return found
+
+
 def _config(path: Path, problems: list[str]) -> tuple[str, dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -64,6 +94,8 @@ def _config(path: Path, problems: list[str]) -> tuple[str, dict[str, Any]]:
     except (OSError, yaml.YAMLError) as error:
         problems.append(f"{path.name} cannot be read: {' '.join(str(error).split())[:200]}")
         return "", {}
+    if problem := foreign_config(path.parent):
+        problems.append(f"{path.name}: {problem}")
     return text, tree if isinstance(tree, dict) else {}
 
 

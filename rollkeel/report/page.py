@@ -54,8 +54,8 @@ _SUMMARY = [
 ]
 
 
-def render(run_dir: str | Path, out: Path | None = None) -> Path:
-    """Write `report.html` into the run folder, or the page to `out`, and return its path.
+def render(run_dir: str | Path, out: str | Path | None = None) -> Path:
+    """Write `report.html` into the run folder, or to the file `out`, and return its path.
 
     Works on a running, killed, damaged or empty run: what is missing is left out, what is damaged is named on the
     page. The page stays under 1.5 MB. Raises `BadInput` if `run_dir` is no run folder or cannot be written.
@@ -98,7 +98,7 @@ def render(run_dir: str | Path, out: Path | None = None) -> Path:
         )
         if len(html.encode("utf-8", "replace")) <= MAX_BYTES:
             break
-    path = out or run.path / "report.html"
+    path = Path(out or run.path / "report.html")
     write_atomic(path, html.encode("utf-8", "replace"))
     return path
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from test_graders import rollout
 
-from rollkeel import rewards, tasks
+from rollkeel import tasks
 from rollkeel.config import GradersConfig
-from rollkeel.rewards import FailureBudget, Graders, graders
-from rollkeel.types import GraderSpec, Rollout, Status
+from rollkeel.rewards import FailureBudget, Graders
+from rollkeel.types import GraderSpec, Status
 
 AMBIGUOUS = [
     r"7\%",

@@ -19,6 +19,8 @@ RATIO = 4.0
 """An operation parts when its error over all tokens is more than so many times what its dtype explains …"""
 WORST = 25.0
 """… or that of one token. Healthy operations of four presets in eight modes reached 1.1 and 5."""
+OPENS = RATIO * 2**-20
+"""A distance of the sides (`Row.gap`) beyond this is more than float32 leaves between two orders of adding up."""
 SHOWN_TOKENS = 32
 """Flipped tokens that are listed by place."""
 
@@ -106,6 +108,8 @@ class Analysis:
     """In the order of computing; empty where only log-probs could be compared."""
     first: Key | None
     """First operation that parts beyond its dtype; `(None, "served_path")` if only the compiled path does."""
+    opens: Row | None
+    """First operation after which the sides differ at all, explained or not; None where they agree to float32."""
     side: int | None
     """Which side does: 0 is A, 1 is B. None if none, or both."""
     flips: Flips | None
@@ -136,6 +140,7 @@ class Analysis:
             "healthy": self.healthy,
             "verdict": self.verdict,
             "first": None if self.first is None else {"layer": self.first[0], "operation": self.first[1]},
+            "opens": None if self.opens is None else {"operation": place(self.opens.key), "gap": self.opens.gap},
             "side": None if self.side is None else self.names[self.side],
             "a": self.names[0],
             "b": self.names[1],
@@ -182,16 +187,19 @@ def compare(a: Capture, b: Capture, judge: Judge, progress: Callable[[str], None
     if key is None and broken:
         key, sides = (None, "served_path"), tuple(path.side for path in broken)
     names = (a.name, b.name)
+    opens = next((row for row in rows if row.gap > OPENS), None)
+    modes = " and ".join(dict.fromkeys(side.mode for side in (a, b) if side.mode != "fp32")) or "fp32"
     return Analysis(
         names=names,
         tokens=gap.tokens,
         rows=rows,
         first=key,
+        opens=opens,
         side=sides[0] if len(sides) == 1 else None,
         flips=flips,
         gap=gap,
         paths=paths,
-        verdict=_verdict(names, rows, first, sides, broken, flips, gap),
+        verdict=_verdict(names, first, sides, broken, flips, gap) or _explained(names, modes, rows, opens, flips, gap),
     )
 
 
@@ -209,6 +217,7 @@ def compare_logprobs(names: tuple[str, str], a: torch.Tensor, b: torch.Tensor, t
         tokens=gap.tokens,
         rows=(),
         first=None if agrees else (None, "logprobs"),
+        opens=None,
         side=None,
         flips=None,
         gap=gap,
@@ -320,13 +329,13 @@ def _path(side: int, capture: Capture) -> Path | None:
 
 def _verdict(
     names: tuple[str, str],
-    rows: Sequence[Row],
     first: Row | None,
     sides: Sequence[int],
     broken: Sequence[Path],
     flips: Flips | None,
     gap: Gap,
 ) -> str:
+    """What parts beyond its dtype, with its cost; empty if nothing does."""
     cost = f"log-prob gap rms {gap.rms:.2g} nats, k3 {gap.k3:.2g}"
     if flips is not None and gap.share is not None:
         cost += f", {gap.share:.0%} of it on the {flips.token_rate:.2%} of tokens whose experts flip"
@@ -342,10 +351,22 @@ def _verdict(
             f"Operation by operation both sides are healthy, but the compiled or fused path of {who} gives other log-probs"
             f" (median {broken[0].median:.2g} nats); {cost}."
         )
+    return ""
+
+
+def _explained(
+    names: tuple[str, str], modes: str, rows: Sequence[Row], opens: Row | None, flips: Flips | None, gap: Gap
+) -> str:
+    """How large the honest gap is, where it begins, and that nothing in it is a fault."""
     layers = len({row.key[0] for row in rows if row.key[0] is not None})
+    checked = f"no operation is beyond its dtype ({len(rows)} operations, {layers} layers)"
+    if opens is None:
+        return f"Healthy: {names[0]} and {names[1]} agree; {checked}."
+    experts = "" if flips is None else f", {flips.token_rate:.2%} of tokens at other experts"
+    share = "" if not (flips and flips.tokens) or gap.share is None else f" ({gap.share:.0%} of k3 lies on those)"
     return (
-        f"Healthy: {names[0]} and {names[1]} part nowhere beyond their dtypes ({len(rows)} operations, {layers} layers);"
-        f" {cost}."
+        f"Healthy: {names[0]} and {names[1]} differ as {modes} explains: log-prob gap rms {gap.rms:.2g} nats, k3 {gap.k3:.2g}"
+        f"{experts}{share}. They differ first at {place(opens.key)} (A–B {opens.gap:.2g}); {checked}."
     )
 
 

@@ -20,7 +20,8 @@ def render(analysis: Analysis, *, every: bool = False) -> RenderableType:
     """Table, flips, gap and verdict; `every`: a row for each layer's operations instead of the worst layer alone."""
     parts: list[RenderableType] = [Text(f"A {analysis.names[0]}   B {analysis.names[1]}", style="bold")]
     if analysis.rows:
-        parts.append(_table(analysis.rows if every else worst_layers(analysis.rows)))
+        shown = analysis.rows if every else worst_layers(analysis.rows, analysis.opens)
+        parts.append(_table(shown, analysis.opens))
     parted = [row for row in analysis.rows if row.parted]
     if len(parted) > 1:
         named = ", ".join(place(row.key) for row in parted[:LISTED])
@@ -30,15 +31,20 @@ def render(analysis: Analysis, *, every: bool = False) -> RenderableType:
     return Group(*parts)
 
 
-def worst_layers(rows: Sequence[Row]) -> list[Row]:
-    """One row per operation: the first layer that parts, else the one with the largest ratio."""
+def worst_layers(rows: Sequence[Row], opens: Row | None) -> list[Row]:
+    """One row per operation: the first layer that parts, else the one where the sides begin to differ, or with the largest ratio."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.key[1], []).append(row)
-    return [next((r for r in group if r.parted), max(group, key=lambda r: r.ratio)) for group in groups.values()]
+
+    def shown(group: list[Row]) -> Row:
+        marked = [r for r in group if r.parted] or [r for r in group if r is opens]
+        return marked[0] if marked else max(group, key=lambda r: r.ratio)
+
+    return [shown(group) for group in groups.values()]
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[Row], opens: Row | None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for title in ("operation", "layer", "error A", "error B", "dtype", "times", "A–B"):
         table.add_column(title, justify="left" if title == "operation" else "right", no_wrap=True)
@@ -48,9 +54,9 @@ def _table(rows: Sequence[Row]) -> Table:
         layer = "" if row.key[0] is None else str(row.key[0])
         errors = ["" if s is None else _short(s.error) for s in row.sides]
         times = f"{row.ratio:.1f}" if row.ratio < 1e4 else _short(row.ratio)
-        table.add_row(
-            row.key[1], layer, *errors, _short(expected), times, _short(row.gap), style="red" if row.parted else ""
-        )
+        name = f"{row.key[1]}{' ←' if row is opens else ''}"
+        style = "red" if row.parted else "yellow" if row is opens else ""
+        table.add_row(name, layer, *errors, _short(expected), times, _short(row.gap), style=style)
     return table
 
 

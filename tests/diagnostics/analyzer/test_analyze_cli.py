@@ -6,6 +6,7 @@ Not covered: a real inference server; one that does not answer stands for it.
 from __future__ import annotations
 
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -48,7 +49,19 @@ def test_the_table_fits_80_columns(
         assert "q_rope" in out
         assert "flips" in out
         assert "…" not in out.split("gap")[0]
-        assert "Healthy: trainer fp32 and engine int4" in " ".join(out.split())
+        said = " ".join(out.split())
+        assert "Healthy: trainer fp32 and engine int4 differ as int4 explains: log-prob gap rms 0." in said
+        assert re.search(r"[1-9][\d.]*% of tokens at other experts", said)
+        assert "They differ first at layer 0 q_proj (A–B 0." in said, "its input is the same on both sides"
+        assert re.search(r"q_proj ← +0 ", out)
+        assert "no operation is beyond its dtype (35 operations, 2 layers)" in said
+
+
+def test_sides_that_agree_differ_nowhere(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = cli(capsys, "analyze", run, "--dtype", "fp32", "--json")
+    found = json.loads(out)
+    assert (code, found["opens"]) == (0, None)
+    assert found["verdict"].startswith("Healthy: trainer fp32 and engine fp32 agree; no operation is beyond")
 
 
 def test_two_checkpoints_part_at_the_first_weight_that_differs(
