@@ -277,7 +277,7 @@ class ObjectiveConfig(BaseModel):
 
 
 class AdvantageConfig(Node):
-    name: Literal["grpo", "dr_grpo", "rloo", "batch_std", "reinforce_plus_plus", "maxrl"] | None = None
+    name: Literal["grpo", "dr_grpo", "rloo", "batch_std", "reinforce_plus_plus", "maxrl", "opo", "gpg", "grpo_passk", "pass@2", "pass@4", "pass@8", "reinforce_plus_plus_tokens", "reinforce_plus_plus_no_baseline"] | None = None  # fmt: skip
     """None takes the objective's own."""
     only: Literal["all", "negative", "positive"] = "all"
     """Experiment: advantages of the other sign become 0. Their tokens still count in denominators."""
@@ -308,7 +308,7 @@ class TrainConfig(Node):
     which are what is published and saved. With the same `engine.dtype` both sides compute one function: ρ = 1."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """γ: weight of KL(p‖ref); above 0 keeps a frozen copy of the start model."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3", "rk3", "uk3", "sk3"] = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
     """`reward` takes γ·Σ_t KL_t of the old policy off a rollout's reward instead (k1 is the unbiased choice there)."""
     entropy_coefficient: float = Field(default=0.0, ge=0)

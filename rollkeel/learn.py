@@ -19,7 +19,7 @@ from rollkeel.diagnostics.mismatch import mismatch_metrics
 from rollkeel.diagnostics.rollout_store import write_step
 from rollkeel.diagnostics.routing import flipped_layers, routing_metrics
 from rollkeel.diagnostics.updates import merge_updates
-from rollkeel.objectives.kl import ESTIMATORS
+from rollkeel.objectives.kl import PLAIN
 from rollkeel.rewards.overlong import overlong_penalty
 from rollkeel.rollout.dynamic import Drawn
 from rollkeel.run import Clock, Run
@@ -80,8 +80,7 @@ def passes(run: Run, whole: TrainingBatch, updates: int, clock: Clock) -> Known:
     old = ref = None
     # One update on all tokens sees exactly the weights that "old" means: its own first pass is the old pass, unless
     # a rule must look at the whole batch before that.
-    ahead = run.objective.denominator == "kept" or any(rule.threshold.adaptive for _, rule in run.objective.rules())
-    if in_reward or ((updates > 1 or ahead) and needs & {"old_logprobs", "old_topk_logprobs"}):
+    if in_reward or ((updates > 1 or run.objective.looks_ahead) and needs & {"old_logprobs", "old_topk_logprobs"}):
         with clock.stage("logprob"):
             old = run.trainer.score(whole)
     if in_reward or "ref_logprobs" in needs:
@@ -107,7 +106,7 @@ def credit_of(
         }
         added += penalty
     if config.train.kl_in == "reward" and known.old is not None and known.ref is not None:
-        per_token = ESTIMATORS[config.train.kl_estimator](known.old.logprobs.double(), known.ref.double())
+        per_token = PLAIN[config.train.kl_estimator](known.old.logprobs.double(), known.ref.double())
         starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
         penalty = config.train.kl_coefficient * np.add.reduceat(per_token.cpu().numpy(), starts)
         metrics["reward/kl_penalty"] = float(penalty.mean())
@@ -116,7 +115,7 @@ def credit_of(
         metrics["reward/shaped_mean"] = float((reward + added).mean())
     partial = config.run.loop == "budgeted" and config.rollout.budget.group == "partial"
     name = config.advantages.name or ("rloo" if partial else run.objective.advantage)
-    credit = advantages.compute(name, reward + added, [r.group for r in rollouts])
+    credit = advantages.compute(name, reward + added, [r.group for r in rollouts], lengths)
     if config.advantages.shuffle:
         credit = advantages.shuffle(credit, config.run.seed, step)
     credit = advantages.one_sided(credit, config.advantages.only)

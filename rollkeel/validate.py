@@ -10,6 +10,7 @@ from rollkeel.diagnostics.trackers import check_installed
 from rollkeel.engines.open import check_engine
 from rollkeel.errors import BadInput
 from rollkeel.models.loading import resolve_device
+from rollkeel.objectives.kl import PLAIN
 from rollkeel.rollout.schedule import read_schedule
 from rollkeel.run import build_objective, pool_rules, sampling_params
 from rollkeel.tasks import get
@@ -23,6 +24,11 @@ def validate(config: Config) -> None:
     if credit not in advantages.ESTIMATORS:
         raise BadInput(
             f"objective {config.objective.name}: advantage expected {', '.join(advantages.ESTIMATORS)}, got {credit!r}"
+        )
+    if config.train.kl_in == "reward" and config.train.kl_estimator not in PLAIN:
+        raise BadInput(
+            f"train.kl_estimator: {config.train.kl_estimator} multiplies by a ratio that only a loss differentiates; set"
+            f" train.kl_in=loss, or one of {', '.join(PLAIN)}"
         )
     resolve_device(config.run.device)
     check_engine(config.engine, sampling_params(config, ()))

@@ -1,8 +1,11 @@
-"""How rewards of a group become credit. A group whose rewards are all equal, or with one member, gets exactly 0."""
+"""How rewards of a group become credit. A group whose rewards are all equal, or with one member, gets exactly 0, but for
+estimators of `OVER_BATCH`, which compare with the batch."""
 
 from __future__ import annotations
 
 import difflib
+import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +27,12 @@ class _Groups:
     size: np.ndarray
     std: np.ndarray
     """Unbiased; 0 for one member."""
+    weighted: np.ndarray
+    """The group's mean, each reward weighted by its rollout's length."""
+    lengths: np.ndarray
+    """Sampled tokens of each rollout."""
+    index: np.ndarray
+    """int64, 0-based number of the rollout's group."""
     equal: np.ndarray
     """True in groups that teach nothing: all rewards equal, or one member."""
 
@@ -32,11 +41,12 @@ class _Groups:
         return self.rewards - self.mean
 
 
-def compute(name: str, rewards: Any, group_ids: Any) -> np.ndarray:
+def compute(name: str, rewards: Any, group_ids: Any, lengths: Any = None) -> np.ndarray:
     """Advantages of a batch of rollouts.
 
     Args: `rewards`: `[R]` finite numbers; `group_ids`: `[R]` integers, equal for rollouts of one prompt occurrence, in any
-    order. Array-likes, CPU tensors included. Rollouts without a reward must have been left out.
+    order; `lengths`: `[R]` sampled tokens of each, ≥ 1 (1 each when None). Array-likes, CPU tensors included. Rollouts without
+    a reward must have been left out.
     Returns: `[R]` float64, with the mean and std over a group (`n` members) or over the whole batch:
 
     * `grpo`: (R − mean) / (std + 1e-6), unbiased std of the group (Shao et al. 2024).
@@ -45,18 +55,33 @@ def compute(name: str, rewards: Any, group_ids: Any) -> np.ndarray:
     * `batch_std`: (R − mean) / (std of all rewards of the batch + 1e-6) (Liu et al. 2025, "Lite PPO").
     * `reinforce_plus_plus`: (R − mean) / (std over the batch of R − mean, + 1e-6): the variant with group baseline of
       REINFORCE++ (Hu et al. 2025); without a baseline, groups of equal rewards would not get 0.
+      It whitens over rollouts and takes no mean off, where verl whitens over tokens: the next two.
+    * `reinforce_plus_plus_tokens`: R − mean, whitened over all tokens of the batch (each rollout counts as often as it has
+      tokens; the mean over tokens is taken off, so a group of equal rewards need not get 0): verl's
+      `reinforce_plus_plus_baseline`.
+    * `reinforce_plus_plus_no_baseline`: R, whitened over all tokens of the batch: REINFORCE++ itself, verl's
+      `reinforce_plus_plus` with its γ = 1.
+    * `opo`: R − Σ|y|·R / Σ|y| over the group, the optimal baseline when gradients grow with length (Hao et al. 2025).
+    * `gpg`: α·(R − mean), α = rollouts / rollouts in groups whose rewards differ (Chu et al. 2025).
+    * `grpo_passk`: (largest − second largest reward) / (std + 1e-6) for the group's best rollout, 0 for the others
+      (Walder & Karkhanis 2025, as in verl).
+    * `pass@2`, `pass@4`, `pass@8`: credit for a group of n rewards 0 or 1, m of them 0, whose answers are drawn k at a time
+      and paid as one (Chen et al. 2025, "Pass@k training", eqs. 12–15): with P = 1 − C(m,k)/C(n,k) and σ = √(P(1−P)), (1 − P)/σ
+      for a right answer and (1 − P − C(m−1,k−1)/C(n−1,k−1))/σ for a wrong one; 0 where P is 0 or 1, or n < k.
     * `maxrl`: (R − mean) / mean, 0 where the mean is 0; rewards ≥ 0 (Tajwar et al. 2026).
 
-    Raises `BadInput` for an unknown name, different lengths, or negative rewards under `maxrl`; `NonFinite` for a reward
+    Raises `BadInput` for an unknown name, different lengths, or negative rewards under `maxrl`, others than 0 and 1 under
+    `pass@k`; `NonFinite` for a reward
     that is NaN or infinite.
     """
     if name not in ESTIMATORS:
         close = difflib.get_close_matches(name, ESTIMATORS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(ESTIMATORS)}"
         raise BadInput(f"advantages.name {name!r}: unknown; {hint}")
-    groups = _group(rewards, group_ids)
+    groups = _group(rewards, group_ids, lengths)
     # Exactly 0 and not a rounding residue: R − mean of equal rewards need not vanish in floating point.
-    return np.where(groups.equal, 0.0, ESTIMATORS[name](groups))
+    still = groups.rewards.min() == groups.rewards.max() if name in OVER_BATCH and len(groups.rewards) else groups.equal
+    return np.where(still, 0.0, ESTIMATORS[name](groups))
 
 
 def group_metrics(rewards: Any, group_ids: Any) -> dict[str, float]:
@@ -89,7 +114,7 @@ def one_sided(advantages: Any, only: str) -> np.ndarray:
     return np.maximum(values, 0.0) if only == "positive" else values
 
 
-def _group(rewards: Any, group_ids: Any) -> _Groups:
+def _group(rewards: Any, group_ids: Any, lengths: Any = None) -> _Groups:
     values, ids = np.asarray(rewards, dtype=np.float64), np.asarray(group_ids)
     if values.ndim != 1 or values.shape != ids.shape:
         raise BadInput(
@@ -111,7 +136,22 @@ def _group(rewards: Any, group_ids: Any) -> _Groups:
     np.minimum.at(low, index, values)
     np.maximum.at(high, index, values)
     std = np.sqrt(squares / np.maximum(size - 1, 1))
-    return _Groups(values, mean[index], size[index], std[index], (low == high)[index])
+    tokens = np.ones(len(values)) if lengths is None else np.asarray(lengths, dtype=np.float64)
+    if tokens.shape != values.shape or (tokens < 1).any():
+        raise BadInput(
+            f"advantages: expected a length ≥ 1 per reward, got shape {list(tokens.shape)}; leave empty ones out"
+        )
+    weighted = np.bincount(index, values * tokens, count) / np.bincount(index, tokens, count)
+    return _Groups(
+        rewards=values,
+        mean=mean[index],
+        size=size[index],
+        std=std[index],
+        weighted=weighted[index],
+        lengths=tokens,
+        index=index,
+        equal=(low == high)[index],
+    )
 
 
 def _std(values: np.ndarray) -> float:
@@ -144,6 +184,58 @@ def _maxrl(groups: _Groups) -> np.ndarray:
     return groups.centred / np.where(groups.mean > 0, groups.mean, 1.0)
 
 
+def _whitened(values: np.ndarray, groups: _Groups) -> np.ndarray:
+    """`[R]`, less their mean and over their std as if each stood there once per token; verl adds 1e-8 to the variance."""
+    tokens = groups.lengths
+    mean = np.average(values, weights=tokens)
+    variance = (tokens * (values - mean) ** 2).sum() / max(tokens.sum() - 1, 1)
+    return (values - mean) / np.sqrt(variance + 1e-8)
+
+
+def _reinforce_plus_plus_tokens(groups: _Groups) -> np.ndarray:
+    return _whitened(groups.centred, groups)
+
+
+def _reinforce_plus_plus_no_baseline(groups: _Groups) -> np.ndarray:
+    return _whitened(groups.rewards, groups)
+
+
+def _opo(groups: _Groups) -> np.ndarray:
+    return groups.rewards - groups.weighted
+
+
+def _gpg(groups: _Groups) -> np.ndarray:
+    return groups.centred * len(groups.rewards) / max((~groups.equal).sum(), 1)
+
+
+def _grpo_passk(groups: _Groups) -> np.ndarray:
+    out = np.zeros(len(groups.rewards))
+    for group in np.unique(groups.index):
+        members = np.flatnonzero(groups.index == group)
+        if len(members) > 1:
+            *_, second, best = members[np.argsort(groups.rewards[members], kind="stable")]
+            gap = groups.rewards[best] - groups.rewards[second]
+            out[best] = gap / (groups.std[best] + EPSILON)
+    return out
+
+
+def _pass_at(k: int, groups: _Groups) -> np.ndarray:
+    if not np.isin(groups.rewards, (0.0, 1.0)).all():
+        odd = groups.rewards[~np.isin(groups.rewards, (0.0, 1.0))][0]
+        raise BadInput(f"advantages pass@{k}: expected rewards of 0 or 1, got {odd}; choose another estimator")
+    table: dict[tuple[int, int], tuple[float, float]] = {}
+    wrong = np.rint(groups.size * (1 - groups.mean)).astype(int)
+    out = np.zeros(len(groups.rewards))
+    for i, (n, m, reward) in enumerate(zip(groups.size.astype(int), wrong, groups.rewards, strict=True)):
+        if (n, m) not in table:
+            passed = 1 - math.comb(m, k) / math.comb(n, k) if n >= k else 0.0
+            spread = math.sqrt(passed * (1 - passed))
+            with_this = math.comb(m - 1, k - 1) / math.comb(n - 1, k - 1) if m and spread else 0.0
+            table[n, m] = ((1 - passed - with_this) / spread, (1 - passed) / spread) if spread else (0.0, 0.0)
+        out[i] = table[n, m][int(reward)]
+    return out
+
+
 ESTIMATORS: Mapping[str, Callable[[_Groups], np.ndarray]] = {
     "grpo": _grpo,
     "dr_grpo": _dr_grpo,
@@ -151,5 +243,13 @@ ESTIMATORS: Mapping[str, Callable[[_Groups], np.ndarray]] = {
     "batch_std": _batch_std,
     "reinforce_plus_plus": _reinforce_plus_plus,
     "maxrl": _maxrl,
+    "opo": _opo,
+    "gpg": _gpg,
+    "grpo_passk": _grpo_passk,
+    "reinforce_plus_plus_tokens": _reinforce_plus_plus_tokens,
+    "reinforce_plus_plus_no_baseline": _reinforce_plus_plus_no_baseline,
+    **{f"pass@{k}": functools.partial(_pass_at, k) for k in (2, 4, 8)},
 }
 """Name → estimator over `_Groups`."""
+OVER_BATCH = frozenset({"reinforce_plus_plus_tokens", "reinforce_plus_plus_no_baseline"})
+"""Those under which a group of equal rewards need not get 0: only a batch of equal rewards does."""

@@ -157,7 +157,7 @@ def build_batch(
         positions=tuple(places + len(r.prompt.token_ids) for r, places in zip(rollouts, own, strict=True)),
         rollout_logprobs=cat("logprobs", np.float32),
         advantages=each(credit, np.float32),
-        coefficients=coefficients(aggregate, sizes),
+        coefficients=coefficients(aggregate, sizes, [r.group for r in rollouts]),
         sequence_ids=each(range(len(rollouts)), np.int64),
         group_ids=each([groups[r.group] for r in rollouts], np.int64),
         kept_mass=cat("kept_mass", np.float32),

@@ -15,17 +15,20 @@ import torch
 from rollkeel.errors import BadInput
 
 _CONSTANT = re.compile(r"constant_length\((\d+)\)")
-KNOWN = ("token_mean", "sequence_mean", "sequence_sum", "constant_length(n)")
+KNOWN = ("token_mean", "sequence_mean", "prompt_mean", "sequence_sum", "token_sum", "constant_length(n)")
 
 
-def coefficients(aggregate: str, lengths: Sequence[int]) -> torch.Tensor:
+def coefficients(aggregate: str, lengths: Sequence[int], groups: Sequence[int] | None = None) -> torch.Tensor:
     """Coefficient of every response token, `[T]` float32 with T = Σ lengths, tokens of a sequence contiguous.
 
-    `aggregate`, with N sequences of |y_i| response tokens (before any mask):
+    `groups`: the prompt group of each sequence, for `prompt_mean`; None for one group. `aggregate`, with N sequences of |y_i|
+    response tokens (before any mask):
 
     * `token_mean`: 1/T (DAPO, Yu et al. 2025);
     * `sequence_mean`: 1/(N·|y_i|) (GRPO, Shao et al. 2024);
+    * `prompt_mean`: 1/(P·T_g), P groups, T_g the tokens of the sequence's group (ScaleRL, Khatri et al. 2025);
     * `sequence_sum`: 1/N;
+    * `token_sum`: 1 (Tinker's losses);
     * `constant_length(n)`: 1/(N·n) (Dr. GRPO, Liu et al. 2025).
 
     Raises `BadInput` for another name, no sequences, or a sequence without tokens.
@@ -40,6 +43,12 @@ def coefficients(aggregate: str, lengths: Sequence[int]) -> torch.Tensor:
         per_sequence = np.full(sizes.size, 1.0 / sizes.sum())
     elif aggregate == "sequence_mean":
         per_sequence = 1.0 / (sizes.size * sizes)
+    elif aggregate == "prompt_mean":
+        index = np.unique(np.zeros(sizes.size) if groups is None else np.asarray(groups), return_inverse=True)[1]
+        totals = np.bincount(index, sizes)
+        per_sequence = 1.0 / (totals.size * totals[index])
+    elif aggregate == "token_sum":
+        per_sequence = np.ones(sizes.size)
     elif aggregate == "sequence_sum":
         per_sequence = np.full(sizes.size, 1.0 / sizes.size)
     elif constant and int(constant[1]) > 0:

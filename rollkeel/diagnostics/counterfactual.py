@@ -122,7 +122,7 @@ def counterfactual(trace: Trace, tried: Sequence[Candidate], steps: tuple[int, i
 
 def missing(objective: Objective, trace: Trace) -> str:
     """What an objective needs that the trace does not hold, in one line; empty if nothing."""
-    needs = objective.needs - _ALWAYS - {name for name in _FIELDS if getattr(trace, name) is not None}
+    needs = objective.fields - _ALWAYS - {name for name in _FIELDS if getattr(trace, name) is not None}
     if objective.topk:
         return "needs the trainer's log-probs of the most likely tokens (top-k), which a trace does not hold"
     if "ref_logprobs" in needs:
@@ -229,9 +229,10 @@ def judged(objective: Objective, batch: TokenBatch) -> tuple[np.ndarray, np.ndar
 
     Its thresholds see the batch first. Penalties have no part in it.
     """
-    policy = replace(objective, gap_penalty=0.0, kl_coefficient=0.0, entropy_coefficient=0.0)
+    policy = replace(objective, gap_penalty=0.0, positive_nll=0.0, kl_coefficient=0.0, entropy_coefficient=0.0)
     sizes = torch.bincount(batch.sequence_ids).tolist()
-    batch = replace(batch, coefficients=coefficients(objective.aggregate, sizes))
+    groups = batch.group_ids[torch.tensor(sizes).cumsum(0) - 1].tolist()
+    batch = replace(batch, coefficients=coefficients(objective.aggregate, sizes, groups))
     policy.prepare(batch)
     leaf = batch.logprobs.clone().requires_grad_()
     with torch.enable_grad():

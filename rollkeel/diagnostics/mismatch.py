@@ -12,7 +12,12 @@ first pass at the old weights stands in its place.
 | `mismatch/prob_abs_diff`, `/prob_abs_diff_max`, `/logprob_abs_diff` | mean and max abs(o−q); mean abs(log o − log q) |
 | `mismatch/pearson` | correlation of (o, q); left out when either has a variance under 1e-12 |
 | `mismatch/kl`, `/kl_k3` | mean(log q − log o); mean(ρ − 1 − log ρ) |
-| `mismatch/inverse_ratio_mean`, `/second_moment` | mean 1/ρ; mean ρ² |
+| `mismatch/inverse_ratio_mean`, `/second_moment` | mean 1/ρ; mean ρ², which is 1 + χ² of a token's choice |
+| `mismatch/js` | mean of ½(ρ log ρ − (1+ρ) log((1+ρ)/2)) ≥ 0, unbiased for the Jensen-Shannon divergence of o and q, nats |
+| `mismatch/perplexity`, `/rollout_perplexity` | mean over sequences of exp(−mean log o), exp(−mean log q) |
+| `mismatch/log_perplexity_gap`, `_abs`, `_abs_max` | mean(log q) − mean(log o) of a sequence: mean over sequences, mean and largest size |
+| `mismatch/perplexity_ratio` | mean over sequences of the exp of that gap |
+| `mismatch/chi2_sequence` | mean over sequences of (Π ρ)² − 1, log Π ρ held at ±20 |
 | `mismatch/ess` | (Σw)² / (n Σw²), effective sample size as a fraction; w is the objective's weight if it has one, else ρ |
 | `mismatch/equal_version/*` | the same over tokens sampled by the trainer's version; `/share` is their fraction |
 | `mismatch/by_probability/{o,q}_<low>/{share,mean,std}` | ρ in ten bins [low, low+0.1) of o and of q; empty bins left out |
@@ -41,7 +46,7 @@ MIN_VARIANCE = 1e-12
 BAD_UPDATE_GAP = 0.5
 _BASE = ("one", "excess", "o", "q")
 """Rows whose products with each other are summed too; the objective's weight comes behind them when there is one."""
-_LINEAR = ("prob_abs_diff", "logprob_abs_diff", "log_ratio", "clamped", "inverse_ratio_mean")
+_LINEAR = ("prob_abs_diff", "logprob_abs_diff", "log_ratio", "clamped", "inverse_ratio_mean", "js")
 _LENGTHS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "sequence_ids", "entropy", "kept_mass")
 
 
@@ -82,7 +87,7 @@ def mismatch_metrics(
             [torch.stack([((1 + gap.rows[1]) * s).max(), (gap.rows[gap.base] * s).max()]) for s in selected]
         )
         bins = _bins(gap, weighted[1] * gap.rows[1])
-        means = _means(tokens, trainer_version, gap.valid)
+        means = _means(tokens, trainer_version, gap)
         # The one synchronisation.
         flat = torch.cat([sums.flatten(), maxima.flatten(), bins.flatten(), torch.stack([*means.values()]).flatten()])
         numbers = iter(flat.tolist())
@@ -129,7 +134,7 @@ def _measure(tokens: TokenBatch, weight: torch.Tensor | None) -> _Gap:
     # Written row by row into one block: stacking would copy every row once more.
     rows = torch.empty(base + len(_LINEAR), log_o.numel(), dtype=torch.float64, device=log_o.device)
     _, excess, o, q = rows[:4].unbind()
-    difference, magnitude, log_ratio, clamped, inverse = rows[base:].unbind()
+    difference, magnitude, log_ratio, clamped, inverse, js = rows[base:].unbind()
     rows[0] = 1.0
     torch.exp(log_o, out=o)
     torch.exp(log_q, out=q)
@@ -138,7 +143,9 @@ def _measure(tokens: TokenBatch, weight: torch.Tensor | None) -> _Gap:
     torch.expm1(clamped, out=excess)
     torch.sub(o, q, out=difference).abs_()
     torch.abs(log_ratio, out=magnitude)
-    torch.add(excess, 1.0, out=inverse).reciprocal_()
+    torch.add(excess, 1.0, out=inverse)
+    torch.mul(inverse, clamped, out=js).addcmul_(inverse + 1, torch.log1p(excess / 2), value=-1).mul_(0.5).clamp_(min=0)
+    inverse.reciprocal_()
     if weight is not None:
         rows[4] = weight.detach()
     return _Gap(finite.double(), rows, base)
@@ -151,7 +158,7 @@ def _moments(prefix: str, sums: Sequence[Sequence[float]], base: int) -> dict[st
     if not n:
         return found
     linear = {name: row[0] / n for name, row in zip(_LINEAR, sums[base:], strict=True)}
-    for name in ("prob_abs_diff", "logprob_abs_diff", "inverse_ratio_mean"):
+    for name in ("prob_abs_diff", "logprob_abs_diff", "inverse_ratio_mean", "js"):
         found[f"{prefix}/{name}"] = linear[name]
     found[f"{prefix}/kl"] = -linear["log_ratio"]
     one, excess, o, q = ([value / n for value in row] for row in sums[:4])
@@ -189,8 +196,9 @@ def _bin_metrics(prefix: str, rows: Sequence[Sequence[float]]) -> dict[str, floa
     return found
 
 
-def _means(tokens: TokenBatch, trainer_version: int, valid: torch.Tensor) -> dict[str, torch.Tensor]:
+def _means(tokens: TokenBatch, trainer_version: int, gap: _Gap) -> dict[str, torch.Tensor]:
     """Name → `[2]` float64: a total and what it is divided by."""
+    valid = gap.valid
     one = valid.new_ones(())
     count = valid.sum()
     ratio = tokens.logprobs if tokens.old_logprobs is None else tokens.old_logprobs
@@ -203,6 +211,7 @@ def _means(tokens: TokenBatch, trainer_version: int, valid: torch.Tensor) -> dic
         "mask/bad_updates": ((valid * bad).sum(), count),
         "policy/prob_mean": (p.mean(), one),
     }
+    pairs |= _perplexities(tokens.sequence_ids, gap, one)
     if tokens.kept_mass is not None:
         pairs["mismatch/expected_ratio"] = (valid @ tokens.kept_mass.double(), count)
     if tokens.entropy is not None:
@@ -216,9 +225,35 @@ def _means(tokens: TokenBatch, trainer_version: int, valid: torch.Tensor) -> dic
     return {name: torch.stack([total.double(), over]) for name, (total, over) in pairs.items()}
 
 
+def _runs(ids: torch.Tensor) -> torch.Tensor:
+    """`[T]`: number of the run of equal ids; `ids` themselves may be larger than T in a part of a batch."""
+    return torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).cumsum(0)])
+
+
+def _perplexities(ids: torch.Tensor, gap: _Gap, one: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    log_q = gap.rows[3].log()
+    log_ratio = gap.rows[gap.base + _LINEAR.index("log_ratio")]
+    # Places without a sequence, or with one that has no finite token, have size 0.
+    table = torch.zeros(3, len(ids), dtype=torch.float64, device=ids.device)
+    table.index_add_(1, _runs(ids), torch.stack([gap.valid, gap.valid * log_q, gap.valid * log_ratio]))
+    size, sum_q, sum_ratio = table
+    there = (size > 0).double()
+    mean_q, mean_gap = sum_q / size.clamp(min=1), -sum_ratio / size.clamp(min=1)
+    product = sum_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    means = {
+        "perplexity": (mean_gap - mean_q).exp(),
+        "rollout_perplexity": (-mean_q).exp(),
+        "log_perplexity_gap": mean_gap,
+        "log_perplexity_gap_abs": mean_gap.abs(),
+        "perplexity_ratio": mean_gap.exp(),
+        "chi2_sequence": (2 * product).expm1(),
+    }
+    pairs = {f"mismatch/{name}": ((there * value).sum(), there.sum()) for name, value in means.items()}
+    return pairs | {"mismatch/log_perplexity_gap_abs_max": ((there * mean_gap.abs()).max(), one)}
+
+
 def _staleness(ids: torch.Tensor, lag: torch.Tensor, one: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    # Runs numbered here rather than by `ids`, which may be larger than T in a part of a batch.
-    run = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).cumsum(0)])
+    run = _runs(ids)
     low = torch.zeros_like(lag).scatter_reduce(0, run, lag, "amin", include_self=False)
     high = torch.zeros_like(lag).scatter_reduce(0, run, lag, "amax", include_self=False)
     span = high - low  # 0 in places without a sequence

@@ -7,7 +7,7 @@
 from rollkeel.objectives.compose import compose
 from rollkeel.objectives.objective import Objective, ObjectiveOutput
 from rollkeel.objectives.recipes import dapo, dr_grpo, gmpo, grpo, gspo, icepop, kpop, mis, tis
-from rollkeel.objectives.recipes_field import cispo, ipo, opsm, sapo, trm
+from rollkeel.objectives.recipes_field import cispo, gpg, ipo, luspo, opsm, sapo, topr, trm, vespo
 from rollkeel.objectives.recipes_rollout import (
     dppo_binary_kl,
     dppo_binary_tv,
@@ -40,12 +40,14 @@ __all__ = [
     "dr_grpo",
     "fixed_at_final_bound",
     "gmpo",
+    "gpg",
     "grpo",
     "grpo_clip_higher",
     "gspo",
     "icepop",
     "ipo",
     "kpop",
+    "luspo",
     "m2po",
     "mask_negative",
     "minirl",
@@ -60,5 +62,7 @@ __all__ = [
     "relax_clip",
     "sapo",
     "tis",
+    "topr",
     "trm",
+    "vespo",
 ]

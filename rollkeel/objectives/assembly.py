@@ -24,6 +24,7 @@ def assemble(
     aggregate: str,
     advantage: str = "grpo",
     gap_penalty: float = 0.0,
+    positive_nll: float = 0.0,
     options: Mapping[str, Any],
     common: Mapping[str, Any],
 ) -> Objective:
@@ -37,6 +38,7 @@ def assemble(
         aggregate=aggregate,
         advantage=advantage,
         gap_penalty=number(f"{name}.gap_penalty", gap_penalty, at_least=0),
+        positive_nll=number(f"{name}.positive_nll", positive_nll, at_least=0),
         parameters={key: shown(value) for key, value in options.items()},
         **common_fields(name, common),
     )

@@ -18,6 +18,7 @@ from typing import Any
 from rollkeel.errors import BadInput
 from rollkeel.objectives import masks as mask_module
 from rollkeel.objectives.assembly import assemble
+from rollkeel.objectives.covariance import clip_cov, kl_cov
 from rollkeel.objectives.masks import Mask
 from rollkeel.objectives.objective import Objective
 from rollkeel.objectives.options import choice, named
@@ -40,6 +41,8 @@ MASKS: dict[str, Callable[..., Mask]] = {
         mask_module.divergence,
         mask_module.fallen,
         mask_module.second_moment,
+        mask_module.top_entropy,
+        clip_cov,
     )
 }
 """Name in a config → builder; each takes a `name` of its own for its metrics, needed when one kind is used twice."""
@@ -55,6 +58,7 @@ def compose(
     aggregate: str = "sequence_mean",
     advantage: str = "grpo",
     gap_penalty: float = 0.0,
+    positive_nll: float = 0.0,
     **common: Any,
 ) -> Objective:
     """Put an objective together by names.
@@ -75,9 +79,11 @@ def compose(
         aggregate=aggregate,
         advantage=advantage,
         gap_penalty=gap_penalty,
+        positive_nll=positive_nll,
         options={"options": {"masks": masks, "weight": weight, "surrogate": surrogate}},
         common=common,
     )
 
 
+SURROGATES["kl_cov"] = kl_cov
 OTHERS["composed"] = functools.partial(compose, "composed")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rollkeel.objectives.segments import lengths
 from rollkeel.types import TokenBatch
 
 _MASK64 = (1 << 64) - 1
@@ -47,6 +48,20 @@ def trajectory_ids(tokens: TokenBatch) -> torch.Tensor:
 def uniform(key: int, ids: torch.Tensor) -> torch.Tensor:
     """`[n]` float64 in [0, 1) from `[n]` int64 ids."""
     return _to_unit(_mix(_mix(ids) + _signed(key)))
+
+
+def uniform_at(key: int, tokens: TokenBatch) -> torch.Tensor:
+    """`[T]` float64 in [0, 1): one number per token, by its trajectory and position."""
+    return _to_unit(_mix(_mix(_mix(trajectory_ids(tokens)) + _signed(key)) + positions(tokens)))
+
+
+def positions(tokens: TokenBatch) -> torch.Tensor:
+    """`[T]` int64: `token_index`, or without it the place of each token in its sequence."""
+    if tokens.token_index is not None:
+        return tokens.token_index
+    counts = lengths(tokens.sequence_ids)
+    first = (counts.cumsum(0) - counts).repeat_interleave(counts, output_size=len(tokens.sequence_ids))
+    return torch.arange(len(first), device=first.device) - first
 
 
 def normal(key: int, ids: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,13 @@ Their *values* all estimate KL(p‖ref) for tokens sampled from p; their *gradie
 * `k2` = ½(log p − log ref)²: gradient of the reverse KL, ∇KL(p‖ref).
 * `k3` = ref/p − 1 − log(ref/p): unbiased value, but gradient of the **forward** KL, ∇KL(ref‖p).
 
-For tokens sampled from another policy q, with u = p/q, two forms are unbiased for ∇KL(p‖ref): u·k3 with u differentiated,
-and stop_grad(u)·k2.
+Multiplied by a ratio that is differentiated, k3 has the gradient of the reverse KL, ∇KL(p‖ref), on tokens from the policy under it:
+
+* `rk3` = r·k3, r = p/o, for tokens from the old policy (TRL's `use_bias_correction_kl`, slime's `--use-unbiased-kl`);
+* `uk3` = u·k3, u = p/q, for tokens from the sampler (NeMo-RL with `use_on_policy_kl_approximation`);
+* `sk3` = k3·p/stop_grad(p), for tokens from p: the value of k3 and, beside its slope, the score function's (NeMo-RL's default).
+
+For tokens from q, stop_grad(u)·k2 is unbiased for ∇KL(p‖ref) as well.
 """
 
 from __future__ import annotations
@@ -16,7 +21,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from rollkeel.objectives.terms import bounded_expm1
+from rollkeel.objectives.terms import bounded_exp, bounded_expm1, wide
+from rollkeel.types import TokenBatch
 
 
 def k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
@@ -38,5 +44,16 @@ def k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     return bounded_expm1(log_ratio) - log_ratio
 
 
-ESTIMATORS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+PLAIN: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 """Estimator name → function of (`logprobs`, `ref_logprobs`), both `[T]`."""
+RATIO_UNDER = {"rk3": "old_logprobs", "uk3": "rollout_logprobs", "sk3": "logprobs"}
+"""Estimators that multiply k3 by p over this field's policy."""
+ESTIMATORS = (*PLAIN, *RATIO_UNDER)
+
+
+def estimated(name: str, logprobs: torch.Tensor, ref_logprobs: torch.Tensor, tokens: TokenBatch) -> torch.Tensor:
+    """`[T]`: an estimator of `ESTIMATORS` by name; `tokens` has the log-probs under the ratio."""
+    if name in PLAIN:
+        return PLAIN[name](logprobs, ref_logprobs)
+    base = wide(getattr(tokens, RATIO_UNDER[name]).detach())
+    return bounded_exp(logprobs - base) * k3(logprobs, ref_logprobs)

@@ -19,8 +19,8 @@ from rollkeel.objectives import statistics as stats
 from rollkeel.objectives.divergences import at_floor
 from rollkeel.objectives.options import choice, flag, number, threshold, whole
 from rollkeel.objectives.statistics import Gather, Statistic
-from rollkeel.objectives.terms import Anchor, Terms
-from rollkeel.objectives.thresholds import Budget, Threshold
+from rollkeel.objectives.terms import LEVELS, Anchor, Terms
+from rollkeel.objectives.thresholds import Budget, Share, Threshold
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Rule:
         self.threshold.load_state_dict(state)
 
 
-CURRENT = frozenset({"logprobs", "topk_logprobs"})
+CURRENT = frozenset({"logprobs", "topk_logprobs", "entropy"})
 """Fields that only a pass with the current weights fills."""
 
 
@@ -121,9 +121,13 @@ def from_rules(name: str, *rules: Rule, **more: Any) -> Mask:
 # ---- masks that judge every token alike ----------------------------------------------------------------------------
 
 
-def ratio_band(name: str = "ratio_band", low: Any = 0.5, high: Any = 5.0) -> Mask:
-    """Keep low ≤ target/reference ≤ high (IcePop, Ring-1T report eqs. 1–2: k inside [α, β], 0 outside)."""
-    return _band(name, stats.RATIO, low, high, 0.5, 5.0)
+def ratio_band(name: str = "ratio_band", low: Any = 0.5, high: Any = 5.0, level: str = "token") -> Mask:
+    """Keep low ≤ target/reference ≤ high (IcePop, Ring-1T report eqs. 1–2: k inside [α, β], 0 outside).
+
+    `level`: the ratio of the token, its geometric mean over the segment (one turn) or the sequence, or its product over the
+    `sequence`.
+    """
+    return _band(name, _ratio_at(name, level), low, high, 0.5, 5.0)
 
 
 def geometric_band(name: str = "geometric_band", low: Any = 0.996, high: Any = 1.001) -> Mask:
@@ -139,13 +143,14 @@ def _band(name: str, statistic: Statistic, low: Any, high: Any, first_low: float
     return from_rules(name, Rule("low", statistic, bottom), Rule("high", statistic, top))
 
 
-RATIO_LEVELS = {"token": stats.RATIO, "sequence": stats.SEQUENCE_RATIO, "geometric": stats.GEOMETRIC_RATIO}
+def _ratio_at(name: str, level: str) -> Statistic:
+    return stats.RATIO_LEVELS[choice(f"{name}.level", level, LEVELS)]
 
 
 def ratio_cap(name: str = "ratio_cap", cap: Any = 2.0, level: str = "token") -> Mask:
-    """Keep target/reference ≤ cap at the token, for the whole sequence (product) or as its geometric mean (MIS)."""
-    statistic = RATIO_LEVELS[choice(f"{name}.level", level, tuple(RATIO_LEVELS))]
-    return from_rules(name, Rule("cap", statistic, threshold(f"{name}.cap", cap, default=2.0, above=0)))
+    """Keep target/reference ≤ cap (MIS); `level` as for `ratio_band`."""
+    bound = threshold(f"{name}.cap", cap, default=2.0, above=0)
+    return from_rules(name, Rule("cap", _ratio_at(name, level), bound))
 
 
 def binary_kl_bound(name: str = "binary_kl_bound", phi: Any = 0.1) -> Mask:
@@ -175,13 +180,15 @@ def sequence_kl(
     estimator: str = "k3",
     negative_only: bool = False,
 ) -> Mask:
-    """Keep sequences whose `reduce` (max or mean) of a token-wise estimate of KL(reference‖target) is ≤ δ, in nats.
+    """Keep sequences whose `reduce` (max, mean or sum) of a token-wise estimate of KL(reference‖target) is ≤ δ, in nats.
 
-    `estimator`: k1 = log(reference/target), k2 = half its square, k3 = x − 1 − log x with x = target/reference, or `binary`.
+    `estimator`: k1 = log(reference/target), k2 = half its square, k3 = x − 1 − log x with x = target/reference, `binary`, or
+    `tv`, the probability |target − reference|.
     `negative_only`: judge tokens with A < 0 only (off-policy sequence masking).
     """
     statistic = stats.sequence_kl(
-        choice(f"{name}.reduce", reduce, ("max", "mean")), choice(f"{name}.estimator", estimator, tuple(stats.TOKEN_KL))
+        choice(f"{name}.reduce", reduce, stats.REDUCTIONS),
+        choice(f"{name}.estimator", estimator, tuple(stats.TOKEN_KL)),
     )
     statistic = stats.only_negative(statistic) if flag(f"{name}.negative_only", negative_only) else statistic
     return from_rules(name, Rule("delta", statistic, threshold(f"{name}.delta", delta, default=0.05, at_least=0)))
@@ -192,6 +199,13 @@ def at_most(name: str = "at_most", statistic: str = "ratio", value: Any = 1.0, d
     found = stats.STATISTICS[choice(f"{name}.statistic", statistic, tuple(stats.STATISTICS))]
     found = stats.moving_away(found) if flag(f"{name}.directional", directional) else found
     return from_rules(name, Rule("value", found, threshold(f"{name}.value", value, default=1.0)))
+
+
+def top_entropy(name: str = "top_entropy", share: float = 0.2) -> Mask:
+    """Keep the `share` of the batch's tokens at which the policy's entropy is largest (Wang et al. 2025, "Beyond the 80/20
+    rule"; 0.2 is theirs)."""
+    share = number(f"{name}.share", share, above=0, at_most=1)
+    return from_rules(name, Rule("cutoff", stats.ENTROPY, Share(share)), parameters={"share": share})
 
 
 # ---- directional masks ---------------------------------------------------------------------------------------------
@@ -248,10 +262,13 @@ def fallen(name: str = "fallen", delta: Any = 0.5) -> Mask:
     )
 
 
-def second_moment(name: str = "second_moment", tau: float = 0.04) -> Mask:
-    """Among tokens moving away, drop the largest (log ratio)² until the mean of the rest is ≤ τ (M2PO), over the batch."""
-    tau = number(f"{name}.tau", tau, above=0)
-    statistic = stats.moving_away(stats.SQUARED_LOG_RATIO)
+def second_moment(name: str = "second_moment", tau: float = 0.04, directional: bool = True) -> Mask:
+    """Among tokens moving away, drop the largest (log ratio)² until the mean of the rest is ≤ τ (M2PO), over the batch.
+
+    `directional=False` judges every token, as AReaL does.
+    """
+    tau, statistic = number(f"{name}.tau", tau, above=0), stats.SQUARED_LOG_RATIO
+    statistic = stats.moving_away(statistic) if flag(f"{name}.directional", directional) else statistic
     return from_rules(name, Rule("cutoff", statistic, Budget(tau)), parameters={"tau": tau})
 
 

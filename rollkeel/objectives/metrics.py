@@ -2,7 +2,7 @@
 
 | metric | meaning |
 |---|---|
-| `loss/total`, `/policy`, `/kl`, `/gap_penalty`, `/entropy` | the loss and its terms, with their coefficients |
+| `loss/total`, `/policy`, `/kl`, `/gap_penalty`, `/positive_nll`, `/entropy` | the loss and its terms, with their coefficients |
 | `objective/kept` | fraction of tokens that every mask keeps |
 | `objective/clamped_log_ratios` | log-ratios beyond ±20, each counted once |
 | `clip/high`, `clip/low` | fraction of tokens cut on each side, by a surrogate or by a ratio clip that is a mask |
@@ -179,7 +179,7 @@ def _clamped(objective: Objective, tokens: TokenBatch, terms: Terms) -> torch.Te
         pairs.add(("old_logprobs", "rollout_logprobs"))
     for target, reference in sorted(pairs - {("logprobs", anchor.base)}):
         total = total + beyond_limit(wide(getattr(tokens, target)) - wide(getattr(tokens, reference)))
-    if tokens.ref_logprobs is not None and objective.kl_coefficient > 0 and objective.kl_estimator == "k3":
+    if tokens.ref_logprobs is not None and objective.kl_coefficient > 0 and objective.kl_estimator.endswith("k3"):
         total = total + beyond_limit(terms.logprobs - wide(tokens.ref_logprobs))
     return total
 

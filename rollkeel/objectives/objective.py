@@ -17,7 +17,7 @@ import torch
 
 from rollkeel.errors import BadInput
 from rollkeel.objectives.checks import check_part, check_tokens, check_whole
-from rollkeel.objectives.kl import ESTIMATORS
+from rollkeel.objectives.kl import ESTIMATORS, RATIO_UNDER, estimated
 from rollkeel.objectives.masks import Mask, Rule
 from rollkeel.objectives.metrics import Parts, measure
 from rollkeel.objectives.options import number
@@ -25,11 +25,11 @@ from rollkeel.objectives.perturbations import Factor
 from rollkeel.objectives.segments import sequence_sum
 from rollkeel.objectives.statistics import Gather
 from rollkeel.objectives.surrogates import Surrogate
-from rollkeel.objectives.terms import Anchor, Terms, make_terms, wide
+from rollkeel.objectives.terms import WHOLE, Anchor, Terms, make_terms, wide
 from rollkeel.objectives.weights import Weight
 from rollkeel.types import TokenBatch
 
-AGGREGATES = re.compile(r"token_mean|sequence_mean|sequence_sum|constant_length\([1-9]\d*\)")
+AGGREGATES = re.compile(r"token_mean|sequence_mean|prompt_mean|sequence_sum|token_sum|constant_length\([1-9]\d*\)")
 DENOMINATORS = ("original", "kept")
 _ALWAYS = frozenset({"logprobs", "rollout_logprobs"})
 _NOT_A_FIELD = frozenset({"prepare"})
@@ -68,7 +68,8 @@ class Objective:
     factors: tuple[Factor, ...] = ()
     """Perturbations: detached multipliers of S."""
     aggregate: str = "sequence_mean"
-    """How `batch/` makes coefficients: token_mean, sequence_mean, sequence_sum or constant_length(n)."""
+    """How `batch/` makes coefficients: token_mean, sequence_mean, prompt_mean, sequence_sum, token_sum or
+    constant_length(n)."""
     advantage: str = "grpo"
     """Name in `rollkeel.advantages` that the recipe's paper uses."""
     kl_coefficient: float = 0.0
@@ -78,6 +79,9 @@ class Objective:
     """η ≥ 0."""
     gap_penalty: float = 0.0
     """τ ≥ 0 of a further term τ·(log p − log q)², not masked, that pulls p back to q."""
+    positive_nll: float = 0.0
+    """μ ≥ 0 of a further term −μ·log p over tokens with A > 0, not masked: their likelihood (VAPO, Yue et al. 2025). Their
+    coefficients are rescaled to carry what all tokens of the batch carry."""
     denominator: str = "original"
     """`kept`: rescale coefficients so that kept tokens carry what all tokens carried, over the batch for token_mean and
     inside each sequence for sequence_mean."""
@@ -96,7 +100,8 @@ class Objective:
             )
         if not isinstance(self.aggregate, str) or not AGGREGATES.fullmatch(self.aggregate):
             raise BadInput(
-                f"objective {self.name}: aggregate expected token_mean, sequence_mean, sequence_sum or constant_length(n),"
+                f"objective {self.name}: aggregate expected token_mean, sequence_mean, prompt_mean, sequence_sum, token_sum or"
+                " constant_length(n),"
                 f" got {self.aggregate!r}"
             )
         if self.kl_estimator not in tuple(ESTIMATORS):
@@ -119,7 +124,7 @@ class Objective:
                 f"objective {self.name}: expected parts with thresholds or draws under different names, got"
                 f" {', '.join(stateful)}; give the mask another name or drop one perturbation"
             )
-        for name in ("kl_coefficient", "entropy_coefficient", "gap_penalty"):
+        for name in ("kl_coefficient", "entropy_coefficient", "gap_penalty", "positive_nll"):
             number(f"objective {self.name}: {name}", getattr(self, name), at_least=0)
 
     @property
@@ -130,15 +135,28 @@ class Objective:
         """
         names = self.anchor.fields | (self.weight.needs if self.weight else frozenset())
         names = names.union(*(mask.reads(self.anchor) for mask in self.masks), *(f.needs for f in self.factors))
+        names -= {"entropy"}  # a mask reads a detached one, which every pass has
         if any(rule.threshold.adaptive for rule in self.surrogate.rules):
             names |= {"prepare"}
         if self._kept_over_batch and any("logprobs" in mask.reads(self.anchor) for mask in self.masks):
             names |= {"prepare"}
         if self.kl_coefficient > 0:
-            names |= {"ref_logprobs"}
+            names |= {"ref_logprobs", RATIO_UNDER.get(self.kl_estimator, "ref_logprobs")}
         if self.entropy_coefficient > 0:
             names |= {"entropy"}
         return names - _ALWAYS
+
+    @property
+    def looks_ahead(self) -> bool:
+        """True if `prepare` finds something for the batch in the old or current log-probs: no stand-in for either will do."""
+        by_weight = self.weight is not None and self.weight.normalise
+        return self.denominator == "kept" or by_weight or any(rule.threshold.adaptive for _, rule in self.rules())
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """What `loss` needs of a batch: also the detached entropy that a mask reads."""
+        read = frozenset().union(*(mask.reads(self.anchor) for mask in self.masks))
+        return (self.needs | (read & {"entropy"})) - _NOT_A_FIELD
 
     @property
     def topk(self) -> int:
@@ -153,7 +171,8 @@ class Objective:
         M2PO's cutoff, random draws, the kept share. `gather`: with data parallelism, a function that concatenates a 1-D
         tensor over all ranks; every rank must call `prepare` then.
         """
-        check_tokens(batch, self.needs - _NOT_A_FIELD - {"entropy"}, self.name)
+        differentiated = {"entropy"} if self.entropy_coefficient > 0 and batch.entropy is None else set()
+        check_tokens(batch, self.fields - differentiated, self.name)
         check_whole(batch, self.name)
         gather = gather or (lambda values: values)
         with torch.no_grad():
@@ -168,19 +187,25 @@ class Objective:
                 sums = _carried(batch.coefficients.detach(), keep)
                 everything, kept = (gather(total[None].double()).sum().item() for total in sums)
                 self._batch["kept_scale"] = everything / kept if kept > 0 else 0.0
+            if self.positive_nll > 0:
+                sums = _carried(batch.coefficients.detach(), batch.advantages > 0)
+                everything, positive = (gather(total[None].double()).sum().item() for total in sums)
+                self._batch["positive_scale"] = everything / positive if positive > 0 else 0.0
+            if self.weight is not None and self.weight.normalise:
+                self._batch["weight_mean"] = gather(self._units(terms, self.weight.weight(terms))).mean().item()
 
     def loss(self, tokens: TokenBatch) -> torch.Tensor:
         """0-d loss of a micro-batch: checked, one synchronisation, no metrics. Sums over micro-batches to the batch's loss.
 
         Raises `BadInput` (missing field, lengths, positive log-probs) or `NonFinite`, naming sequence and position.
         """
-        check_tokens(tokens, self.needs - _NOT_A_FIELD, self.name)
+        check_tokens(tokens, self.fields, self.name)
         self._check_entropy_gradient(tokens)
         return self._evaluate(tokens).loss
 
     def __call__(self, tokens: TokenBatch) -> ObjectiveOutput:
         """Loss, masks, weights and metrics of a batch (`[T]` tensors). Raises as `loss` does."""
-        check_tokens(tokens, self.needs - _NOT_A_FIELD, self.name)
+        check_tokens(tokens, self.fields, self.name)
         self._check_entropy_gradient(tokens)
         parts = self._evaluate(tokens)
         with torch.no_grad():
@@ -230,6 +255,7 @@ class Objective:
             "kl_estimator": self.kl_estimator,
             "entropy_coefficient": self.entropy_coefficient,
             "gap_penalty": self.gap_penalty,
+            "positive_nll": self.positive_nll,
             "denominator": self.denominator,
             "allow_double_correction": self.allow_double_correction,
         }
@@ -286,13 +312,28 @@ class Objective:
             everything = sequence_sum(coefficients, tokens.sequence_ids)
         return coefficients * torch.where(kept > 0, everything / kept, 0.0)
 
+    def _weigh(self, terms: Terms) -> torch.Tensor | None:
+        """`[T]`: the correction weight, over its batch's mean if it is normalised."""
+        if self.weight is None:
+            return None
+        weight = self.weight.weight(terms)
+        check_part(weight, terms.logprobs, f"weight {self.weight.name}", self.name)
+        if not self.weight.normalise:
+            return weight
+        mean = self._batch.get("weight_mean")
+        mean = self._units(terms, weight).mean().item() if mean is None and weight.numel() else mean
+        return weight / mean if mean else weight
+
+    def _units(self, terms: Terms, weight: torch.Tensor) -> torch.Tensor:
+        """Weights once per token, or per sequence where a sequence has one; float64."""
+        whole = self.weight is not None and self.weight.level in WHOLE
+        return (terms.per_sequence(weight) if whole else weight).double()
+
     def _evaluate(self, tokens: TokenBatch) -> Parts:
         terms = make_terms(tokens, self.anchor)
         with torch.no_grad():
             keeps, keep = self._keep(terms)
-            weight = self.weight.weight(terms) if self.weight else None
-            if self.weight and weight is not None:
-                check_part(weight, terms.logprobs, f"weight {self.weight.name}", self.name)
+            weight = self._weigh(terms)
             scale = self._rescaled(tokens, keep)
             for factor in self.factors:
                 scale = scale * factor.multiplier(terms)
@@ -304,11 +345,16 @@ class Objective:
         extra, c = {}, tokens.coefficients.detach()
         if self.kl_coefficient > 0:
             assert tokens.ref_logprobs is not None  # in `needs`
-            estimate = ESTIMATORS[self.kl_estimator](terms.logprobs, wide(tokens.ref_logprobs).detach())
+            estimate = estimated(self.kl_estimator, terms.logprobs, wide(tokens.ref_logprobs).detach(), tokens)
             extra["kl"] = self.kl_coefficient * (c * estimate).sum()
         if self.gap_penalty > 0:
             gap = terms.logprobs - wide(tokens.rollout_logprobs).detach()
             extra["gap_penalty"] = self.gap_penalty * (c * gap.square()).sum()
+        if self.positive_nll > 0:
+            everything, positive = _carried(c, terms.advantages > 0)
+            scale_up = self._batch.get("positive_scale", torch.where(positive > 0, everything / positive, 0.0))
+            nll = -torch.where(terms.advantages > 0, c * terms.logprobs, 0.0).sum()
+            extra["positive_nll"] = self.positive_nll * scale_up * nll
         if self.entropy_coefficient > 0:
             assert tokens.entropy is not None  # in `needs`
             extra["entropy"] = -self.entropy_coefficient * (c * wide(tokens.entropy)).sum()

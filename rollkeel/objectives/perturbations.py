@@ -53,10 +53,7 @@ def weight_noise(sigma: float = 0.2, seed: int = 0) -> Factor:
     draw = Draw(whole("weight_noise.seed", seed))
 
     def multiplier(terms: Terms) -> torch.Tensor:
-        ids, index = draws.trajectory_ids(terms.tokens), terms.tokens.token_index
-        if index is None:
-            first = (terms.lengths.cumsum(0) - terms.lengths).repeat_interleave(terms.lengths, output_size=len(ids))
-            index = torch.arange(len(ids), device=ids.device) - first
+        ids, index = draws.trajectory_ids(terms.tokens), draws.positions(terms.tokens)
         return (1.0 + sigma * draws.normal(draw.key, ids, index)).to(wide(terms.logprobs).dtype)
 
     return Factor("weight_noise", multiplier, {"sigma": sigma, "seed": float(seed)}, draw=draw)

@@ -1,8 +1,8 @@
 """Named objectives of the KPop blog, the Ring-1T report and the stability study: each a few lines that put parts together.
 
 Common keyword arguments of all recipes: `aggregate` (token_mean, sequence_mean, sequence_sum, constant_length(n)),
-`denominator` (original, kept), `perturb` (a list of perturbations), `kl_coefficient` γ ≥ 0, `kl_estimator` (k1, k2, k3),
-`entropy_coefficient` η ≥ 0, `allow_double_correction`. Every threshold of a mask or clip also takes `{drop_rate: 0.01}`, see
+`denominator` (original, kept), `perturb` (a list of perturbations), `kl_coefficient` γ ≥ 0, `kl_estimator` (see `kl`),
+`entropy_coefficient` η ≥ 0, `allow_double_correction`. The thresholds of masks and clips that drop also take `{drop_rate: 0.01}`, see
 `options.threshold`. All raise `BadInput` for a wrong value. p, o, q: training policy now, at the start of the batch, and
 the sampler; r = p/o, ρ = o/q, u = p/q.
 """

@@ -141,3 +141,82 @@ def trm(
         options={"delta": delta, "reduce": reduce, "estimator": estimator, "cap": cap},
         common=common,
     )
+
+
+@register("luspo")
+def luspo(
+    *, clip_low: Any = 2e-3, clip_high: Any = 2.5e-3, aggregate: str = "sequence_sum", **common: Any
+) -> Objective:
+    """LUSPO: GSPO with each sequence's loss times its length (Liu et al. 2026, "Length-unbiased sequence policy
+    optimization", §5.1 for ε), so that a token of a long answer weighs as much as one of a short answer.
+
+    Gradient coefficient of A·∇log p: s = exp(mean log r) where GSPO keeps the sequence, else 0.
+    """
+    return assemble(
+        "luspo",
+        OLD,
+        surrogates.sequence_ppo_clip(starting_at(2e-3, clip_low), starting_at(2.5e-3, clip_high)),
+        aggregate=aggregate,
+        options={"clip_low": clip_low, "clip_high": clip_high},
+        common=common,
+    )
+
+
+@register("vespo")
+def vespo(
+    *,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+    aggregate: str = "token_mean",
+    **common: Any,
+) -> Objective:
+    """VESPO: log p·A weighted by φ(W) = W^k·e^(λ(1−W)), W = Π p/q over the sequence (2026, "Variational sequence-level soft
+    policy optimization", §3.4; TRL's defaults for k and λ, by the sign of A).
+
+    Gradient coefficient of A·∇log p: φ(W) for every token of the sequence; 1 at W = 1, 0 far from it. Drops nothing.
+    """
+    options = {
+        "k_positive": k_positive,
+        "lambda_positive": lambda_positive,
+        "k_negative": k_negative,
+        "lambda_negative": lambda_negative,
+    }
+    surrogate = surrogates.gamma_weight(**options)
+    return assemble("vespo", ROLLOUT, surrogate, aggregate=aggregate, options=options, common=common)
+
+
+@register("topr")
+def topr(
+    *,
+    low: float = 0.0,
+    high: float = 1.0,
+    level: str = "sequence",
+    aggregate: str = "sequence_sum",
+    **common: Any,
+) -> Objective:
+    """TOPR, tapered off-policy REINFORCE: log p·A as it is for A > 0, times clip(W, low, high) for A < 0 (Le Roux et al. 2025).
+
+    W = Π p/q over the sequence, or at `level` token the token's own p/q. The paper's rewards are ±1 without a baseline;
+    here A = R − mean, whose sign is what counts. Gradient coefficient of A·∇log p: 1, or the clipped W. Drops nothing.
+    """
+    return assemble(
+        "topr",
+        ROLLOUT,
+        surrogates.tapered(low, high, level),
+        aggregate=aggregate,
+        advantage="dr_grpo",
+        options={"low": low, "high": high, "level": level},
+        common=common,
+    )
+
+
+@register("gpg")
+def gpg(*, aggregate: str = "token_mean", **common: Any) -> Objective:
+    """GPG, group policy gradient: log p·A without ratio, clip or reference (Chu et al. 2025); its A are `advantages.name=gpg`.
+
+    Gradient coefficient of A·∇log p: 1. Drops nothing, corrects nothing.
+    """
+    surrogate = surrogates.logprob()
+    return assemble("gpg", ROLLOUT, surrogate, aggregate=aggregate, advantage="gpg", options={}, common=common)

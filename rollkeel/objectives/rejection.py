@@ -9,7 +9,7 @@ import torch
 
 from rollkeel.objectives import draws
 from rollkeel.objectives.draws import Draw
-from rollkeel.objectives.masks import Mask, Rule, from_rules
+from rollkeel.objectives.masks import CURRENT, Mask, Rule, from_rules
 from rollkeel.objectives.statistics import Gather, Statistic
 from rollkeel.objectives.terms import Anchor, Terms, make_terms
 from rollkeel.objectives.thresholds import Share
@@ -48,7 +48,7 @@ class RandomRule(Rule):
             return frozenset()
         masks = self.like.masks
         read = frozenset().union(*(m.reads(self.like.anchor) for m in masks)) | self.like.needs
-        return read | {"prepare"} if "logprobs" in read else read
+        return read | {"prepare"} if CURRENT & read else read
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"draw": self.draw.state_dict()}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rollkeel.objectives.divergences import binary_kl, binary_tv, symmetric_binary_kl, topk_kl, topk_tv
-from rollkeel.objectives.terms import TOPK_OF, Anchor, Terms, bounded_exp, bounded_expm1, wide
+from rollkeel.objectives.terms import LEVELS, TOPK_OF, WHOLE, Anchor, Terms, bounded_exp, bounded_expm1, wide
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """1-D tensor of one data-parallel rank → the concatenation over all ranks, in any order."""
@@ -131,16 +131,19 @@ TOKEN_KL: Mapping[str, Callable[[Terms], torch.Tensor]] = {
     "k2": lambda terms: 0.5 * terms.log_correction.square(),
     "k3": _k3,
     "binary": lambda terms: binary_kl(terms.reference, terms.target),
+    "tv": lambda terms: binary_tv(terms.target, terms.reference),
 }
-"""Token-wise estimates of KL(reference‖target) for tokens sampled from the reference."""
+"""Token-wise estimates of KL(reference‖target) for tokens sampled from the reference; `tv` is |target − reference|."""
+REDUCTIONS = ("max", "mean", "sum")
 
 
 def sequence_kl(reduce: str, estimator: str) -> Statistic:
-    """Max or mean over the sequence of a `TOKEN_KL`."""
+    """Max, mean or sum over the sequence of a `TOKEN_KL`."""
     token = TOKEN_KL[estimator]
 
     def value(terms: Terms) -> torch.Tensor:
-        return terms.sequence_max(token(terms)) if reduce == "max" else terms.sequence_mean(token(terms))
+        over = {"max": terms.sequence_max, "mean": terms.sequence_mean, "sum": terms.sequence_sum}
+        return over[reduce](token(terms))
 
     return Statistic(f"{reduce}_{estimator}", value, level="sequence")
 
@@ -150,11 +153,17 @@ def _fall(terms: Terms) -> torch.Tensor:
 
 
 RATIO = Statistic("ratio", lambda terms: terms.correction)
-SEQUENCE_RATIO = Statistic(
-    "sequence_ratio", lambda terms: bounded_exp(terms.sequence_sum(terms.log_correction)), level="sequence"
+SEGMENT_RATIO, GEOMETRIC_RATIO, SEQUENCE_RATIO = (
+    Statistic(
+        f"{level}_ratio",
+        lambda terms, level=level: bounded_exp(terms.at_level(terms.log_correction, level)),
+        level="sequence" if level in WHOLE else "token",
+        needs=frozenset() if level in WHOLE else frozenset({"token_index"}),
+    )
+    for level in LEVELS[1:]
 )
-GEOMETRIC_RATIO = Statistic(
-    "geometric_ratio", lambda terms: bounded_exp(terms.sequence_mean(terms.log_correction)), level="sequence"
+RATIO_LEVELS: Mapping[str, Statistic] = dict(
+    zip(LEVELS, (RATIO, SEGMENT_RATIO, GEOMETRIC_RATIO, SEQUENCE_RATIO), strict=True)
 )
 ABS_LOG_GEOMETRIC = Statistic(
     "abs_log_geometric", lambda terms: terms.sequence_mean(terms.log_correction).abs(), level="sequence"
@@ -163,6 +172,13 @@ SQUARED_LOG_RATIO = Statistic("squared_log_ratio", lambda terms: terms.log_corre
 SYMMETRIC_BINARY_KL = Statistic("symmetric_binary_kl", lambda terms: symmetric_binary_kl(terms.target, terms.reference))
 BINARY_KL = Statistic("binary_kl", lambda terms: binary_kl(terms.reference, terms.target))
 BINARY_TV = Statistic("binary_tv", lambda terms: binary_tv(terms.target, terms.reference))
+ENTROPY = Statistic(
+    "entropy",
+    lambda terms: wide(terms.tokens.entropy.detach()),  # type: ignore[union-attr]  # in `needs`
+    pair=False,
+    needs=frozenset({"entropy"}),
+)
+"""Of the training policy at the token's position, nats."""
 FALL = Statistic("fall", _fall)
 """reference − target, a probability difference."""
 CLIP_HIGH = Statistic(
@@ -177,9 +193,7 @@ CLIP_LOW = Statistic(
 STATISTICS: Mapping[str, Statistic] = {
     statistic.name: statistic
     for statistic in (
-        RATIO,
-        SEQUENCE_RATIO,
-        GEOMETRIC_RATIO,
+        *RATIO_LEVELS.values(),
         ABS_LOG_GEOMETRIC,
         SQUARED_LOG_RATIO,
         SYMMETRIC_BINARY_KL,
@@ -187,6 +201,7 @@ STATISTICS: Mapping[str, Statistic] = {
         BINARY_TV,
         topk("topk_tv"),
         topk("topk_kl"),
+        ENTROPY,
         FALL,
         CLIP_HIGH,
         CLIP_LOW,

@@ -1,6 +1,6 @@
 """Surrogates S_t(p): the only part of an objective that carries the policy gradient, each a pure function of `Terms`.
 
-Every clip takes a number or a drop rate (`{drop_rate: 0.01}`), as masks do.
+`clip_low` and `clip_high` take a number or a drop rate (`{drop_rate: 0.01}`), as masks do; what drops nothing takes a number.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 
 from rollkeel.errors import BadInput
 from rollkeel.objectives.masks import Rule, outside
-from rollkeel.objectives.options import number, optional_number, threshold
+from rollkeel.objectives.options import choice, number, optional_number, threshold
 from rollkeel.objectives.statistics import Statistic
-from rollkeel.objectives.terms import Terms, bounded_exp, bounded_expm1
+from rollkeel.objectives.terms import LOG_RATIO_LIMIT, WHOLE, Terms, bounded_exp, bounded_expm1
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,23 @@ class Surrogate:
     """The clips, whose thresholds may follow a drop rate."""
 
 
-def ppo_clip(clip_low: Any = 0.2, clip_high: Any = 0.2) -> Surrogate:
+def ppo_clip(clip_low: Any = 0.2, clip_high: Any = 0.2, dual: float | None = None) -> Surrogate:
     """min(r·A, clip(r, 1−clip_low, 1+clip_high)·A) with r = p/base (Schulman et al. 2017, eq. 7).
 
     Gradient with respect to log p: r·A, and 0 where A > 0 and r > 1+clip_high or A < 0 and r < 1−clip_low.
-    At a band edge the token still counts.
+    At a band edge the token still counts. `dual` > 1 cuts A < 0 with r > dual as well, at the value dual·A (dual-clip PPO, Ye
+    et al. 2020, its c; verl's `clip_ratio_c` is 3; TRL's two-sided `delta` is the same cut).
     """
     high, low = _clips("ppo_clip", clip_low, clip_high, _token_ratio, "token", bounded_expm1, (0.2, 0.2))
+    dual = optional_number("ppo_clip.dual", dual, above=1)
 
     def evaluate(terms: Terms) -> SurrogateValue:
-        return _clipped(bounded_exp(terms.log_ratio), terms, 1.0 - _value(low), 1.0 + _value(high))
+        cut = _clipped(bounded_exp(terms.log_ratio), terms, 1.0 - _value(low), 1.0 + _value(high))
+        if dual is None:
+            return cut
+        far = (terms.advantages < 0) & (bounded_exp(terms.log_ratio.detach()) > dual)
+        value = torch.where(far, dual * terms.advantages, cut.value)
+        return replace(cut, value=value, clipped_high=cut.clipped_high | far)  # type: ignore[operator]
 
     return Surrogate("ppo_clip", evaluate, (high, low))
 
@@ -146,8 +153,72 @@ def soft_gate(tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogat
     return Surrogate("soft_gate", evaluate)
 
 
+def logprob() -> Surrogate:
+    """log p·A, no ratio at all (REINFORCE; GPG, Chu et al. 2025). Gradient coefficient of A·∇log p: 1."""
+
+    def evaluate(terms: Terms) -> SurrogateValue:
+        return SurrogateValue(terms.logprobs * terms.advantages, ratio=torch.ones_like(terms.logprobs.detach()))
+
+    return Surrogate("logprob", evaluate)
+
+
+def tapered(low: float = 0.0, high: float = 1.0, level: str = "sequence") -> Surrogate:
+    """log p·A for A > 0, stop_grad(clip(p/base, low, high))·log p·A for A < 0 (TOPR, Le Roux et al. 2025, eq. 8).
+
+    `level`: the ratio of the token, its geometric mean over the sequence, or its product over the `sequence`, the paper's.
+    Gradient coefficient of A·∇log p: 1 where A > 0, else the clipped ratio.
+    """
+    low, high = number("tapered.low", low, at_least=0), number("tapered.high", high, above=0)
+    level = choice("tapered.level", level, ("token", *WHOLE))
+    if low > high:
+        raise BadInput(f"tapered: expected low ≤ high, got low={low} and high={high}")
+
+    def evaluate(terms: Terms) -> SurrogateValue:
+        ratio = bounded_exp(terms.at_level(terms.log_ratio.detach(), level))
+        ratio = torch.where(terms.advantages > 0, 1.0, ratio)
+        judged = terms.advantages < 0
+        weight = torch.where(judged, ratio.clamp(low, high), ratio)
+        value = weight * terms.logprobs * terms.advantages
+        return SurrogateValue(value, judged & (ratio > high), judged & (ratio < low), ratio)
+
+    return Surrogate("tapered", evaluate)
+
+
+def gamma_weight(
+    k_positive: float = 2.0, lambda_positive: float = 3.0, k_negative: float = 3.0, lambda_negative: float = 2.0
+) -> Surrogate:
+    """stop_grad(φ(W))·log p·A with φ(W) = W^k·e^(λ(1−W)), W the product of p/base over the sequence (VESPO, 2026).
+
+    k and λ by the sign of A (0 counts as positive). Gradient coefficient of A·∇log p: φ(W), 1 at W = 1, largest at W = k/λ.
+    """
+    names = ("k_positive", "lambda_positive", "k_negative", "lambda_negative")
+    given = (k_positive, lambda_positive, k_negative, lambda_negative)
+    k_up, l_up, k_down, l_down = (
+        number(f"gamma_weight.{name}", value, at_least=0) for name, value in zip(names, given, strict=True)
+    )
+
+    def evaluate(terms: Terms) -> SurrogateValue:
+        log_w = terms.sequence_sum(terms.log_ratio.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        up, phi = terms.advantages >= 0, (k_up * log_w - l_up * log_w.expm1()).exp()
+        phi = torch.where(up, phi, (k_down * log_w - l_down * log_w.expm1()).exp())
+        return SurrogateValue(phi * terms.logprobs * terms.advantages, ratio=log_w.exp())
+
+    return Surrogate("gamma_weight", evaluate)
+
+
 SURROGATES: dict[str, Callable[..., Surrogate]] = {
-    f.__name__: f for f in (ppo_clip, sequence_ppo_clip, geometric_ppo_clip, ratio, weighted_logprob, soft_gate)
+    f.__name__: f
+    for f in (
+        ppo_clip,
+        sequence_ppo_clip,
+        geometric_ppo_clip,
+        ratio,
+        weighted_logprob,
+        soft_gate,
+        logprob,
+        tapered,
+        gamma_weight,
+    )
 }
 
 

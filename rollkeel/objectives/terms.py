@@ -76,6 +76,12 @@ TOPK_OF = {
 """Log-probs of the sampled tokens → those of the same policy at `topk_ids`."""
 
 
+LEVELS = ("token", "segment", "geometric", "sequence")
+"""What a ratio may be taken over; see `Terms.at_level`."""
+WHOLE = ("geometric", "sequence")
+"""Those that give all tokens of a sequence the same number."""
+
+
 @dataclass(frozen=True)
 class Terms:
     """Flat `[T]` tensors of a batch under an anchor. Only `logprobs` and `log_ratio` may carry a gradient."""
@@ -118,6 +124,22 @@ class Terms:
     def sequence_max(self, values: torch.Tensor) -> torch.Tensor:
         """`[T]`: the largest value of each token's sequence."""
         return segments.sequence_max(values, self.tokens.sequence_ids, self.lengths)
+
+    @cached_property
+    def segment_lengths(self) -> torch.Tensor:
+        """`[S]` int64, tokens of each segment: a run of sampled tokens between two texts of an environment (one turn)."""
+        ids, index = self.tokens.sequence_ids, self.tokens.token_index
+        assert index is not None  # in the part's `needs`
+        begins = (ids[1:] != ids[:-1]) | (index[1:] != index[:-1] + 1)
+        return segments.lengths(torch.cat([begins.new_zeros(1), begins]).cumsum(0)) if len(ids) else ids
+
+    def at_level(self, log_ratio: torch.Tensor, level: str) -> torch.Tensor:
+        """`[T]`: log-ratios at a level of `LEVELS`: the token's own, the mean over its segment, the mean (`geometric`) or
+        the sum (`sequence`) over its sequence."""
+        if level == "segment":
+            return segments.sequence_mean(log_ratio, self.tokens.sequence_ids, self.segment_lengths)
+        reduce = {"geometric": self.sequence_mean, "sequence": self.sequence_sum}.get(level)
+        return log_ratio if reduce is None else reduce(log_ratio)
 
     def per_sequence(self, values: torch.Tensor) -> torch.Tensor:
         """`[N]` from `[T]` values that are constant over a sequence."""

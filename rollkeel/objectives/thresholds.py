@@ -182,6 +182,21 @@ class Share(Threshold):
         return self.acceptance
 
 
+class Top(Threshold):
+    """The bound that drops the `share` of n values that are largest, at least one of them; −∞ is never dropped."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__(None)
+        self.share = share
+
+    def solve(self, values: torch.Tensor) -> float:
+        dropped = min(max(int(self.share * len(values)), 1), int((values > -math.inf).sum()))
+        return _between(values.double().sort().values, len(values) - dropped, below=-math.inf, above=math.inf)
+
+    def describe(self) -> float:
+        return self.share
+
+
 def _between(ordered: torch.Tensor, count: int, below: float, above: float) -> float:
     """A number between the first `count` of the ascending values and the rest; half the first where `below` is 0."""
     if count == len(ordered):

@@ -20,6 +20,8 @@ from rollkeel.errors import BadInput
         ("token_mean", [1 / 4, 1 / 4, 1 / 4, 1 / 4]),
         ("sequence_mean", [1 / 2, 1 / 6, 1 / 6, 1 / 6]),
         ("sequence_sum", [1 / 2, 1 / 2, 1 / 2, 1 / 2]),
+        ("token_sum", [1.0] * 4),
+        ("prompt_mean", [1 / 4] * 4),
         ("constant_length(10)", [1 / 20, 1 / 20, 1 / 20, 1 / 20]),
     ],
 )
@@ -27,9 +29,15 @@ def test_truth_table_for_one_and_three_tokens(aggregate: str, expected: list[flo
     assert coefficients(aggregate, [1, 3]).tolist() == pytest.approx(expected, rel=1e-6)
 
 
+def test_prompt_mean_gives_every_prompt_the_same() -> None:
+    """Groups 7 (1 + 3 tokens) and 2 (2 tokens): each carries a half, by tokens inside."""
+    c = coefficients("prompt_mean", [1, 2, 3], [7, 2, 7])
+    assert c.tolist() == pytest.approx([1 / 8, 1 / 4, 1 / 4, 1 / 8, 1 / 8, 1 / 8])
+
+
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20))
 def test_means_sum_to_one(lengths: list[int]) -> None:
-    for aggregate in ("token_mean", "sequence_mean"):
+    for aggregate in ("token_mean", "sequence_mean", "prompt_mean"):
         c = coefficients(aggregate, lengths)
         assert c.dtype == torch.float32
         assert len(c) == sum(lengths)

@@ -42,6 +42,39 @@ def random_pair(n: int = 5000) -> tuple[np.ndarray, np.ndarray]:
     return np.exp(np.minimum(log_q + g.normal(0, 0.1, n), -1e-6)), np.exp(log_q)
 
 
+def test_sequences_against_numpy_definitions():
+    """Perplexities, their gap, χ² of whole sequences and the JS divergence, sequence by sequence."""
+    o, q = random_pair(60)
+    ids = np.repeat(np.arange(12) * 100, [3, 1, 9, 5, 2, 4, 6, 8, 7, 5, 4, 6])
+    m = mismatch_metrics(batch(o, q, sequence_ids=ids), trainer_version=0)
+    means = [(np.log(o[ids == i]).mean(), np.log(q[ids == i]).mean(), (ids == i).sum()) for i in np.unique(ids)]
+    lo, lq, size = np.array(means).T
+    rho = o / q
+    expected = {
+        "perplexity": np.exp(-lo).mean(),
+        "rollout_perplexity": np.exp(-lq).mean(),
+        "log_perplexity_gap": (lq - lo).mean(),
+        "log_perplexity_gap_abs": np.abs(lq - lo).mean(),
+        "log_perplexity_gap_abs_max": np.abs(lq - lo).max(),
+        "perplexity_ratio": np.exp(lq - lo).mean(),
+        "chi2_sequence": np.mean(np.exp(size * (lo - lq)) ** 2) - 1,
+        "js": (0.5 * (rho * np.log(rho) - (1 + rho) * np.log((1 + rho) / 2))).mean(),
+    }
+    for name, value in expected.items():
+        assert m[f"mismatch/{name}"] == pytest.approx(value, rel=2e-5), name
+
+
+def test_js_is_unbiased_and_nothing_for_equal_policies():
+    """Over a whole vocabulary weighted by q it is the divergence itself."""
+    g = np.random.default_rng(3)
+    o, q = g.dirichlet(np.ones(5)), np.full(5, 0.2)  # each token once stands for a draw from q
+    middle = (o + q) / 2
+    true = 0.5 * (o * np.log(o / middle)).sum() + 0.5 * (q * np.log(q / middle)).sum()
+    assert mismatch_metrics(batch(o, q), trainer_version=0)["mismatch/js"] == pytest.approx(true, rel=1e-5)
+    same = mismatch_metrics(batch(q, q), trainer_version=0)
+    assert (same["mismatch/js"], same["mismatch/chi2_sequence"], same["mismatch/perplexity_ratio"]) == (0.0, 0.0, 1.0)
+
+
 def test_against_numpy_definitions():
     o, q = random_pair()
     m = mismatch_metrics(batch(o, q), trainer_version=0)

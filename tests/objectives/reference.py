@@ -328,5 +328,36 @@ def trm(t: Tokens, delta: float = 0.05, reduce: str = "max", estimator: str = "k
     return rollout(t, ~(spread(token, t.ids, np.max if reduce == "max" else np.mean) > delta), None)
 
 
+def luspo(t: Tokens, clip_low: float = 2e-3, clip_high: float = 2.5e-3) -> Reference:
+    """GSPO's sequence ratio; the length enters by the aggregation alone."""
+    return gspo(t, clip_low, clip_high)
+
+
+def gpg(t: Tokens) -> Reference:
+    """Plain REINFORCE: A·∇log p."""
+    return Reference(t.a.copy(), everything(t))
+
+
+def topr(t: Tokens, low: float = 0.0, high: float = 1.0, level: str = "sequence") -> Reference:
+    """ΣR·∇log p over good trajectories, [π/μ]_low^high·R·∇log p over bad ones (TOPR)."""
+    log_u = t.p - t.q
+    whole = {"sequence": spread(log_u, t.ids, np.sum), "geometric": spread(log_u, t.ids, np.mean), "token": log_u}
+    weight = np.clip(ratio(whole[level], np.zeros_like(log_u)), low, high)
+    return Reference(np.where(t.a < 0, weight, 1.0) * t.a, everything(t))
+
+
+def vespo(
+    t: Tokens,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+) -> Reference:
+    """φ(W) = W^k·exp(λ(1−W)) on the whole trajectory's ratio."""
+    w = ratio(spread(t.p - t.q, t.ids, np.sum), np.zeros_like(t.p))
+    k, lam = np.where(t.a >= 0, k_positive, k_negative), np.where(t.a >= 0, lambda_positive, lambda_negative)
+    return Reference(w**k * np.exp(lam * (1 - w)) * t.a, everything(t))
+
+
 def distortion(t: Tokens, delta: float, threshold: float = 0.1) -> Array:
     return np.where(np.exp(t.o) < threshold, delta, 1.0)

@@ -85,6 +85,7 @@ def test_masks_multiply_and_report_under_their_own_names():
 def test_every_part_can_be_named_with_its_defaults():
     tokens = dataclasses.replace(
         varied(),
+        entropy=torch.rand(60),
         token_ids=torch.ones(60, dtype=torch.int64),
         topk_ids=torch.zeros(60, 2, dtype=torch.int64),
         topk_logprobs=torch.full((60, 2), -1.0),

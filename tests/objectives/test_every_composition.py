@@ -31,8 +31,7 @@ PERTURB = [{"weight_noise": {"sigma": 0.5}}, {"distort_low_probability": {"delta
 @pytest.fixture(scope="module")
 def tokens() -> TokenBatch:
     found = tensors(random_tokens(700, seed=8))
-    entropy = torch.rand(700, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return dataclasses.replace(found, logprobs=found.logprobs.requires_grad_(), entropy=entropy)
+    return dataclasses.replace(found, logprobs=found.logprobs.requires_grad_())
 
 
 def gradient(objective: Objective, tokens: TokenBatch) -> torch.Tensor:

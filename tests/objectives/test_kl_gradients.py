@@ -7,13 +7,14 @@ Sampling noise is not covered: every expectation is a sum over the four tokens.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from rollkeel.objectives import pg_is
-from rollkeel.objectives.kl import ESTIMATORS, k1, k2, k3
+from rollkeel.objectives.kl import PLAIN, k1, k2, k3
 from rollkeel.types import TokenBatch
 
 Policies = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -112,8 +113,8 @@ def gradient(
     place: str, name: str, sampled: torch.Tensor, u: str, logits: torch.Tensor, ref: torch.Tensor
 ) -> torch.Tensor:
     if place == "loss":
-        return in_loss(ESTIMATORS[name], logits, ref, sampled, u)
-    return in_reward(ESTIMATORS[name], logits, ref, sampled, u == "sg")
+        return in_loss(PLAIN[name], logits, ref, sampled, u)
+    return in_reward(PLAIN[name], logits, ref, sampled, u == "sg")
 
 
 @pytest.mark.parametrize(("place", "name", "source", "u", "kind"), TABLE)
@@ -156,24 +157,37 @@ def test_values_k1_and_k3_are_unbiased_and_k2_is_not():
         assert abs((lp.exp() * k2(lp, ref)).sum() - value) > 1e-6
 
 
-@pytest.mark.parametrize(("name", "kind"), [("k1", "zero"), ("k2", "reverse"), ("k3", "forward")])
-def test_an_objective_adds_exactly_this_gradient(name, kind):
+WEIGHTED = [("rk3", "o"), ("uk3", "q"), ("sk3", "p")]
+"""k3 times a differentiated ratio: the reverse KL on tokens from the policy under it."""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "sampled"),
+    [("k1", "zero", "p"), ("k2", "reverse", "p"), ("k3", "forward", "p"), *((n, "reverse", s) for n, s in WEIGHTED)],
+)
+def test_an_objective_adds_exactly_this_gradient(name, kind, sampled):
     """The KL term as the trainer runs it: four tokens, coefficient = probability, A = 0, so that only the KL is left."""
     for seed in range(20):
         logits, ref, q = policies(seed)
         lp = logits.log_softmax(0)
         ids = torch.zeros(4, dtype=torch.int64)
+        old = policies(seed + 50)[2]
         tokens = TokenBatch(
             logprobs=lp,
-            rollout_logprobs=lp.detach(),
+            old_logprobs=old,
+            rollout_logprobs=q,
             ref_logprobs=ref,
             advantages=torch.zeros(4, dtype=torch.float64),
-            coefficients=lp.detach().exp(),
+            coefficients={"p": lp.detach(), "o": old, "q": q}[sampled].exp(),
             sequence_ids=ids,
             group_ids=ids,
         )
-        loss = pg_is(kl_coefficient=0.7, kl_estimator=name).loss(tokens)
-        close(slope(loss, logits), 0.7 * expected(kind, logits, ref, q))
+        objective = pg_is(kl_coefficient=0.7, kl_estimator=name)
+        assert ("old_logprobs" in objective.needs) == (name == "rk3")
+        close(slope(objective.loss(tokens), logits), 0.7 * expected(kind, logits, ref, q))
+        value = objective(dataclasses.replace(tokens, logprobs=lp.detach())).metrics["loss/kl"]
+        if name not in ("k1", "k2"):  # whatever the policy that samples, the value is that of KL(p‖ref)
+            assert value == pytest.approx(0.7 * (lp.exp() * (lp - ref)).sum().item(), rel=1e-9)
 
 
 def test_a_penalty_in_the_reward_is_an_advantage():

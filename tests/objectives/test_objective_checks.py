@@ -288,15 +288,16 @@ def test_build_gives_the_recipe_and_describe_is_json():
 
 DEFAULTS = {
     ("sequence_mean", "grpo"): "grpo tis mis icepop kpop gspo gmpo sapo",
-    ("token_mean", "grpo"): "dapo mis_po ac_mis_po fixed_at_final_bound m2po random_rejection cispo",
+    ("token_mean", "grpo"): "dapo mis_po ac_mis_po fixed_at_final_bound m2po random_rejection cispo vespo",
     ("constant_length(1024)", "dr_grpo"): "dr_grpo",
     ("sequence_sum", "dr_grpo"): (
         "pg_is pg_tis grpo_clip_higher minirl minirl_tis dppo_binary_tv dppo_binary_kl dppo_topk_tv dppo_topk_kl"
-        " mask_negative relax_clip"
+        " mask_negative relax_clip topr"
     ),
     ("token_mean", "dr_grpo"): "ipo",
     ("sequence_mean", "dr_grpo"): "opsm",
-    ("sequence_sum", "grpo"): "trm",
+    ("sequence_sum", "grpo"): "trm luspo",
+    ("token_mean", "gpg"): "gpg",
 }
 
 
@@ -334,6 +335,9 @@ PARAMETERS = {
         "bound_high": math.log(1.01),
     },
     "m2po": {"tau": 0.04},
+    "luspo": {"clip_low": 2e-3, "clip_high": 2.5e-3},
+    "vespo": {"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0},
+    "topr": {"low": 0.0, "high": 1.0, "level": "sequence"},
 }
 
 
@@ -467,7 +471,7 @@ WRONG = [
     ("ipo", {"directional": 1}, "true or false"),
     ("opsm", {"anchor": "ol"}, "did you mean old"),
     ("trm", {"estimator": "k4"}, "expected one of"),
-    ("trm", {"reduce": "sum"}, "max, mean"),
+    ("trm", {"reduce": "median"}, "max, mean, sum"),
 ]
 
 

@@ -7,6 +7,7 @@ Not covered: whether the prose is right.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -17,6 +18,11 @@ import pytest
 import yaml
 
 from rollkeel.objectives import RECIPES, build
+from rollkeel.objectives.compose import MASKS
+from rollkeel.objectives.kl import ESTIMATORS
+from rollkeel.objectives.statistics import STATISTICS
+from rollkeel.objectives.surrogates import SURROGATES
+from rollkeel.objectives.weights import WEIGHTS
 from rollkeel.report.regions import NOT_DRAWN
 
 OWN = [name for name, recipe in RECIPES.items() if recipe.__module__.startswith("rollkeel.")]
@@ -59,6 +65,15 @@ def test_section_says_what_a_reader_needs(name: str) -> None:
 def test_aggregate_and_advantage_are_the_recipe_s(name: str) -> None:
     built = build(name)
     assert f"Aggregate `{built.aggregate}`, advantage `{built.advantage}`" in SECTIONS[name]
+
+
+def test_every_part_and_its_defaults_are_in_the_table() -> None:
+    for registry in (MASKS, SURROGATES, WEIGHTS):
+        for name, builder in registry.items():
+            options = [p for p in inspect.signature(builder).parameters.values() if p.name != "name"]
+            assert f"`{name}`({', '.join(f'{p.name}={p.default!r}' for p in options)})" in TEXT
+    for name in (*STATISTICS, *ESTIMATORS):
+        assert f"`{name}`" in TEXT
 
 
 def blocks(language: str) -> list[str]:

@@ -8,6 +8,7 @@ coefficients and the ids are what travels), and the trainer's own helpers have t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pickle
 import socket
@@ -22,51 +23,65 @@ import torch.distributed as dist
 import torch.multiprocessing
 from reference_tokens import Tokens, random_tokens
 
-from rollkeel.objectives import RECIPES
+from rollkeel.objectives import RECIPES, compose
+from rollkeel.objectives.compose import MASKS
+from rollkeel.objectives.kl import ESTIMATORS
 from rollkeel.objectives.objective import Objective
+from rollkeel.objectives.perturbations import PERTURBATIONS
+from rollkeel.objectives.surrogates import SURROGATES
+from rollkeel.objectives.weights import WEIGHTS
 from rollkeel.types import TokenBatch
 
 COUNT, STEPS, RANKS = 600, 3, (1, 2, 4)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "grpo": ("grpo", {}),
-    "kpop": ("kpop", {}),
+    # Whatever is registered, as it comes; below, what options make of it.
+    **{name: (name, {}) for name, recipe in RECIPES.items() if recipe.__module__.startswith("rollkeel.")},
+    **{f"mask {name}": ("composed", {"masks": [name]}) for name in MASKS},
+    **{f"surrogate {name}": ("composed", {"surrogate": name}) for name in SURROGATES},
+    **{f"weight {name}": ("composed", {"weight": name}) for name in WEIGHTS},
+    **{f"perturb {name}": ("gspo", {"perturb": [name]}) for name in PERTURBATIONS},
+    **{f"kl {name}": ("composed", {"kl_coefficient": 0.1, "kl_estimator": name}) for name in ESTIMATORS},
+    "segments": (
+        "composed",
+        {"masks": [{"ratio_band": {"level": "segment"}}], "weight": {"mismatch": {"level": "segment"}}},
+    ),
+    "normalised": ("composed", {"weight": {"mismatch": {"normalise": True, "cap": 2.0}}}),
+    "normalised_sequences": ("composed", {"weight": {"mismatch": {"normalise": True, "level": "geometric"}}}),
+    "positive_nll": ("composed", {"positive_nll": 0.1}),
+    "clip_cov_more": ("composed", {"masks": [{"clip_cov": {"share": 0.05, "low": 0.5, "high": 50.0}}]}),
+    "kl_cov_more": ("composed", {"surrogate": {"kl_cov": {"share": 0.05}}}),
     "kpop_drop_rate": ("kpop", {"phi": {"drop_rate": 0.05}}),
     "icepop_drop_rate": ("icepop", {"high": {"drop_rate": [0.2, 0.05], "steps": 2}}),
     "mis_sequence": ("mis", {"cap": 2.0, "level": "sequence"}),
-    "gspo": ("gspo", {}),
-    "gmpo": ("gmpo", {}),
-    "dppo_binary_kl": ("dppo_binary_kl", {}),
-    "dppo_topk_tv": ("dppo_topk_tv", {}),
-    "mis_po": ("mis_po", {}),
-    "ac_mis_po": ("ac_mis_po", {}),
-    "m2po": ("m2po", {}),
-    "random_rejection": ("random_rejection", {"acceptance": 0.4}),
-    "opsm": ("opsm", {}),
-    "trm": ("trm", {}),
+    "random_share": ("random_rejection", {"acceptance": 0.4}),
     "kept_tokens": ("kpop", {"denominator": "kept", "aggregate": "token_mean"}),
     "kept_sequences": ("kpop", {"denominator": "kept", "aggregate": "sequence_mean"}),
-    "weight_noise": ("gspo", {"perturb": [{"weight_noise": {"sigma": 0.2}}]}),
-    "distortion": ("grpo", {"perturb": [{"distort_low_probability": {"delta": 2.0}}]}),
 }
-STATEFUL = ("kpop_drop_rate", "icepop_drop_rate", "ac_mis_po", "random_rejection", "weight_noise")
+STATEFUL = ("kpop_drop_rate", "icepop_drop_rate", "ac_mis_po", "random_share", "perturb weight_noise", "mask clip_cov")
 
 
 def build(case: str) -> Objective:
     name, options = CASES[case]
-    return RECIPES[name](**options)
+    return (compose if name == "composed" else RECIPES[name])(**options)
 
 
 def tensors(t: Tokens) -> TokenBatch:
-    """The whole batch in float64; `rollout_ids` and `token_index` are what a token keeps wherever it goes."""
+    """The whole batch in float64; `rollout_ids` and `token_index` are what a token keeps wherever it goes.
+
+    An environment wrote two tokens after each sequence's third. Reference and entropy are any numbers of the token's own.
+    """
 
     def f(x: np.ndarray) -> torch.Tensor:
         return torch.tensor(x, dtype=torch.float64)
 
     index = np.arange(len(t.p)) - np.searchsorted(t.ids, t.ids)
+    index += 2 * (index > 2)
     return TokenBatch(
         logprobs=f(t.p),
         old_logprobs=f(t.o),
         rollout_logprobs=f(t.q),
+        ref_logprobs=f(0.8 * t.o),
+        entropy=f(1 + np.sin(1e3 * t.o)),
         advantages=f(t.a),
         coefficients=f(t.c),
         sequence_ids=torch.tensor(t.ids),
@@ -112,6 +127,7 @@ def step(
 Steps = list[tuple[float, np.ndarray]]
 
 
+@functools.cache
 def whole(case: str) -> tuple[Steps, dict[str, Any]]:
     """Every step in one piece, in this process: (loss, gradient) of each, and the state at the end."""
     objective, out = build(case), []

@@ -85,6 +85,14 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("ipo", {"delta": 0.1, "gap_penalty": 0.05, "directional": True}),
     ("opsm", {}),
     ("opsm", {"delta": 0.05, "anchor": "old"}),
+    ("luspo", {}),
+    ("vespo", {}),
+    ("vespo", {"k_positive": 1.0, "lambda_positive": 0.5, "k_negative": 0.5, "lambda_negative": 4.0}),
+    ("topr", {}),
+    ("topr", {"low": 0.2, "high": 2.0}),
+    ("topr", {"level": "token"}),
+    ("topr", {"level": "geometric"}),
+    ("gpg", {}),
     ("trm", {}),
     ("trm", {"estimator": "k2", "delta": 0.5}),
     ("trm", {"estimator": "binary"}),
@@ -96,8 +104,6 @@ SCALING = {
     "dppo_binary_tv": {"cap": 5.0, "delta": 0.2},
     "dppo_binary_kl": {"cap": 5.0, "delta": 0.05},
 }
-SEQUENCE_SURROGATES = ("gspo", "gmpo")
-"""Their gradient mixes the advantages of a sequence; one per sequence is what they are defined for."""
 
 
 def expected(name: str, options: dict[str, Any], t: Tokens) -> Reference:
@@ -143,7 +149,7 @@ def batches() -> dict[tuple[bool, bool], Tokens]:
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_gradient_keep_and_weight(case, extreme, batches):
     name, options = case
-    t = batches[extreme, name not in SEQUENCE_SURROGATES]
+    t = batches[extreme, True]
     want = expected(name, options, t)
     compare(name, RECIPES[name](**options), t, want)
     live = np.count_nonzero(want.coefficient)

@@ -22,9 +22,11 @@ from rollkeel.objectives import (
     dppo_topk_tv,
     dr_grpo,
     gmpo,
+    gpg,
     grpo_clip_higher,
     gspo,
     ipo,
+    luspo,
     m2po,
     mask_negative,
     minirl,
@@ -38,7 +40,9 @@ from rollkeel.objectives import (
     relax_clip,
     sapo,
     tis,
+    topr,
     trm,
+    vespo,
 )
 from rollkeel.objectives.objective import Objective
 from rollkeel.objectives.terms import make_terms
@@ -159,6 +163,17 @@ TABLE = [
     (cispo(), 0.9, 0.1, 0.9, 1.0, 5.0, True),
     (cispo(low=0.8, high=1.28), 0.1, 0.2, 0.9, -1.0, -0.8, True),
     # SAPO: 4σ(1−σ)·r with σ = σ(τ(r−1)).
+    (topr(), 0.8, 0.2, 0.2, 1.0, 1.0, True),  # good answers learn with weight 1, wherever p is
+    (topr(), 0.8, 0.2, 0.2, -1.0, -1.0, True),  # u 4 counts 1
+    (topr(), 0.1, 0.2, 0.2, -1.0, -0.5, True),
+    (topr(low=0.75), 0.1, 0.2, 0.2, -1.0, -0.75, True),
+    (gpg(), 0.8, 0.2, 0.1, -3.0, -3.0, True),
+    (vespo(), 0.2, 0.1, 0.2, 1.0, 1.0, True),  # W 1
+    (vespo(), 0.4, 0.1, 0.2, 1.0, 4 * math.exp(-3), True),  # W 2: 2²·e^(3·(1−2))
+    (vespo(), 0.4, 0.1, 0.2, -1.0, -8 * math.exp(-2), True),  # 2³·e^(2·(1−2))
+    (luspo(), 0.2004, 0.2, 0.9, 1.0, 1.002, True),
+    (luspo(), 0.2006, 0.2, 0.9, 1.0, 0.0, True),  # s 1.003 > 1.0025
+    (luspo(), 0.1995, 0.2, 0.9, -1.0, 0.0, True),  # s 0.9975 < 0.998
     (sapo(), 0.2, 0.2, 0.9, 1.0, 1.0, True),
     (sapo(), 0.4, 0.2, 0.9, 1.0, 2 * 4 * E / (1 + E) ** 2, True),  # τ(r−1) = 1
     (sapo(tau_negative=2.0), 0.3, 0.2, 0.9, -1.0, -1.5 * 4 * E / (1 + E) ** 2, True),  # 2·0.5
