@@ -6,9 +6,10 @@
 | `marker` | the line behind the last `answer:`, `answer is`, `answer =` or `####`, or the next line that is not empty |
 | `last_number` | the last number, with thousands commas, decimals, `a/b` and `%` |
 | `whole` | all of it |
-| `auto` | `boxed` if there is any box, else `marker` if there is any, else `whole` |
+| `stated` | what its one sentence states: behind `is`, `are`, `=` or `I choose`, before `is the answer`, in a fence; else `whole` |
+| `auto` | `boxed` if there is any box, else `marker` if there is any, else `stated` |
 
-A thought, up to the last `</think>`, is not read; one that was begun and not closed leaves no answer.
+Characters that cannot be seen are left out. A thought, up to the last `</think>`, is not read; one that was begun and not closed leaves no answer.
 """
 
 from __future__ import annotations
@@ -16,13 +17,27 @@ from __future__ import annotations
 import re
 from typing import Literal, get_args
 
-Rule = Literal["boxed", "marker", "last_number", "whole", "auto"]
+from rollkeel.tasks.looks import visible
+
+Rule = Literal["boxed", "marker", "last_number", "whole", "stated", "auto"]
 RULES: tuple[str, ...] = get_args(Rule)
-MAX_CHARS = 10_000
+MAX_CHARS, MAX_SENTENCE = 10_000, 200
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _MARKER = re.compile(r"(?i)\banswers?\b(?:\*\*)?\s*(?:is\b|are\b|:|=)\s*:?(?:(?<=:)\*\*)?|####")
 _NUMBER = re.compile(r"(?<![\w.])[-+−]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))(?:\s*/\s*\d+)?(?:\s*\\?%)?")
+_WORDS = r"(?:[A-Za-z]{2,},? )*[A-Za-z]{2,}"
+_STATED = [re.compile(pattern, re.IGNORECASE | re.DOTALL) for pattern in (
+    r"(?:```|~~~)[^\n`]*\n(.+?)\n\s*(?:```|~~~)",
+    r"(?:.*[,.;] )?(?:so|thus|hence|therefore),? (.+)",
+    r"=\s*(.+)",
+    r"(.+?) is (?:the|my) (?:final |correct |right |best )?(?:answer|choice|option)",
+    rf"(?:{_WORDS} )?(?:I|we) (?:choose|pick|select|get|got|find|go with|would go with) (.+)",
+    rf"{_WORDS}(?:'s| is| are| equals| must be) (.+)",
+)]  # fmt: skip
+_DOUBT = re.compile(
+    r"(?i)\b(?:not|no|never|n?or|n?either|maybe|perhaps|possibly|if|unless|could|might|guess|wrong|incorrect)\b|n't\b"
+)
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
 
 
@@ -43,9 +58,11 @@ def final_answer(text: str, rule: str) -> str:
     rest = spoken(text)
     if rest is None:
         raise NoAnswer("no answer: the thought is not closed")
+    rest = visible(rest)
     if rule == "auto":
-        rule = "boxed" if _BOX.search(rest) else "marker" if _MARKER.search(rest) else "whole"
-    read = {"boxed": _boxed, "marker": _marked, "last_number": _last_number, "whole": str}[rule](rest).strip()
+        rule = "boxed" if _BOX.search(rest) else "marker" if _MARKER.search(rest) else "stated"
+    readers = {"boxed": _boxed, "marker": _marked, "last_number": _last_number, "whole": str, "stated": _stated}
+    read = readers[rule](rest).strip()
     if len(read) > MAX_CHARS:
         raise NoAnswer(f"no answer: longer than {MAX_CHARS} characters ({rule})")
     if not (read := tidy(read)):
@@ -57,7 +74,8 @@ def tidy(text: str) -> str:
     """Without the delimiters around all of it, and without the full stop of a sentence."""
     before = None
     while before != text:
-        before, text = text, text.strip().removesuffix(".").rstrip()
+        before, text = text, text.strip()
+        text = text if text.endswith("..") else text.removesuffix(".").rstrip()
         for left, right in _WRAPPERS:
             inner = text[len(left) : len(text) - len(right)]
             if (
@@ -101,7 +119,17 @@ def _marked(text: str) -> str:
     marks = list(_MARKER.finditer(text))
     if not marks:
         raise NoAnswer("no answer: no marker")
-    return text[marks[-1].end() :].strip().split("\n")[0]
+    line = text[marks[-1].end() :].strip().split("\n")[0]
+    return line.removesuffix("**") if line.count("**") == 1 else line  # of a sentence in bold
+
+
+def _stated(text: str) -> str:
+    """One sentence after another, from the outside in; a sentence of doubt stays as it is."""
+    text = tidy(text)
+    for pattern in _STATED if len(text) <= MAX_SENTENCE and not _DOUBT.search(text) else ():
+        if found := pattern.fullmatch(text):
+            text = tidy(found[1])
+    return text
 
 
 def _last_number(text: str) -> str:

@@ -10,39 +10,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
+from rollkeel.rewards.spelling import normalised, unit, worded
+
 Kind = Literal["number", "expr", "text", "word", "set", "list", "seq", "union", "eq", "rel", "based"]
 MAX_CHARS, MAX_DEPTH, MAX_POWER = 1000, 30, 5000
 
-_UNICODE = str.maketrans(
-    {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ",
-     "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ", "∈": r"\in ", "∅": r"\emptyset ", "²": "^{2}", "³": "^{3}", "º": "°", "（": "(",
-     "）": ")", "，": ",", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u3000": " "}
-)  # fmt: skip
-_REWRITES = [(re.compile(pattern), to) for pattern, to in [
-    (r"\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])\s*", ""),
-    (r"(?<!\\)\\!", ""),
-    (r"(?<!\\)\\(?:[,;: ]|(?:quad|qquad|thinspace|displaystyle|textstyle|limits)(?![A-Za-z]))|~", " "),
-    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-    (r"\\(?:text|mathrm|mathbf|mathit|textbf|textit|textrm|mbox|operatorname)\s*\{\s*(and|or)\s*\}", r" \1 "),
-    (r"^\s*\\(?:text|mathbf|mathit|textbf|textit|textrm|mbox)\s*\{\s*([A-Za-z])\s*\}\s*$", r"\1"),
-    (r"\\(?:mathrm|operatorname)\s*\{\s*([ei])\s*\}", r"\1"),
-    (r"\\(?:mathrm|mathbf|mathit|textbf|textit|textrm|mbox|operatorname)(?=\s*\{)", r"\\text"),
-    (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])", "°"),
-    (r"\\(?:leqslant|leq|le)(?![A-Za-z])|<=", r"\\le "),
-    (r"\\(?:geqslant|geq|ge)(?![A-Za-z])|>=", r"\\ge "),
-    (r"\\(?:neq|ne)(?![A-Za-z])|!=", r"\\ne "),
-    (r"\\lt(?![A-Za-z])", "<"), (r"\\gt(?![A-Za-z])", ">"),
-    (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"), (r"\\(?:rbrace)(?![A-Za-z])", r"\\}"),
-    (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
-    (r"\{,\}", ","),
-    (r"\\%", "%"), (r"\\\$", "$"),
-    (r"\*\*", "^"), (r"\*", r"\\cdot "),
-    (r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-    (r"(?<![\\A-Za-z])(sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|infty)(?![A-Za-z])", r"\\\1 "),
-    (r"\^\s*\(([^()]*)\)", r"^{\1}"), (r"\^\s*(-?\d{2,}|-\d)", r"^{\1}"),
-    (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
-    (r"\s+", " "),
-]]  # fmt: skip
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+(?!\d)|\d+)"
 _PLAIN = re.compile(
     rf"(?P<sign>[-+]?)\s*(?P<int>{_DIGITS})?(?P<dec>\.\d*)?(?:\\overline\{{(?P<rep>\d+)\}})?(?:[eE](?P<exp>[-+]?\d+))?"
@@ -91,14 +63,6 @@ class Form:
     """Of an interval that was written as an inequality."""
     commas: bool = False
     """True of a whole answer in which a comma may separate thousands."""
-
-
-def normalised(text: str) -> str:
-    """Without what changes the looks alone: spacing, `\\left`, kinds of fraction, ways to write a sign."""
-    text = text.translate(_UNICODE)
-    for pattern, to in _REWRITES:
-        text = pattern.sub(to, text)
-    return text.strip().rstrip(".,;").strip()
 
 
 def read(text: str) -> Form:
@@ -180,8 +144,11 @@ def _form(text: str) -> Form:
         return _form(text[1:-1])
     if not re.search(r"[(\[]|\\\{", text):
         text = _THOUSANDS.sub(lambda m: m[0].replace(",", ""), text)
-    if found := _TEXT.fullmatch(text):
-        return Form(kind="text", source=_plain(found[1]))
+    if (value := worded(found[1] if (found := _TEXT.fullmatch(text)) else text)) is not None:
+        return Form(kind="number", source=text, value=Fraction(value))
+    if found:
+        number = _scalar(found[1].strip()) if found[1].strip()[:1].isdigit() else None
+        return number if number and number.kind == "number" else Form(kind="text", source=_plain(found[1]))
     if (number := exact(text)) is not None:
         return Form(kind="number", source=text, value=number[0], decimals=number[1])
     text = re.sub(r"^[A-Za-z]\s*\\in\s*(?=[(\[\\])", "", text)
@@ -268,11 +235,12 @@ def _scalar(text: str) -> Form:
         return replace(_scalar(found[1]), unit="degree" + (found[2] or "").lower())
     if (number := exact(text)) is not None:
         return Form(kind="number", source=text, value=number[0], decimals=number[1])
+    if text.endswith(r"\ldots"):
+        raise Unreadable("dots that leave open what follows")
     if (found := _SUFFIX.fullmatch(text)) and found["head"].strip():
         head = _scalar(found["head"]) if found["text"] or exact(found["head"]) is not None else None
         if head is not None and head.kind in ("number", "expr"):
-            unit = _plain(found["text"] or found["words"]).removesuffix("s") + (found["power"] or "").strip(" ^{}")
-            return replace(head, unit="dollar" if unit in ("usd", "buck") else unit)
+            return _measured(head, text, found)
     if re.fullmatch(r"[A-Za-z]{2,}(?:[ '-][A-Za-z]+)*", text):
         return Form(kind="word", source=text)
     if (found := _BASED.fullmatch(text)) and found[1][0].isdigit():
@@ -282,6 +250,16 @@ def _scalar(text: str) -> Form:
     if re.search(r"(?<![_^{\d])\d+ +\d", text):
         raise Unreadable("two numbers side by side")
     return Form(kind="expr", source=text)
+
+
+def _measured(head: Form, text: str, suffix: re.Match[str]) -> Form:
+    """A number or expression with the words behind it: a unit, a scale such as `million`, or something else, which makes all of it words."""
+    read = unit(suffix["text"] or suffix["words"])
+    if read is None or (read[0] > 1 and head.value is None):
+        return Form(kind="text", source=_plain(text))
+    scale, name = read
+    scaled = head if scale == 1 else replace(head, source=text, value=head.value and head.value * scale, decimals=None)
+    return replace(scaled, unit=name + (suffix["power"] or "").strip(" ^{}"))
 
 
 def is_name(text: str) -> bool:

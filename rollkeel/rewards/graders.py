@@ -21,6 +21,7 @@ from typing import Any
 from rollkeel.errors import BadInput
 from rollkeel.rewards import judge, programs
 from rollkeel.rewards.answers import NoAnswer, final_answer
+from rollkeel.rewards.choices import settled
 from rollkeel.tasks import TASKS, Task, TaskItem
 from rollkeel.tasks import get as get_task
 from rollkeel.tasks.base import excerpt, nearest
@@ -88,8 +89,7 @@ def parse_number(text: str) -> Fraction | None:
 def grade_choice(rollout: Rollout) -> tuple[float, str]:
     """1 when the letter that the response settles on is the answer's. Options `{letters: "ABCD", extract: "auto"}`.
 
-    Read is the final answer (see `answers.py`): a letter alone, in brackets, or with the choice's text behind `)`, `.` or `:`.
-    Nothing else is a letter: not a word that begins with one, and not the first of several.
+    Read is the final answer (see `answers.py`), by the rules of `choices.py`.
     """
     options = _options(rollout, letters="ABCD", extract="auto")
     letters = str(options["letters"]).upper()
@@ -100,13 +100,9 @@ def grade_choice(rollout: Rollout) -> tuple[float, str]:
         read = final_answer(rollout.text, options["extract"])
     except NoAnswer as none:
         return 0.0, str(none)
-    text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}", r"\1", read).strip().strip("*").strip()
-    pattern = rf"(?i)(?:option |choice )?(?:\(([{letters}])\)|\[([{letters}])\]|([{letters}])(?=$|[).:,]))(?P<rest>.*)"
-    found = re.fullmatch(pattern, text, re.DOTALL)
-    more = found and re.search(rf"(?:^|[^A-Za-z])(?:or|and|,|/)\s*\(?[{letters}]\)?(?![A-Za-z])", found["rest"])
-    if not found or more:
+    letter = settled(read, letters)
+    if letter is None:
         return 0.0, f"no letter: {excerpt(read)}"
-    letter = next(group for group in found.groups()[:3] if group).upper()
     return float(letter == gold), letter
 
 

@@ -18,8 +18,7 @@ from rollkeel.rewards.answers import NoAnswer, final_answer, tidy
 from rollkeel.rewards.forms import Form, Unreadable, exact, is_name, read
 from rollkeel.rewards.symbolic import ROUND, Undecided, equal, expression, verified
 
-MIN_ROUNDED_DIGITS = 3
-"""Significant digits below which a decimal is not taken for the rounded gold value."""
+_APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])|≈")
 
 
 class BadGold(Exception):
@@ -32,6 +31,8 @@ class Rules:
 
     percent: bool = False
     rounded: bool | None = None
+    digits: int = 3
+    """Significant digits below which a decimal is not taken for the rounded gold value."""
 
 
 def grade(text: str, answer: str, options: Mapping[str, Any]) -> tuple[float | None, str]:
@@ -49,7 +50,9 @@ def grade(text: str, answer: str, options: Mapping[str, Any]) -> tuple[float | N
         return 0.0, str(none)
     shown = said if len(said) <= 80 else said[:79] + "…"
     try:
-        return float(same(gold, read(said), rules)), shown
+        exactly, *rounded = (read(part) for part in _APPROXIMATELY.split(said))
+        right = same(gold, exactly, rules) and all(same(exactly, r, Rules(rounded=True, digits=1)) for r in rounded)
+        return float(right), shown
     except Unreadable as error:
         return 0.0, f"cannot be read ({error}): {shown}"
     except Undecided as error:
@@ -106,10 +109,10 @@ def _relations(a: Form, b: Form) -> bool:
 
 
 def _words(a: Form, b: Form) -> bool:
-    x, y = (" ".join(f.source.casefold().split()).strip("()") for f in (a, b))
+    x, y = (re.sub(r"(?<=\w{3})s\b", "", " ".join(f.source.casefold().split()).strip("()")) for f in (a, b))
     if x == y:
         return True
-    if a.kind == b.kind == "word" and sorted(x) == sorted(y) and len(x) <= MIN_ROUNDED_DIGITS:
+    if a.kind == b.kind == "word" and sorted(x) == sorted(y) and len(x) <= 3:
         raise Undecided("letters that may be a product or a name")
     return False
 
@@ -346,20 +349,20 @@ def _values(a: Form, b: Form, rules: Rules, *, percent: bool = False) -> bool:
             raise Undecided("degrees and radians")
         if not alike and (x is not None or y is not None) and not getattr(u - v, "free_symbols", True):
             gap = abs(complex((u - v).evalf(ROUND)))
-    if alike or gap is None or not (_near(a, x, gap) or _near(b, y, gap)):
+    if alike or gap is None or not (_near(a, x, gap, rules) or _near(b, y, gap, rules)):
         return alike
     if rules.rounded is None:
         raise Undecided("a decimal that is the other value rounded; see the option rounded")
     return rules.rounded
 
 
-def _near(form: Form, value: Fraction | None, gap: Fraction | float) -> bool:
+def _near(form: Form, value: Fraction | None, gap: Fraction | float, rules: Rules) -> bool:
     """True if `form` is a decimal with enough digits, and its distance `gap` from the other value is what rounding leaves."""
     if form.decimals is None or value is None:
         return False
     places = form.decimals + (2 if form.percent and form.value != value else 0)
     digits = len(str(abs(value) * 10**places))
-    return digits >= MIN_ROUNDED_DIGITS and gap * 2 * 10**places <= 1
+    return digits >= rules.digits and gap * 2 * 10**places <= 1
 
 
 def _letter(a: Form, b: Form) -> str:

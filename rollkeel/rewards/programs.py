@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -25,11 +24,13 @@ from pydantic import BaseModel, ConfigDict, Field
 from rollkeel.rewards.answers import NoAnswer, spoken
 from rollkeel.rewards.sandboxed import Run, fault_of
 from rollkeel.tasks.base import excerpt
+from rollkeel.tasks.looks import blocks
 from rollkeel.types import Rollout
 
 MAX_PROGRAM_CHARS = 1 << 16
 RESULTS = "results.jsonl"
-_FENCE = re.compile(r"^[ \t]*```[^\n`]*$", re.MULTILINE)
+_MARKS = {"python": ("python", "py", "python3", "python2")}
+"""How a fence marks a block of a language; another language by its own name."""
 _MAIN = rb"""
 names = {"__name__": "__main__"}
 for file in ("prelude.py", "program.py"):
@@ -88,7 +89,8 @@ class CodeProblem(BaseModel):
     tolerance: float | None = Field(default=None, ge=0)
     """Numbers may differ by this, absolutely or relatively; None asks for equal ones, printed alike. With 0 `0.50` is `0.5`."""
     extract: Literal["auto", "fenced", "whole"] = "auto"
-    """`fenced` takes the last block between fences, `auto` the same where there is any fence and else the whole response."""
+    """`fenced` takes the last block between fences that is marked as the language, else the last without a mark, else the last; `auto`
+    the same where there is any fence, and else the whole response."""
 
     def model_post_init(self, _: Any) -> None:
         if (self.mode == "function") != (self.function is not None):
@@ -105,17 +107,18 @@ class Answer:
     fault: str = ""
 
 
-def program_of(text: str, extract: str = "auto") -> str:
+def program_of(text: str, extract: str = "auto", kind: str = "python") -> str:
     """The program in a response, by the rule of `CodeProblem.extract`; thoughts up to `</think>` are not read.
 
     Raises `NoAnswer` for a fence that is not closed, and for nothing.
     """
     rest = spoken(text)
-    fences = [] if rest is None or extract == "whole" else list(_FENCE.finditer(rest))
-    if rest is None or len(fences) % 2:
+    fenced = [] if rest is None or extract == "whole" else blocks(rest)
+    if rest is None or (fenced and not fenced[-1].closed):
         raise NoAnswer("no program: the response ends within a thought or fence")
-    if fences:
-        rest = rest[fences[-2].end() + 1 : fences[-1].start()]
+    if fenced:
+        marked = [block for block in fenced if block.mark in _MARKS.get(kind, (kind,))]
+        rest = (marked or [block for block in fenced if not block.mark] or fenced)[-1].text
     elif extract == "fenced":
         raise NoAnswer("no program: no fence")
     if not rest.strip():
@@ -188,7 +191,7 @@ def grade(run: Run, rollout: Rollout) -> tuple[float, str]:
     """Reward and detail. Raises for what is no fault of the program: options, sandbox, server."""
     problem = CodeProblem(**rollout.prompt.grader.options)
     try:
-        program = program_of(rollout.text, problem.extract)
+        program = program_of(rollout.text, problem.extract, problem.kind)
     except NoAnswer as none:
         return 0.0, str(none)
     return judge(run, problem, program)

@@ -115,7 +115,8 @@ def test_a_fault_in_a_worker_is_a_failure_and_the_others_go_on(plain: Graders, t
 def test_who_is_to_blame_for_a_grading_without_a_result(plain: Graders) -> None:
     """A response that hangs or kills a grader which reads the gold answer has earned a 0; what one's own grader throws is its fault."""
     given = [rollout(text, "4", "worker") for text in ("hang", "exit", "greedy", "raise")]
-    rewards.register("none", lambda r: (None, "two readings") if r.text else None)
+    silent: Any = lambda r: (None, "two readings") if r.text else None  # noqa: E731
+    rewards.register("none", silent)
     plain.report()
     found = plain.grade(
         [*given, rollout("a", grader="none"), rollout("", grader="none"), rollout("7 m or 8 m", "7 m", "quantity")]
@@ -275,9 +276,9 @@ def test_a_reward_model_scores_prompt_and_response_in_batches_in_order() -> None
         ("(B), (C)", 0.0, "no letter: (B), (C)"),
         ("Bread", 0.0, "no letter: Bread"),
         ("E", 0.0, "no letter: E"),
-        ("<think>B</think>", 0.0, "no answer: nothing there (whole)"),
+        ("<think>B</think>", 0.0, "no answer: nothing there (stated)"),
         ("<think>B", 0.0, "no answer: the thought is not closed"),
-        ("", 0.0, "no answer: nothing there (whole)"),
+        ("", 0.0, "no answer: nothing there (stated)"),
     ],
 )
 def test_choice(plain: Graders, text: str, reward: float, detail: str) -> None:

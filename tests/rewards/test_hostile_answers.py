@@ -43,7 +43,7 @@ HEAVY = [
 ]  # fmt: skip
 JUNK = [
     "", " ", "\0", "7\0", "\ud800", "\udfff7", "\u202e7", "\u00ad", "\u200b" * 999, "٣", "𝟕", "⁷", "½" * 100, "\N{HANGUL FILLER}", "\U000e0041",
-    "a\u0301" * 5000, "\\", "\\boxed", "\\boxed{", "$" * 9999, "`" * 9999, "```", "~~~", "```python\n", "." * 10**6, "7" * 10**6, "A" * 10**6,
+    "a\u0301" * 5000, "\\", "\\boxed", "\\boxed{", "$" * 9999, "`" * 9999, "```", "~~~", "```python\n", "```" + "a" * 10**6 + "`", "." * 10**6, "7" * 10**6, "A" * 10**6,
     "\n" * 10**5, "answer is " * 10**4, r"\boxed{" * 10**4, "**" * 10**4, "<think>" * 1000, "</think>" * 1000, "None", "nan", "inf", "-inf", "True",
     "NaN", '{"a": NaN}', "%s%n{0}", "'; import os", "import sys; sys.exit(0)", "raise SystemExit", "import os; os.kill(os.getpid(), 9)", "while True: pass",
     "x = [0] * 10**10", "print('x' * 10**9)", "exec('(' * 9999)", "[" * 3000 + "]" * 3000,
@@ -114,7 +114,7 @@ KINDS = [
     {"kind": "keywords:forbidden_words", "forbidden_words": ["seven"]}, {"kind": "detectable_format:json_format"}, {"kind": "punctuation:no_comma"},
     {"kind": "language:response_language", "language": "en"}, {"kind": "change_case:english_lowercase"},
     {"kind": "length_constraints:number_sentences", "num_sentences": 2, "relation": "less than"},
-    {"kind": "detectable_format:title"}, {"kind": "detectable_format:number_highlighted_sections", "num_highlights": 1},
+    {"kind": "detectable_format:title"}, {"kind": "detectable_format:code_block"}, {"kind": "detectable_format:number_highlighted_sections", "num_highlights": 1},
     {"kind": "length_constraints:nth_paragraph_first_word", "num_paragraphs": 1, "nth_paragraph": 1, "first_word": "a"},
 ]  # fmt: skip
 QUICK: dict[str, tuple[GraderSpec, str]] = {
@@ -156,13 +156,11 @@ def test_a_thousand_hostile_answers_fail_no_grader(made: Graders, name: str) -> 
     nothing_fails(made, *QUICK[name], hostile(1000))
 
 
-@pytest.mark.parametrize("name", list(SLOW))
+@pytest.mark.parametrize("name", ["math", "code", "judge"])
 def test_hostile_answers_fail_no_worker_and_no_sandbox(made: Graders, name: str) -> None:
     if name.startswith("math"):
         pytest.importorskip("math_verify")
-    nothing_fails(
-        made, *SLOW[name], random.Random(1).sample(hostile(1000), 30 if name.startswith("math") else 12) + AMBIGUOUS[:3]
-    )
+    nothing_fails(made, *SLOW[name], random.Random(1).sample(hostile(1000), 12) + AMBIGUOUS[:3])
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from typing import Any
 
 from rollkeel.errors import BadInput
 from rollkeel.tasks.base import nearest
-from rollkeel.tasks.constraints.kinds import KINDS
+from rollkeel.tasks.constraints.kinds import KINDS, Found
+from rollkeel.tasks.looks import as_read
 
 __all__ = ["KINDS", "check", "describe", "from_ifeval", "validate"]
 
@@ -48,10 +49,18 @@ def check(text: str, constraints: Sequence[Constraint], *, loose: bool = False) 
     out = []
     for constraint in constraints:
         validate(constraint)
-        found = [KINDS[constraint["kind"]].check(t, constraint) for t in texts if t.strip()]
+        found = [_found(t, constraint) for t in texts if t.strip()]
         best = next((f for f in found if f[0]), next((f for f in found if f[0] is None), None))
         out.append(best or (found[0] if found else (False, "the response is empty")))
     return out
+
+
+def _found(text: str, constraint: Constraint) -> Found:
+    kind = KINDS[constraint["kind"]]
+    found = kind.check(text, constraint)
+    if kind.read and found[0] is not False and (read := as_read(text)) != text:
+        return kind.check(read, constraint)
+    return found
 
 
 def describe(constraint: Constraint) -> str:

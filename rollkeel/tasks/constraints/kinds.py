@@ -16,6 +16,7 @@ from rollkeel.errors import BadInput
 from rollkeel.tasks.base import excerpt
 from rollkeel.tasks.constraints import schema
 from rollkeel.tasks.constraints.language import LANGUAGES, identify
+from rollkeel.tasks.looks import blocks
 
 Found = tuple[bool | None, str]
 """Holds or not (None: cannot be decided), and one line of detail."""
@@ -30,7 +31,6 @@ RELATIONS: dict[str, Callable[[int, int], bool]] = {
 ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _ABBREVIATIONS = re.compile(r"\b(?:mr|mrs|ms|dr|prof|st|vs|etc|e\.g|i\.e|no|fig|approx|[a-z])\.$", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?]+[\"'”’)\]]*(?=\s|$)|[。！？]+")
-_FENCE = re.compile(r"^```[ \t]*([^\s`]*)[^\n`]*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,8 @@ class Kind:
     needs: tuple[str, ...]
     check: Callable[[str, Arguments], Found]
     describe: Callable[[Arguments], str]
+    read: bool = False
+    """Must hold of the text as it is read too (`looks.as_read`): what cannot be seen or told apart hides no word and makes none."""
 
 
 def words(text: str) -> list[str]:
@@ -167,11 +169,21 @@ def _json(text: str, a: Arguments) -> Found:
     fence = re.match(r"```(?:json)?", bare, re.IGNORECASE)
     bare = bare[fence.end() :].removesuffix("```") if fence else bare
     try:
-        value = json.loads(bare)
+        value = json.loads(bare, parse_constant=_refused, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         return False, f"not JSON: {excerpt(str(error))}"
     fault = schema.fault(value, a["schema"]) if "schema" in a else ""
     return not fault, fault or "valid JSON"
+
+
+def _refused(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key that stands twice")
+    return dict(pairs)
 
 
 def _title(text: str, _: Arguments) -> Found:
@@ -217,12 +229,9 @@ def _table(text: str, a: Arguments) -> Found:
 
 
 def _code(text: str, a: Arguments) -> Found:
-    fences = list(_FENCE.finditer(text))
-    for opening, closing in zip(fences[::2], fences[1::2], strict=False):
-        wanted = a.get("language", "").lower()
-        if closing[1] == "" and wanted in ("", opening[1].lower()) and text[opening.end() : closing.start()].strip():
-            return True, "a code block"
-    return False, "no such code block"
+    wanted = a.get("language", "").lower()
+    there = any(block.closed and wanted in ("", block.mark) and block.text.strip() for block in blocks(text))
+    return there, "a code block" if there else "no such code block"
 
 
 def _holds(ok: bool, detail: str) -> Found:
@@ -236,26 +245,26 @@ def _quoted(items: Any) -> str:
 KINDS: dict[str, Kind] = {
     "keywords:existence": Kind(needs=("keywords",), check=_keywords, describe=lambda a: f"Include the keywords {_quoted(a['keywords'])}."),
     "keywords:frequency": Kind(
-        needs=("keyword", "frequency", "relation"), check=_frequency,
+        read=True, needs=("keyword", "frequency", "relation"), check=_frequency,
         describe=lambda a: f'Use the word "{a["keyword"]}" {a["relation"]} {a["frequency"]} times.'),
     "keywords:forbidden_words": Kind(
-        needs=("forbidden_words",), check=_forbidden, describe=lambda a: f"Do not use the words {_quoted(a['forbidden_words'])}."),
+        read=True, needs=("forbidden_words",), check=_forbidden, describe=lambda a: f"Do not use the words {_quoted(a['forbidden_words'])}."),
     "keywords:letter_frequency": Kind(
-        needs=("letter", "let_frequency", "let_relation"), check=_letters,
+        read=True, needs=("letter", "let_frequency", "let_relation"), check=_letters,
         describe=lambda a: f'The letter "{a["letter"]}" appears {a["let_relation"]} {a["let_frequency"]} times.'),
     "language:response_language": Kind(
         needs=("language",), check=_language, describe=lambda a: f"Write all of it in the language with the code {a['language']}, and in no other."),
     "length_constraints:number_sentences": Kind(
-        needs=("num_sentences", "relation"), check=lambda t, a: counted(sentences(t), a["num_sentences"], a["relation"], "sentences"),
+        read=True, needs=("num_sentences", "relation"), check=lambda t, a: counted(sentences(t), a["num_sentences"], a["relation"], "sentences"),
         describe=lambda a: f"Write {a['relation']} {a['num_sentences']} sentences."),
     "length_constraints:number_paragraphs": Kind(
         needs=("num_paragraphs",), check=_paragraph_count,
         describe=lambda a: f"Write exactly {a['num_paragraphs']} paragraphs with a line of three asterisks, ***, between them."),
     "length_constraints:number_words": Kind(
-        needs=("num_words", "relation"), check=lambda t, a: counted(len(words(t)), a["num_words"], a["relation"], "words"),
+        read=True, needs=("num_words", "relation"), check=lambda t, a: counted(len(words(t)), a["num_words"], a["relation"], "words"),
         describe=lambda a: f"Write {a['relation']} {a['num_words']} words."),
     "length_constraints:number_characters": Kind(  # own
-        needs=("num_characters", "relation"), check=lambda t, a: counted(len(t.strip()), a["num_characters"], a["relation"], "characters"),
+        read=True, needs=("num_characters", "relation"), check=lambda t, a: counted(len(t.strip()), a["num_characters"], a["relation"], "characters"),
         describe=lambda a: f"Write {a['relation']} {a['num_characters']} characters, spaces included."),
     "length_constraints:nth_paragraph_first_word": Kind(
         needs=("num_paragraphs", "nth_paragraph", "first_word"), check=_first_word,
@@ -277,7 +286,7 @@ KINDS: dict[str, Kind] = {
     "detectable_format:json_format": Kind(needs=(), check=_json, describe=lambda _: "Write the whole answer as JSON."),
     "detectable_format:json_schema": Kind(  # own
         needs=("schema",), check=_json, describe=lambda a: f"Write the whole answer as JSON that is valid by this JSON schema: {json.dumps(a['schema'])}"),
-    "detectable_format:title": Kind(needs=(), check=_title, describe=lambda _: "Give it a title in double angle brackets, <<like this>>."),
+    "detectable_format:title": Kind(read=True, needs=(), check=_title, describe=lambda _: "Give it a title in double angle brackets, <<like this>>."),
     "detectable_format:markdown_table": Kind(  # own
         needs=("num_rows", "num_columns"), check=_table,
         describe=lambda a: f"Include a Markdown table of {a['num_columns']} columns, with a header and {a['num_rows']} rows below it."),
@@ -299,13 +308,13 @@ KINDS: dict[str, Kind] = {
         needs=(), check=lambda t, _: _holds(len(t.strip()) > 1 and t.strip()[0] == t.strip()[-1] == '"', "within double quotation marks"),
         describe=lambda _: "Put the whole answer within double quotation marks."),
     "change_case:capital_word_frequency": Kind(
-        needs=("capital_frequency", "capital_relation"), check=_capital_words,
+        read=True, needs=("capital_frequency", "capital_relation"), check=_capital_words,
         describe=lambda a: f"Words all in capital letters appear {a['capital_relation']} {a['capital_frequency']} times."),
-    "change_case:english_capital": Kind(needs=(), check=lambda t, _: _case(t, True), describe=lambda _: "Write in English, all in capital letters."),
+    "change_case:english_capital": Kind(read=True, needs=(), check=lambda t, _: _case(t, True), describe=lambda _: "Write in English, all in capital letters."),
     "change_case:english_lowercase": Kind(
-        needs=(), check=lambda t, _: _case(t, False), describe=lambda _: "Write in English, all in lower case, without a capital letter."),
-    "punctuation:no_comma": Kind(needs=(), check=lambda t, _: _holds("," not in t, "no comma"), describe=lambda _: "Use no commas."),
+        read=True, needs=(), check=lambda t, _: _case(t, False), describe=lambda _: "Write in English, all in lower case, without a capital letter."),
+    "punctuation:no_comma": Kind(read=True, needs=(), check=lambda t, _: _holds("," not in t, "no comma"), describe=lambda _: "Use no commas."),
     "punctuation:forbidden": Kind(  # own
-        needs=("marks",), check=lambda t, a: _holds(not any(mark in t for mark in a["marks"]), f"none of {' '.join(a['marks'])}"),
+        read=True, needs=("marks",), check=lambda t, a: _holds(not any(mark in t for mark in a["marks"]), f"none of {' '.join(a['marks'])}"),
         describe=lambda a: f"Do not use these marks: {' '.join(a['marks'])}"),
 }  # fmt: skip
