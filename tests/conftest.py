@@ -4,13 +4,14 @@ whose examples depend on nothing but the code; `make test-explore` draws new one
 import multiprocessing.util
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+from matplotlib.figure import Figure
 
 settings.register_profile("fixed", derandomize=True)
 settings.load_profile("fixed")
@@ -28,6 +29,26 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLKEEL_CACHE", str(root))
         yield root
+
+
+@pytest.fixture(scope="session", autouse=True)
+def undrawn() -> Iterator[Callable[..., None]]:
+    """Charts stay empty: they took two thirds of a tiny run. tests/report draws them, and so does every run in a process of its
+    own. Gives the real `Figure.savefig`."""
+    real = Figure.savefig
+
+    def blank(_figure: Figure, file: Any, **_: Any) -> None:
+        file.write('<svg viewBox="0 0 1 1"></svg>')
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", blank)
+        yield real
+
+
+@pytest.fixture
+def drawn(undrawn: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Charts are drawn after all."""
+    monkeypatch.setattr(Figure, "savefig", undrawn)
 
 
 @pytest.fixture

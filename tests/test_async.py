@@ -108,7 +108,7 @@ def test_a_run_overlaps_within_the_bound_and_replays_bit_for_bit(tmp_path: Path)
 def test_without_staleness_it_is_the_synchronous_run(tmp_path: Path) -> None:
     words = ["rollout.overlap.max_staleness=1", "run.steps=4", "eval.every=0"]
     found = run(tmp_path / "a", *words)
-    train(load(None, [*ASYNC, *words, "run.loop=sync", f"run.dir={tmp_path / 'b'}"]))
+    train(load(None, [*ASYNC, *words, "run.loop=sync", "engine.processes=0", f"run.dir={tmp_path / 'b'}"]))
     plain = [{k: v for k, v in row.items() if not k.startswith("async/")} for row in found]
     assert plain == rows(tmp_path / "b")
     assert weights(tmp_path / "a") == weights(tmp_path / "b")

@@ -348,7 +348,7 @@ def _serve(
             free = engine.busy
             if segments:
                 pipe.send(("segments", segments, engine.steps))
-    except (EOFError, BrokenPipeError):
+    except (EOFError, ConnectionError):
         return  # the caller is gone
     except RollkeelError as error:
         pipe.send(("error", error, 0))

@@ -277,6 +277,8 @@ def _program(cage: Cage, uid: int, scratch: str, pipes: Pipes, group: Group | No
                 _volunteer()
             if group:
                 group.join()
+                if cage.plan.namespaces:
+                    libc.unshare(libc.CLONE_NEWCGROUP)
             payload.confine(cage, uid=uid, scratch=scratch)
             order = b"".join(iter(lambda: os.read(ORDER_FD, 1 << 20), b""))
             if not order:  # there will be no job

@@ -89,6 +89,7 @@ def _run(options: Options, service: Service, sessions: Sessions, token: str, soc
     import uvicorn
 
     from rollkeel.sandbox.http import build
+    from rollkeel.sandbox.protocol import Protocol
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: object) -> None:
@@ -97,6 +98,7 @@ def _run(options: Options, service: Service, sessions: Sessions, token: str, soc
 
     config = uvicorn.Config(
         build(service, sessions, token, max_bytes=options.max_request_mb << 20),
+        http=Protocol,
         log_level="error",
         access_log=False,
         server_header=False,

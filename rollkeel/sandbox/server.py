@@ -8,6 +8,7 @@ no job: it passes each cage the socket on which its job will come.
 from __future__ import annotations
 
 import _socket
+import errno
 import fcntl
 import gc
 import importlib.util
@@ -78,6 +79,11 @@ def _unshare(plan: Plan) -> None:
         identity.map_user(identity.INSIDE_UID, uid, gid)
     elif flags:
         libc.unshare(flags)
+    try:
+        libc.unshare(libc.CLONE_NEWCGROUP)  # names of the host's control groups are nobody's business in here
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel without them
+            raise
 
 
 def _serve(control: socket.socket, plan: Plan, config: dict[str, Any], package_root: str) -> NoReturn:

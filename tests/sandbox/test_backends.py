@@ -187,7 +187,9 @@ def test_nothing_gets_out_of_gvisor(name: str, gvisor: Here | There, host: Host,
     unmoved(host, result, 0.5 if escape.canary == "victim_dead" else 0)
 
 
-FAKE = """#!{python}
+FAKE = """#!/bin/sh
+'''exec' "{python}" "$0" "$@"
+' '''
 import json, os, sys
 folder = sys.argv[sys.argv.index("--bundle") + 1] if "--bundle" in sys.argv else None
 config = json.load(open(f"{{folder}}/config.json")) if folder else None

@@ -322,6 +322,13 @@ def test_untrusted_work_is_refused_below_the_minimum() -> None:
         assert (trusted.status, "seccomp" in trusted.isolation) == (Status.OK, False)
 
 
+def test_the_hosts_control_groups_are_out_of_sight(driver: Here | There) -> None:
+    source = "import os; print(os.readlink('/proc/self/ns/cgroup'), *(line.split(':', 2)[2] for line in open('/proc/self/cgroup')))"
+    link, *paths = driver.run(python(source)).stdout.decode().split()
+    assert link != os.readlink("/proc/self/ns/cgroup")
+    assert set(paths) == {"/"}
+
+
 def test_isolation_names_every_layer(driver: Here | There, user: str) -> None:
     result = driver.run(python("import os; print(os.getuid())"))
     assert set(result.isolation) >= {"user", "pid", "mount", "net", "ipc", "uts", "capabilities", "rlimits", "seccomp"}

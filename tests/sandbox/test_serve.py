@@ -1,6 +1,6 @@
 """A service that starts with a weak token or the wrong folder does harm later: what `rollkeel sandbox serve` refuses, and how it keeps its token.
 
-Nothing is started here; test_service_http.py talks to a started one.
+And clients that never finish a request. test_service_http.py talks to a started service.
 """
 
 from __future__ import annotations
@@ -8,11 +8,17 @@ from __future__ import annotations
 import socket
 import stat
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvicorn
 
 from rollkeel.errors import BadInput
+from rollkeel.sandbox import guard, protocol
 from rollkeel.sandbox.guard import load_token
 from rollkeel.sandbox.partition import Partition
 from rollkeel.sandbox.serve import Options, partitions, serve
@@ -72,3 +78,59 @@ def test_what_cannot_be_served_gets_one_line(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(BadInput, match=r"needs fastapi; install rollkeel\[sandbox\]"):
         serve(Options(port=0))
+
+
+TOKEN = "a-token-of-the-tests"
+ASKED = f"POST / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 2\r\n\r\n".encode()
+IN_TIME_S = 0.4
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Of a server that answers after twice the time that a client has for headers, or for a body."""
+    monkeypatch.setattr(protocol, "HEADERS_S", IN_TIME_S)
+    monkeypatch.setattr(guard, "BODY_S", IN_TIME_S)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await protocol.asyncio.sleep(2 * IN_TIME_S)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    config = uvicorn.Config(guard.Guard(app, TOKEN), http=protocol.Protocol, lifespan="off", log_level="error")
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        yield listening.getsockname()[1]
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.mark.parametrize("before", [b"", ASKED + b"{}"], ids=["first", "second"])
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (b"", b""),
+        (b"POST / HT", b""),
+        (ASKED[:-2], b""),
+        (ASKED + b"{", b"408"),
+        (ASKED + b"{}", b"200"),
+    ],
+    ids=["nothing", "half a line", "half of the headers", "half a body", "all"],
+)
+def test_a_request_that_does_not_come_to_its_end_is_cut_off(
+    before: bytes, sent: bytes, answer: bytes, port: int
+) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
+        if before:
+            client.sendall(before)
+            got = b""
+            while not got.endswith(b"ok"):
+                got += client.recv(1 << 16)
+        began = time.monotonic()
+        client.sendall(sent)
+        if before and not sent:
+            return  # an idle connection may be used again: that is the keep-alive
+        got = client.recv(1 << 16)
+    assert got[9:12] == answer
+    assert time.monotonic() - began >= 0.9 * IN_TIME_S

@@ -197,7 +197,7 @@ def test_slime_nothing_readable_is_one_line(tmp_path: Path) -> None:
 def test_slime_a_malicious_sample_does_nothing(tmp_path: Path) -> None:
     class Bomb:
         def __reduce__(self) -> Any:
-            return (os.system, (f"touch {tmp_path / 'canary'}",))
+            return (os.system, (f"touch '{tmp_path / 'canary'}'",))
 
     good = slime_sample(example())
     bad = [slime_sample(example(index=i)) | {field: Bomb()} for i, field in enumerate(good)]

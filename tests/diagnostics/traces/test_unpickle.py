@@ -18,8 +18,10 @@ import resource
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -207,9 +209,15 @@ def attacks(canary: Path) -> dict[str, bytes]:
 NAMES = sorted(attacks(Path("/nowhere")))
 
 
+@pytest.fixture
+def canary() -> Iterator[Path]:
+    """Where a shell, too, takes the path for one word."""
+    with tempfile.TemporaryDirectory(prefix="canary-", dir="/tmp") as folder:
+        yield Path(folder) / "canary"
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_a_malicious_pickle_does_nothing(name: str, tmp_path: Path) -> None:
-    canary = tmp_path / "canary"
+def test_a_malicious_pickle_does_nothing(name: str, canary: Path, tmp_path: Path) -> None:
     file = tmp_path / "0.pt"
     file.write_bytes(attacks(canary)[name])
     before = set(sys.modules)
@@ -221,9 +229,8 @@ def test_a_malicious_pickle_does_nothing(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["os.system", "eval", "exec", "INST", "protocol 0", "nested", "inside a torch file"])
-def test_the_canary_would_have_told(name: str, tmp_path: Path) -> None:
+def test_the_canary_would_have_told(name: str, canary: Path) -> None:
     """The same bytes given to Python's own unpickler do run."""
-    canary = tmp_path / "canary"
     data = attacks(canary)[name]
     torch.load(io.BytesIO(data), weights_only=False) if "torch" in name else pickle.loads(data)
     assert canary.exists()
@@ -232,6 +239,7 @@ def test_the_canary_would_have_told(name: str, tmp_path: Path) -> None:
 WATCHED = """
 import encodings.cp437
 import sys
+import tempfile
 from rollkeel.diagnostics.traces.tensors_pickle import load_bytes
 from rollkeel.diagnostics.traces.unpickle import Refused
 files = [open(name, "rb").read() for name in sys.argv[1:]]
