@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 
 from rollkeel.cli_config import Words, config_of, show_metrics
 from rollkeel.errors import BadInput
+from rollkeel.recipe import load
 
 app = typer.Typer()
 
@@ -85,6 +87,35 @@ def _paths(names: list[str], given: list[str]) -> dict[str, str]:
             f"--path: expected NAME=PATH with names of {', '.join(names)}, once each, got {', '.join(given)}"
         )
     return pairs
+
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(help="A model (folder, id or preset:NAME) or a finished run's folder.")],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides: sampling, engine.dtype, …")
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Lines as they are, without the model's chat template.")
+    ] = False,
+) -> None:
+    """Talk to a model through the embedded engine: a line is a prompt, answers come token by token. Ctrl-D ends."""
+    folder = Path(model)
+    if (folder / "model" / "config.json").is_file():  # of a run, which says how its prompts were shown
+        plain = plain or not load(str(folder / "config.yaml"), []).data.chat_template
+        folder = folder / "model"
+    own = [
+        f"model.path={folder if folder.is_dir() else model}",
+        "sampling.max_new_tokens=512",
+        "engine.kv=keep",
+        "engine.slots=1",
+    ]
+    config = config_of([*own, *(words or [])])
+    if config.engine.kind != "local" or config.engine.processes:
+        raise BadInput("chat: talks to the embedded engine in this process: engine.kind=local, engine.processes=0")
+    from rollkeel.chat import chat as talk
+
+    talk(config, sys.stdin, sys.stdout, plain=plain)
 
 
 @app.command()

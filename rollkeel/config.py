@@ -336,6 +336,7 @@ class ReportConfig(Node):
     rollouts: bool = True
     """Write every step's rollouts to parquet."""
     trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Also log every step's numbers there, and with every evaluation `samples` rollouts as text."""
 
 
 class AlarmConfig(Node):

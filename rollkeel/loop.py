@@ -129,7 +129,7 @@ def step_once(run: Run, step: int, sampled: Sample) -> bool:
         tokens["rollout"] = int(metrics.get("rollout/generated_tokens", rollout))
     metrics |= clock.metrics(tokens)
     row = {"step": step, "version": run.trainer.version, **metrics}
-    run.record(row)
+    run.record(row, drawn.rollouts if evaluates else ())
     raised = warn(run, row)
     if saves or (raised and config.alarms.on_alarm in ("checkpoint", "stop")):
         save(run, step)

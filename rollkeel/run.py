@@ -18,7 +18,7 @@ from rollkeel.diagnostics.clock import Clock
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.runfolder import RunFolder
 from rollkeel.diagnostics.stopping import StopFlag
-from rollkeel.diagnostics.trackers import Tracker, open_trackers
+from rollkeel.diagnostics.trackers import Tracker, open_trackers, text_rows
 from rollkeel.engines.open import check_engine, open_engine
 from rollkeel.errors import BadInput
 from rollkeel.models.loading import Policy, resolve_device, save_policy
@@ -42,7 +42,7 @@ from rollkeel.tasks.source import Problems, PromptSource
 from rollkeel.train import checkpoint
 from rollkeel.train.probe import SequenceScorer
 from rollkeel.train.trainer import LocalTrainer
-from rollkeel.types import Prompt, SamplingParams
+from rollkeel.types import Prompt, Rollout, SamplingParams
 
 EVAL_SEED = 0x5EED
 """Mixed into the run seed for evaluation draws, so that they never repeat those of training."""
@@ -179,11 +179,13 @@ class Run:
         for tracker in self.trackers:
             tracker.close()
 
-    def record(self, row: Mapping[str, Any]) -> None:
-        """Append a metrics row and show it."""
+    def record(self, row: Mapping[str, Any], shown: Sequence[Rollout] = ()) -> None:
+        """Append a metrics row and show it; trackers also get the texts of a few of the rollouts `shown`."""
         self.folder.append_metrics(row)
         for tracker in self.trackers:
             tracker.log(int(row["step"]), row)
+            if shown and self.config.report.samples:
+                tracker.texts(int(row["step"]), text_rows(shown, self.config.report.samples))
         self.view.step(int(row["step"]), row)
 
 

@@ -42,6 +42,7 @@ MEETING_PLACES = {
     "stages",
     "analysis",
     "chain",
+    "chat",
     "evals",
     "replay",
     "cli",

@@ -18,8 +18,10 @@ from typing import Any, Protocol
 
 from rollkeel.errors import BadInput
 from rollkeel.events import write_atomic
+from rollkeel.types import Rollout
 
 PROJECT = "rollkeel"
+COLUMNS = ("prompt", "response", "gold answer", "reward", "status")
 
 
 class Tracker(Protocol):
@@ -29,9 +31,21 @@ class Tracker(Protocol):
         """Mirror one row; values that are not finite numbers are left out."""
         ...
 
+    def texts(self, step: int, rows: Sequence[Sequence[str]]) -> None:
+        """Mirror a few rollouts; a row has one text for each of `COLUMNS`."""
+        ...
+
     def close(self) -> None:
         """Flush and finish."""
         ...
+
+
+def text_rows(rollouts: Sequence[Rollout], count: int) -> list[tuple[str, ...]]:
+    """Up to `count` rollouts for `Tracker.texts`: best, worst, then in order; texts cut to 2,000 characters."""
+    graded = sorted((r for r in rollouts if r.reward is not None), key=lambda r: r.reward or 0.0)
+    chosen = {r.id: r for r in (*graded[-1:], *graded[:1], *rollouts)}
+    rows = ((r.prompt.text, r.text, r.prompt.answer, r.reward, r.status.value) for r in list(chosen.values())[:count])
+    return [tuple("" if cell is None else str(cell)[:2000] for cell in row) for row in rows]
 
 
 def open_trackers(
@@ -79,6 +93,11 @@ class _TensorBoard:
             self._writer.add_scalar(key, value, step)
         self._writer.flush()
 
+    def texts(self, step: int, rows: Sequence[Sequence[str]]) -> None:
+        table = [COLUMNS, ["---"] * len(COLUMNS), *rows]
+        cells = (" | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in row) for row in table)
+        self._writer.add_text("samples", "\n".join(f"| {line} |" for line in cells), step)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -93,13 +112,18 @@ class _Trackio:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._trackio.log(numbers(metrics), step=step)
 
+    def texts(self, step: int, rows: Sequence[Sequence[str]]) -> None:
+        self._trackio.log(
+            {"samples": self._trackio.Table(columns=[*COLUMNS], data=[[*row] for row in rows])}, step=step
+        )
+
     def close(self) -> None:
         self._trackio.finish()
 
 
 class _Wandb:
     def __init__(self, run_dir: Path, config: dict[str, Any], resume_step: int | None) -> None:
-        wandb = _require("wandb", "wandb")
+        self._wandb = wandb = _require("wandb", "wandb")
         # Without a key W&B would ask on the terminal and hang a batch job; offline runs can be synced later.
         mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
         self._run = wandb.init(
@@ -115,6 +139,9 @@ class _Wandb:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run.log(numbers(metrics), step=step)
 
+    def texts(self, step: int, rows: Sequence[Sequence[str]]) -> None:
+        self._run.log({"samples": self._wandb.Table(columns=[*COLUMNS], data=[[*row] for row in rows])}, step=step)
+
     def close(self) -> None:
         self._run.finish()
 
@@ -128,6 +155,9 @@ class _Guarded:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._try(lambda: self._tracker.log(step, metrics))
+
+    def texts(self, step: int, rows: Sequence[Sequence[str]]) -> None:
+        self._try(lambda: self._tracker.texts(step, rows))
 
     def close(self) -> None:
         self._try(self._tracker.close)

@@ -198,7 +198,8 @@ def _sample(why: str, row: Mapping[str, Any], limit: int, piece: Callable[[int],
 def _token(row: Mapping[str, Any], i: int, piece: str) -> Token:
     log_q = row["logprobs"][i]
     shown = visible(piece)
-    facts = f"id {row['token_ids'][i]}, position {i}, version {row['versions'][i]}"
+    version = f", version {row['versions'][i]}" if row.get("versions") else ""
+    facts = f"id {row['token_ids'][i]}, position {i}{version}"
     lines = [shown.replace("\n", "") + f"  ({facts})"]
     if row.get("sampled") and not row["sampled"][i]:
         return Token(text=shown, title=f"{lines[0]}\nwritten by the environment", style="opacity:.55", dropped=False)

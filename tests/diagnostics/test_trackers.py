@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rollkeel.diagnostics.trackers import numbers, open_trackers
+from rollkeel.diagnostics.trackers import COLUMNS, numbers, open_trackers
 from rollkeel.errors import BadInput
 
 ROW = {"step": 3, "reward/mean": 0.5, "mismatch/source": "old", "flag": True, "nan": float("nan"), "none": None}
@@ -47,6 +47,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[FakeRun]:
     for name in ("wandb", "trackio"):
         module = types.ModuleType(name)
         module.init = init  # type: ignore[attr-defined]
+        module.Table = lambda columns, data: (columns, data)  # type: ignore[attr-defined]
         module.log = lambda metrics, step: runs[-1].log(metrics, step)  # type: ignore[attr-defined]
         module.finish = lambda: runs[-1].finish()  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
@@ -59,8 +60,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[FakeRun]:
 def test_numbers_reach_the_tracker_under_their_step(tmp_path: Path, fake: list[FakeRun], name: str) -> None:
     (tracker,) = open_trackers([name], tmp_path, {"run": {"seed": 1}})
     tracker.log(3, ROW)
+    tracker.texts(3, [("1+1=", "2", "2", "1.0", "finished")])
     tracker.close()
-    assert fake[0].rows == [(3, {"reward/mean": 0.5, "flag": 1.0})]
+    table = ([*COLUMNS], [["1+1=", "2", "2", "1.0", "finished"]])
+    assert fake[0].rows == [(3, {"reward/mean": 0.5, "flag": 1.0}), (3, {"samples": table})]
     assert fake[0].finished
     assert fake[0].options["config"] == {"run": {"seed": 1}}
 
@@ -137,7 +140,7 @@ def test_tensorboard_adapter_writes_scalars_by_step(tmp_path: Path, monkeypatch:
             seen.append((log_dir, purge_step))
 
         def add_text(self, *args: Any) -> None:
-            seen.append("config")
+            seen.append(args)
 
         def add_scalar(self, *args: Any) -> None:
             seen.append(args)
@@ -153,5 +156,10 @@ def test_tensorboard_adapter_writes_scalars_by_step(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     (tracker,) = open_trackers(["tensorboard"], tmp_path, {}, resume_step=4)
     tracker.log(5, ROW)
+    tracker.texts(5, [("a|b\nc", "2", "2", "1.0", "finished")])
     tracker.close()
-    assert seen == [(str(tmp_path / "tensorboard"), 5), ("reward/mean", 0.5, 5), ("flag", 1.0, 5), "closed"]
+    scalars = [("reward/mean", 0.5, 5), ("flag", 1.0, 5)]
+    assert seen[:3] == [(str(tmp_path / "tensorboard"), 5), *scalars]
+    name, text, step = seen[3]
+    assert (name, text.splitlines()[2], step) == ("samples", "| a\\|b c | 2 | 2 | 1.0 | finished |", 5)
+    assert seen[4:] == ["closed"]

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from test_report import make_run, page
+from test_report import make_run, page, rollouts
 
 from rollkeel.diagnostics.run_files import read_run
+from rollkeel.diagnostics.trackers import text_rows
 from rollkeel.report import render, verdict
 from rollkeel.report.charts import least_height, log_axis
 from rollkeel.report.page import cards
@@ -170,3 +171,12 @@ def test_few_steps_of_many_are_the_ends_and_middles() -> None:
     assert len(set(chosen[:MAX_STEPS])) == MAX_STEPS
     assert _order([]) == []
     assert _order(files[:1]) == files[:1]
+
+
+def test_the_best_and_the_worst_rollout_are_shown_first() -> None:
+    made = rollouts(3)[0]  # rewards 0, 1, 0, 1, …
+    rows = text_rows(made, 3)
+    assert [row[3] for row in rows] == ["1.0", "0.0", "1.0"]
+    assert rows[0][0] == made[0].prompt.text
+    assert len(text_rows(made, 99)) == len(made)
+    assert text_rows([], 3) == []
