@@ -4,6 +4,7 @@
     python -m benchmarks.doctor measure --split dev  --corpus FOLDER      # is every fault real? one line per run
     python -m benchmarks.doctor score   --split test --corpus FOLDER      # build, ask the doctor, print the matrix
 
+`full` has whole runs of the recipes and what is silent; `elsewhere` is another kind of runs (--seeds 1 --healthy-seeds 2), held out.
 `dev` to `dev5` are there to set thresholds by; `test` has another task, other models, other instances and magnitudes, and is
 scored once, with thresholds that were committed before. `--split healthy` is all splits' runs with nothing wrong in them. Exit
 code of `score` is 1 if under 95 % of the real faults (see `measure`) are named first, or any healthy run is said to have a bug.
@@ -22,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from benchmarks.doctor.cases import Case, build_all, fault_cases, full_cases, healthy_cases
+from benchmarks.doctor.cases import TABLES, Case, build_all, fault_cases, healthy_cases, told_cases
 from benchmarks.doctor.measure import show
 from benchmarks.doctor.score import ask_all, report
 from benchmarks.doctor.workloads import SPLITS
@@ -30,8 +31,8 @@ from benchmarks.doctor.workloads import SPLITS
 
 def chosen(args: argparse.Namespace) -> list[Case]:
     """Cases of the arguments: the healthy runs belong to every split."""
-    if args.split == "full":
-        return list(full_cases(args.seeds, args.only))
+    if args.split in TABLES:
+        return list(told_cases(args.split, args.seeds, args.healthy_seeds, args.only))
     splits = SPLITS if args.split == "healthy" else (args.split,)
     cases: list[Case] = []
     for split in splits:
@@ -45,7 +46,7 @@ def chosen(args: argparse.Namespace) -> list[Case]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.doctor", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=("build", "measure", "score"))
-    parser.add_argument("--split", choices=(*SPLITS, "healthy", "full"), default="dev")
+    parser.add_argument("--split", choices=(*SPLITS, "healthy", *TABLES), default="dev")
     parser.add_argument(
         "--corpus", type=Path, required=True, help="folder of the runs; what is there is not made again"
     )

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
+from benchmarks.doctor.elsewhere import ELSEWHERE
 from benchmarks.doctor.faults import BASES, FAULTS
 from benchmarks.doctor.full import FULL, QUICK
 from benchmarks.doctor.healthy import KINDS
 from benchmarks.doctor.workloads import BRIEF, make, words_of
 
 HEALTHY = "healthy"
+TABLES = {"full": FULL, "elsewhere": ELSEWHERE}
+"""Splits whose runs are each told in whole."""
 OWN_START = ("retokenised", "length_truncation", "entropy_collapse")
 """Faults whose warm start is another one."""
 FIRST_SEED = {"dev": 0, "dev2": 1000, "dev3": 2000, "dev4": 3000, "dev5": 4000, "test": 10000, "healthy": 5000}
@@ -37,10 +40,15 @@ class Case:
     index: int
     """Of the magnitude."""
 
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """What is right as the first cause."""
+        return (TABLES[self.split][self.kind].wanted if self.split in TABLES else ()) or (self.fault,)
+
     def path(self, root: Path) -> Path:
         kind = self.kind if self.fault == HEALTHY else str(self.index)
-        if self.split == "full":
-            return root / self.split / f"{self.kind}-{self.seed}"
+        if self.split in TABLES:
+            return root / self.split / f"{self.kind}-{self.seed}".replace(" ", "_")
         return root / self.split / self.fault / f"{self.model}-{kind}-{self.base}-{self.seed}"
 
 
@@ -76,24 +84,26 @@ def healthy_cases(split: str, seeds: int, only: Sequence[str] = ()) -> Iterator[
                 yield Case(split=split, fault=HEALTHY, kind=name, base="plain", model=model, seed=seed, index=0)
 
 
-def full_cases(seeds: int, only: Sequence[str] = ()) -> Iterator[Case]:
-    """Whole runs, every kind of a seed before the next seed."""
-    for seed in range(seeds):
-        for name, run in FULL.items():
-            if only and name not in only:
-                continue
-            fault = run.wanted[0] if run.wanted else HEALTHY
-            yield Case(split="full", fault=fault, kind=name, base=run.recipe, model="own", seed=seed, index=0)
+def told_cases(split: str, seeds: int, healthy_seeds: int, only: Sequence[str] = ()) -> Iterator[Case]:
+    """Runs of a table, healthy ones first, every kind of a seed before the next seed."""
+    for seed in range(max(seeds, healthy_seeds)):
+        for name, run in sorted(TABLES[split].items(), key=lambda item: bool(item[1].wanted)):
+            if seed < (seeds if run.wanted else healthy_seeds) and (not only or name in only):
+                fault = run.wanted[0] if run.wanted else HEALTHY
+                yield Case(split=split, fault=fault, kind=name, base=run.recipe, model="own", seed=seed, index=0)
 
 
 def build(case: Case, root: Path, steps: int | None = None) -> float:
     """Make the run of a case unless it is there. Seconds it took."""
     cache, extra = root / "warm", [f"run.steps={steps}"] if steps else []
     about = {"fault": case.fault, "kind": case.kind, "base": case.base, "model": case.model, "split": case.split}
-    if case.split == "full":
-        run = FULL[case.kind]
-        words = [*QUICK, "checkpoint.every=25", f"run.seed={case.seed}", *run.words, *extra]
-        return make(case.path(root), words, (), cache, about, recipe=run.recipe)
+    if case.split in TABLES:
+        run = TABLES[case.split][case.kind]
+        words = [*QUICK, f"run.seed={case.seed}", *run.words, *extra]
+        if case.fault == "retokenised":
+            cache = root / "warm-retokenised"
+        own = case.split == "full"
+        return make(case.path(root), words, run.patches(case.seed), cache, about, recipe=run.recipe, own_start=own)
     if case.fault == HEALTHY:
         kind = KINDS[case.kind]
         words = words_of(case.split, case.model, case.seed, [*kind.words, *extra])

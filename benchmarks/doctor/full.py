@@ -5,8 +5,12 @@ Short runs show what is wrong from the first step. What selection does to a poli
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from benchmarks.doctor import patches as broken
+from benchmarks.doctor.silent import SILENT
+from benchmarks.doctor.workloads import Patch
 
 _DRY = ("reward_lost", "no_reward_signal", "learning_rate", "entropy_collapse", "policy_lag")
 
@@ -20,6 +24,8 @@ class Full:
     """Overrides of the recipe."""
     wanted: tuple[str, ...] = ()
     """Causes that are right as the first; none: the run is healthy."""
+    patches: Callable[[int], Sequence[Patch]] = lambda seed: ()
+    """What is broken in the run of a seed."""
 
 
 FULL: dict[str, Full] = {
@@ -29,7 +35,7 @@ FULL: dict[str, Full] = {
     "fp8_weights": Full(words=["engine.dtype=fp8_weights"]),
     "int4": Full(words=["engine.dtype=int4"]),
     "int8": Full(words=["engine.dtype=int8"]),
-    "shuffled": Full(recipe="shuffled", wanted=_DRY),
+    "shuffled": Full(recipe="shuffled", wanted=("wrong_advantages", *_DRY)),
     "dense": Full(recipe="dense"),
     "dapo": Full(recipe="dapo"),
     "c3po": Full(recipe="c3po"),
@@ -49,8 +55,33 @@ FULL: dict[str, Full] = {
     "hot_fp8": Full(words=["sampling.temperature=1.2", "engine.dtype=fp8"]),
     "turns_int8": Full(recipe="sudoku_turns", words=["engine.dtype=int8"]),
     "fast": Full(words=["train.lr=3e-3"], wanted=_DRY),
-    "programs": Full(recipe="programs"),
-    "game24": Full(recipe="game24"),
+    "late_bf16": Full(
+        words=["engine.dtype=bf16"],
+        wanted=("stale_version",),
+        patches=lambda seed: [lambda: broken.updates_dropped(lambda n: n < 90)],
+    ),
+    "late_fp8": Full(
+        recipe="fp8",
+        wanted=("stale_version",),
+        patches=lambda seed: [lambda: broken.updates_dropped(lambda n: n < 90 or n % 3 == 0)],
+    ),
 }
-QUICK = ("eval.every=0", "eval.items=1", "eval.samples=1", "eval.greedy=false", "report.samples=0")
+
+
+def silent(name: str, words: Sequence[str]) -> Full:
+    """A fault of `SILENT` in a run of `words`."""
+    wanted, more, patch = SILENT[name]
+    patches = (lambda seed: ()) if patch is None else (lambda seed: [lambda: patch(seed)])
+    return Full(words=(*words, *more), wanted=wanted, patches=patches)
+
+
+FULL |= {f"silent {name}": silent(name, ["run.steps=24"]) for name in SILENT}
+QUICK = (
+    "checkpoint.every=25",
+    "eval.every=0",
+    "eval.items=1",
+    "eval.samples=1",
+    "eval.greedy=false",
+    "report.samples=0",
+)
 """Evaluation changes nothing of what is trained."""

@@ -15,6 +15,17 @@ from benchmarks.doctor.cases import HEALTHY, Case
 from rollkeel.diagnostics.traces.read import read_trace
 from rollkeel.diagnostics.traces.trace import Trace
 
+ALWAYS = (
+    "reward_failures",
+    "nothing_trained",
+    "wrong_advantages",
+    "duplicates",
+    "cut_off_answers",
+    "no_reward_signal",
+    "reward_lost",
+)
+"""Faults that are there or not, whatever came of them."""
+
 
 def effects(trace: Trace) -> dict[str, float]:
     """k3 and E[ρ] (ρ = o/q) over trained tokens; −log o beside the entropy; reward and entropy of the first and last steps."""
@@ -71,7 +82,7 @@ def real(fault: str, e: Mapping[str, float]) -> bool:
         return e["cut"] > 0.05 and e["reward_cut"] < e["reward_rest"] - 0.05
     if fault == "learning_rate":
         return e["reward_last"] < 0.6 * e["reward_best"]
-    if fault == "reward_failures":
+    if fault in ALWAYS:
         return True
     honest = 1e-3 if e["bf16"] else 2e-5
     return e["k3"] > honest or abs(e["ratio"] - 1) > 0.004 or abs(e["surprise"] / e["entropy"] - 1) > 0.04

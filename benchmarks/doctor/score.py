@@ -41,10 +41,12 @@ class Answer:
     seconds: float
     tokens: int
     path: str
+    wanted: tuple[str, ...] = ()
+    """What else would be right than `fault`."""
 
     @property
     def right(self) -> bool:
-        return self.named == self.fault
+        return self.named in (self.fault, *self.wanted)
 
 
 def ask(case: Case, root: Path) -> Answer:
@@ -58,7 +60,7 @@ def ask(case: Case, root: Path) -> Answer:
     diagnosis: Any = refine(diagnose(trace), case.path(root))
     seconds = time.perf_counter() - began
     causes = list(diagnosis.causes)
-    named = HEALTHY if diagnosis.healthy or not causes else causes[0].id
+    named = causes[0].id if causes else HEALTHY if diagnosis.healthy else "not examined"
     bugs = [c.id for c in causes if c.kind == "bug"]
     return Answer(
         split=case.split,
@@ -75,6 +77,7 @@ def ask(case: Case, root: Path) -> Answer:
         seconds=seconds,
         tokens=len(trace),
         path=str(case.path(root)),
+        wanted=case.wanted,
     )
 
 
@@ -88,8 +91,9 @@ def ask_all(cases: Sequence[Case], root: Path, jobs: int) -> list[Answer]:
 
 def matrix(answers: Sequence[Answer]) -> str:
     """Rows: what was injected; columns: what was named first."""
-    rows = [name for name in (*FAULTS, HEALTHY) if any(a.fault == name for a in answers)]
-    columns = [name for name in (*FAULTS, HEALTHY) if any(a.named == name for a in answers)]
+    names = [*FAULTS, *sorted({a.fault for a in answers} - {*FAULTS, HEALTHY}), HEALTHY]
+    rows = [name for name in names if any(a.fault == name for a in answers)]
+    columns = [name for name in names if any(a.named == name for a in answers)]
     columns += sorted({a.named for a in answers} - set(columns))
     count = Counter((a.fault, a.named) for a in answers)
     width = max(map(len, [*rows, "injected"]))
@@ -151,5 +155,6 @@ def report(answers: Sequence[Answer], out: Path | None) -> bool:
         with out.with_suffix(".csv").open("w", newline="") as stream:
             writer = csv.DictWriter(stream, fieldnames=list(asdict(answers[0])))
             writer.writeheader()
-            writer.writerows(asdict(a) | {"causes": " ".join(a.causes)} for a in answers)
+            joined = ({"causes": " ".join(a.causes), "wanted": " ".join(a.wanted)} for a in answers)
+            writer.writerows(asdict(a) | words for a, words in zip(answers, joined, strict=True))
     return found["accuracy"] >= TARGET and not alarms

@@ -20,6 +20,7 @@ from benchmarks.doctor.dropping import Dropping
 from benchmarks.doctor.lookup import Lookup
 from benchmarks.doctor.shifting import Shifting
 from benchmarks.doctor.sorting import Sorting
+from benchmarks.doctor.weaving import Weaving
 from rollkeel import loop
 from rollkeel.config import Config
 from rollkeel.diagnostics.live import LiveView
@@ -34,7 +35,7 @@ from rollkeel.tasks import TASKS as KNOWN
 from rollkeel.train import checkpoint
 from rollkeel.validate import validate
 
-OWN_TASKS = {task.name: task for task in (Sorting, Lookup, Shifting, Dropping)}
+OWN_TASKS = {task.name: task for task in (Sorting, Lookup, Shifting, Dropping, Weaving)}
 """They have their names while a run of the corpus goes on; rollkeel's own stay what they are outside."""
 SPLITS = ("dev", "dev2", "dev3", "dev4", "dev5", "test")
 BRIEF = ("dev3", "dev4", "dev5", "test")
@@ -272,6 +273,7 @@ def make(
     about: dict[str, Any],
     killed_at: int = 0,
     recipe: str | None = None,
+    own_start: bool = False,
 ) -> float:
     """The run of `words` at `path`, unless it is there already. Seconds it took; 0 if it was there."""
     label = path / "case.json"
@@ -281,7 +283,7 @@ def make(
     shutil.rmtree(path, ignore_errors=True)
     began = time.perf_counter()
     config = load(recipe, [*words, f"sft.cache_dir={cache}"])
-    ended = run_once(config, path, patches, killed_at=killed_at, own_start=recipe is not None)
+    ended = run_once(config, path, patches, killed_at=killed_at, own_start=own_start)
     gc.collect()
     seconds = time.perf_counter() - began
     label.write_text(json.dumps({"about": about, "ended": ended, "seconds": round(seconds, 2)}, indent=1) + "\n")

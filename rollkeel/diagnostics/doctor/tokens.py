@@ -224,7 +224,7 @@ def gap(tokens: Tokens) -> Gap:
     informed = readable & (tokens.q < np.log(0.98))
     x, y = x[informed[readable]], y[informed[readable]]
     if len(x) < limits.MIN_INFORMED:
-        return Gap(len(tokens), excess, k3, rms, far, len(x), *[float("nan")] * 5, spread, least)
+        return Gap(len(tokens), excess, k3, rms, far, len(x), *[float("nan")] * 5, spread=spread, k3_least=least)
     bias = float(np.median(y - x))
     noise = 1.4826 * float(np.median(np.abs(y - x - bias)))
     slope = float((x * y).sum(dtype=np.float64) / max(np.square(y).sum(dtype=np.float64), 1e-12))
