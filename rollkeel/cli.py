@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -230,6 +231,16 @@ def _through(graders: Any, task: Any) -> Callable[[Any, str], tuple[float, str]]
     return score
 
 
+_QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
+
+
+def _shape(failure: str) -> str:
+    """What two failures for one reason share: not the numbers and words of an item; of a grader that broke not the answer either."""
+    broke = "scores None" in failure
+    shaped = _QUOTED.sub(lambda quoted: "" if broke else re.sub(r"\w+", "#", quoted[0]), failure)
+    return re.sub(r"^\w+ item|\d+", "#", shaped)
+
+
 EPISODES = 4
 """Episodes played at once by `tasks check`: one waits for its tool most of the time."""
 
@@ -252,8 +263,11 @@ def check(
     else:
         with rewards.Graders() as graders, Bars() as bars:
             result = tasks.check(task, count, score=_through(graders, task), progress=bars)
+    alike: dict[str, list[str]] = {}
     for failure in result.failures:
-        print(f"FAIL {failure}")
+        alike.setdefault(_shape(failure), []).append(failure)
+    for first, *more in alike.values():
+        print(f"FAIL {first}{f' (and {len(more)} more like it)' if more else ''}")
     print(f"{name}: {result.items} items, {result.scored} answers scored, {len(result.failures)} failures")
     if not result.passed:
         raise typer.Exit(1)

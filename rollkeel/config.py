@@ -61,9 +61,10 @@ class DataConfig(Node):
     options: dict[str, Any] = Field(default_factory=dict)
     """Difficulty knobs of the task."""
     path: str | None = None
-    """`.jsonl`, `.parquet`, a folder of `rollkeel data clean`, or a Hugging Face data set folder or id."""
+    """`.jsonl`, `.parquet`, `.csv`, a folder of `rollkeel data clean`, or a Hugging Face data set folder or id."""
     prompt_column: str = "prompt"
     answer_column: str = "answer"
+    """A dot goes into a column of objects: `reward_model.ground_truth`."""
     form: Literal["answers", "tests"] = "answers"
     """`tests`: rows are code problems with tests in one of the forms of `rollkeel.tasks.tests_form`, graded by `code`."""
     solution_column: str | None = None
@@ -75,8 +76,10 @@ class DataConfig(Node):
     """Options of that grader."""
     eval_fraction: float = Field(default=0.1, ge=0, lt=1)
     """Share of a file's rows (by content hash) held out for evaluation."""
+    sft_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Share of a file's other rows (by content hash) that only SFT learns from, so that RL sees prompts of its own; 0 shares all."""
     chat_template: bool = False
-    """Wrap prompts with the tokenizer's chat template."""
+    """Wrap prompts with the tokenizer's chat template; a prompt that is a list of messages goes through it whole."""
 
 
 class SftConfig(Node):

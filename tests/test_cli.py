@@ -82,7 +82,7 @@ BAD_TRAIN = [
     (["sampling.temperature=0"], "expected > 0 for training"),
     (["rollout.samples=1"], "expected at least 2"),
     (["data.task=null", "data.path=nowhere.jsonl"], "no such file"),
-    (["data.task=null", "data.path=x.csv"], "x.csv"),
+    (["data.task=null", "data.path=x.csv"], "x.csv': no such file"),
 ]
 
 
@@ -342,6 +342,21 @@ def test_tasks_check_asks_the_grader_that_a_run_would_ask(
     code, out, _ = cli(capsys, "tasks", "check", "addition", "digits=2", "-n", "3")
     assert code == 1  # the numeric grader takes 122.0 and 0122, which the task itself refuses
     assert ".0' scores 1.0, expected 0" in out
+
+
+def test_tasks_check_says_the_same_failure_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A grader that is broken breaks at every answer: that was thousands of lines."""
+    monkeypatch.setattr("rollkeel.tasks.base.Task.grader", lambda self, item: GraderSpec(name="nobody"))
+    code, out, _ = cli(capsys, "tasks", "check", "addition", "digits=2", "-n", "3")
+    *lines, last = out.splitlines()
+    assert code == 1
+    assert len(lines) == 3, "the gold answer, the same after JSON, and every other"
+    assert "grader nobody: unknown" in lines[0]
+    assert lines[0].startswith("FAIL sft item 0 ")
+    assert lines[0].endswith("(and 8 more like it)")
+    assert last.startswith("addition: 9 items, ")
 
 
 def test_a_second_ctrl_c_inside_a_verb_says_so(

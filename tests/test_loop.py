@@ -66,11 +66,15 @@ def test_a_run_logs_which_forward_samples(plain: Path) -> None:
     assert said["forward"].split()[0] == ("compiled" if jit.FOUND else "fast")
 
 
-def test_a_run_works_in_a_thread(tmp_path: Path) -> None:
+def test_a_run_works_in_a_thread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A notebook, a server or a Ray actor calls from one, where Python refuses signal handlers."""
     before = signal.getsignal(signal.SIGINT)
     with ThreadPoolExecutor(1) as threads:
-        assert len(threads.submit(run, tmp_path / "run", "run.steps=1", "sft.enabled=false").result()) == 2
+        assert (
+            len(threads.submit(run, tmp_path / "run", "run.steps=1", "sft.enabled=false", "eval.items=1").result()) == 2
+        )
+    assert "did not learn: runsum avg@k" in (out := capsys.readouterr().out), "one item shows nothing"
+    assert "95 % interval -1." in out
     assert signal.getsignal(signal.SIGINT) is before
 
 

@@ -20,8 +20,8 @@ def show_results(results: Mapping[str, Any], console: Console | None = None) -> 
             name,
             str(counts["items"]),
             str(k),
-            f"{_percent(mean['value'])} ±{_percent(mean['se'])}" if mean else "–",
-            f"{_percent(mean['low'])}–{_percent(mean['high'])}" if mean else "–",
+            f"{_percent(mean['value'])} {_spread(mean)}" if mean else "–",
+            f"{_percent(mean['low'])}–{_percent(mean['high'])}" if mean and mean["items"] > 1 else "–",
             *(_percent(metrics[m]["value"]) if m in metrics else "–" for m in (f"pass@{k}", f"majority@{k}", "greedy")),
             _percent(counts["length_limited"]),
             str(counts["engine_failures"] + counts["grader_failures"]),
@@ -31,7 +31,7 @@ def show_results(results: Mapping[str, Any], console: Console | None = None) -> 
     for name, result in results["benchmarks"].items():
         for metric in (m for m in result["metrics"] if m.endswith(" mean")):
             value = result["metrics"][metric]
-            console.print(f"{name}: {metric} {_percent(value['value'])} ±{_percent(value['se'])}")
+            console.print(f"{name}: {metric} {_percent(value['value'])} {_spread(value)}")
 
 
 def show_comparison(found: Mapping[str, Any], console: Console | None = None) -> None:
@@ -41,15 +41,16 @@ def show_comparison(found: Mapping[str, Any], console: Console | None = None) ->
     for name, metrics in found.items():
         for metric, value in ((m, v) for m, v in metrics.items() if m != "k"):
             d = value["difference"]
-            clear = "*" if d["low"] > 0 or d["high"] < 0 else ""
+            several = d["items"] > 1
+            clear = "*" if several and (d["low"] > 0 or d["high"] < 0) else ""
             table.add_row(
                 name,
                 metric,
                 str(d["items"]),
                 _percent(value["a"]),
                 _percent(value["b"]),
-                f"{100 * d['value']:+.1f}{clear} ±{_percent(d['se'])}",
-                f"{100 * d['low']:+.1f} … {100 * d['high']:+.1f}",
+                f"{100 * d['value']:+.1f}{clear} {_spread(d)}",
+                f"{100 * d['low']:+.1f} … {100 * d['high']:+.1f}" if several else "–",
             )
     console.print("second − first, paired by item, percent")
     console.print(table)
@@ -60,6 +61,11 @@ def _open(console: Console | None, columns: tuple[str, ...], left: int) -> tuple
     for place, column in enumerate(columns):
         table.add_column(column, justify="left" if place < left else "right", no_wrap=True)
     return console or Console(highlight=False), table
+
+
+def _spread(estimate: Mapping[str, Any]) -> str:
+    """A single item has no spread to see, which is not a spread of 0."""
+    return f"±{_percent(estimate['se'])}" if estimate["items"] > 1 else "±n/a"
 
 
 def _percent(value: float) -> str:

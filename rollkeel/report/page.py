@@ -151,7 +151,7 @@ def cards(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
     for key in matching(rows, ("eval/*/avg@k",))[:2]:
         held = [row for row in rows if isinstance(row.get(key), int | float)]
         error = held[-1].get(f"{key}_se")
-        spread = f" ± {error:.3f}" if isinstance(error, int | float) else ""
+        spread = f" ± {error:.3f}" if isinstance(error, int | float) else " ± n/a"
         start = f"from {held[0][key]:.3f} at step {held[0]['step']}" if len(held) > 1 else f"step {held[-1]['step']}"
         found.append((f"{key.split('/')[1]} avg@k", f"{held[-1][key]:.3f}{spread}", start))
     for key, label, form in (

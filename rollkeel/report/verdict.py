@@ -76,7 +76,8 @@ def _evaluated(rows: Rows, key: str) -> Change | None:
     held = [row for row in rows if is_number(row.get(key))]
     if len(held) < 2:
         return None
-    errors = [float(row[f"{key}_se"]) if is_number(row.get(f"{key}_se")) else 0.0 for row in held]
+    # Of one item nobody knows the error: at most half of the scale.
+    errors = [float(row[f"{key}_se"]) if is_number(row.get(f"{key}_se")) else 0.5 for row in held]
     best = max(range(len(held)), key=lambda i: held[i][key])
     lost = held[best][key] - held[-1][key] > _WIDE * np.hypot(errors[best], errors[-1])
     return Change(

@@ -1,10 +1,12 @@
-"""Prompt/answer rows from jsonl, parquet or Hugging Face data, refused with one line when they are not what they should be."""
+"""Prompt/answer rows from jsonl, parquet, CSV or Hugging Face data, refused with one line when they are not what they should be."""
 
 from __future__ import annotations
 
+import csv
 import importlib
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -20,7 +22,7 @@ from rollkeel.errors import BadInput
 from rollkeel.tasks.base import hash_fraction, nearest
 from rollkeel.tasks.lines import Lines
 
-SUFFIXES = (".jsonl", ".parquet")
+SUFFIXES = (".jsonl", ".parquet", ".csv")
 BATCH = 1024
 """Rows of parquet that are Python objects of the reader's at one time."""
 REPORT, PART = "report.json", "part-{:05d}.parquet"
@@ -37,6 +39,8 @@ class Row:
     answer: str
     solution: str | None = None
     """What a demonstration shows, where `data.solution_column` names it."""
+    messages: tuple[dict[str, str], ...] = ()
+    """The conversation (`role`, `content`) whose next turn is asked for, where the prompt column holds one; else empty."""
 
 
 def load_rows(config: DataConfig, keep: Callable[[Row], bool] | None = None) -> Sequence[Row]:
@@ -53,7 +57,7 @@ def load_rows(config: DataConfig, keep: Callable[[Row], bool] | None = None) -> 
             raise BadInput(f"data.path {config.path!r}: no such file")
         if path.suffix == ".jsonl":
             return _jsonl(path, config, keep)
-        found = _parquet([path], config)
+        found = _csv(path, config) if path.suffix == ".csv" else _parquet([path], config)
     elif path.is_file():
         raise BadInput(
             f"data.path {config.path!r}: expected a file ending in {' or '.join(SUFFIXES)}, got {path.suffix!r}"
@@ -73,9 +77,15 @@ def load_rows(config: DataConfig, keep: Callable[[Row], bool] | None = None) -> 
     return rows
 
 
-def side(row: Row, eval_fraction: float) -> str:
-    """`eval` or `train`, by the hash of the prompt with whitespace normalised: duplicates never straddle the split."""
-    return "eval" if hash_fraction("data", " ".join(row.prompt.split())) < eval_fraction else "train"
+def side(row: Row, eval_fraction: float, sft_fraction: float = 0.0) -> str:
+    """`eval`, `sft` or `train`, by the hash of the prompt with whitespace normalised: duplicates never straddle the split.
+
+    `sft_fraction`: share of the rows that are not `eval` which is `sft`.
+    """
+    text = " ".join(row.prompt.split())
+    if hash_fraction("data", text) < eval_fraction:
+        return "eval"
+    return "sft" if hash_fraction("sft", text) < sft_fraction else "train"
 
 
 def _columns(config: DataConfig) -> dict[str, str]:
@@ -84,8 +94,49 @@ def _columns(config: DataConfig) -> dict[str, str]:
     return {field: column for field, column in columns.items() if column is not None}
 
 
+def _heads(config: DataConfig, present: Sequence[str]) -> list[str]:
+    """The columns to read: of `reward_model.ground_truth`, where no column has that name, `reward_model`."""
+    return list(dict.fromkeys(c if c in present else c.split(".")[0] for c in _columns(config).values()))
+
+
 def _row(config: DataConfig, number: int, values: Mapping[str, Any]) -> Row:
-    return Row(number=number, **{f: _text(config, number, c, values[c]) for f, c in _columns(config).items()})
+    found: dict[str, Any] = {}
+    for field, column in _columns(config).items():
+        value = _inner(config, number, column, values)
+        if isinstance(value, list):
+            spoken = _conversation(config, number, column, value)
+            if field == "prompt" and config.chat_template:
+                found["messages"] = spoken
+            value = "\n\n".join(message["content"] for message in spoken)
+            if len(spoken) != 1 and "messages" not in found:
+                raise BadInput(
+                    f"data.path {config.path!r} row {number}: column {column!r} holds {len(spoken)} messages;"
+                    + (" set data.chat_template=true" if field == "prompt" else " expected one")
+                )
+        found[field] = _text(config, number, column, value)
+    return Row(number=number, **found)
+
+
+def _inner(config: DataConfig, number: int, column: str, values: Mapping[str, Any]) -> Any:
+    """The value of a column, or of a place inside one: `reward_model.ground_truth`."""
+    if column in values:
+        return values[column]
+    found: Any = values
+    for part in column.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            raise BadInput(f"data.path {config.path!r} row {number}: column {column!r} has no {part!r}")
+        found = found[part]
+    return found
+
+
+def _conversation(config: DataConfig, number: int, column: str, value: list[Any]) -> tuple[dict[str, str], ...]:
+    for message in value or [None]:
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise BadInput(
+                f"data.path {config.path!r} row {number}: column {column!r}: expected text, a number or a list of messages"
+                f" with role and content, got {str(value)[:80]}"
+            )
+    return tuple({"role": m["role"], "content": m["content"]} for m in value)
 
 
 def _text(config: DataConfig, number: int, column: str, value: Any) -> str:
@@ -109,7 +160,7 @@ def _text(config: DataConfig, number: int, column: str, value: Any) -> str:
 
 def _check_columns(config: DataConfig, present: Sequence[str], where: str = "") -> None:
     for field, column in _columns(config).items():
-        if column not in present:
+        if column not in present and ("." not in column or column.split(".")[0] not in present):
             there = ", ".join(repr(c) for c in sorted(map(str, present))) or "none"
             guess = nearest(column, [str(c) for c in present])
             hint = guess if guess.startswith("; did") else f"; set data.{field}_column"
@@ -143,16 +194,31 @@ def _parsed(config: DataConfig, number: int, line: bytes) -> Row:
 
 
 def _parquet(files: Sequence[Path], config: DataConfig) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    columns, number = list(dict.fromkeys(_columns(config).values())), 0
+    number = 0
     for path in files:
         try:
             with pq.ParquetFile(path) as file:
                 _check_columns(config, file.schema_arrow.names)
+                columns = _heads(config, file.schema_arrow.names)
                 for batch in file.iter_batches(batch_size=BATCH, columns=columns):
                     yield from _numbered({c: batch.column(c).to_pylist() for c in columns}, number + 1)
                     number += batch.num_rows
         except (OSError, pa.ArrowException) as error:
             raise BadInput(f"data.path {config.path!r}: not readable as parquet: {_line(error)}") from None
+
+
+def _csv(path: Path, config: DataConfig) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    csv.field_size_limit(sys.maxsize)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            _check_columns(config, reader.fieldnames or [])
+            for number, values in enumerate(reader, 1):
+                if None in values:
+                    raise BadInput(f"data.path {config.path!r} row {number}: more fields than the header has columns")
+                yield number, values
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise BadInput(f"data.path {config.path!r}: not readable as CSV: {_line(error)}") from None
 
 
 def _hugging_face(config: DataConfig, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -179,7 +245,7 @@ def _hugging_face(config: DataConfig, path: Path) -> Iterator[tuple[int, Mapping
             raise BadInput(f"data.split {config.split!r}: not in {text!r}{nearest(config.split, list(loaded))}")
         loaded = loaded[config.split]
     _check_columns(config, list(loaded.column_names))
-    yield from _numbered({c: loaded[c] for c in _columns(config).values()}, 1)
+    yield from _numbered({c: loaded[c] for c in _heads(config, loaded.column_names)}, 1)
 
 
 def _numbered(columns: Mapping[str, Iterable[Any]], first: int) -> Iterator[tuple[int, Mapping[str, Any]]]:

@@ -33,6 +33,8 @@ class Problem:
     answer: str
     grader: GraderSpec
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    messages: Sequence[Mapping[str, str]] = ()
+    """What the chat template is given, where that is more than `text` as the user's turn."""
 
 
 class Problems(ABC):
@@ -77,15 +79,16 @@ class GeneratedProblems(Problems):
 
 @final
 class FileProblems(Problems):
-    """Rows of a file: epoch e is a shuffle keyed by (seed, e). `sft` and `train` share the rows that are not held out."""
+    """Rows of a file: epoch e is a shuffle keyed by (seed, e). `sft` and `train` share the rows that are not held out, unless
+    `data.sft_fraction` gives `sft` rows of its own."""
 
     def __init__(self, config: DataConfig, seed: int, split: str) -> None:
         self.name, self.seed = Path(str(config.path)).stem, seed
         self.grader = GraderSpec(name=config.grader, options=config.grader_options)
-        wanted = "eval" if split == "eval" else "train"
+        wanted = "train" if split == "sft" and not config.sft_fraction else split
 
         def mine(row: Row) -> bool:
-            return side(row, config.eval_fraction) == wanted
+            return side(row, config.eval_fraction, config.sft_fraction) == wanted
 
         coded = config.form == "tests"
         self.rows: Sequence[Row] = list(filter(mine, load_code_rows(config))) if coded else load_rows(config, mine)
@@ -93,7 +96,9 @@ class FileProblems(Problems):
             total = len(load_code_rows(config) if coded else load_rows(config))
             raise BadInput(
                 f"data.path {config.path!r}: none of {total} rows is in the {wanted} split "
-                f"at data.eval_fraction={config.eval_fraction}; {'raise' if wanted == 'eval' else 'lower'} it or add rows"
+                f"at data.{'sft' if wanted == 'sft' else 'eval'}_fraction="
+                f"{config.sft_fraction if wanted == 'sft' else config.eval_fraction};"
+                f" {'lower' if wanted == 'train' else 'raise'} it or add rows"
             )
         self.size = len(self.rows)
         self._epoch, self._order = -1, list[int]()
@@ -109,7 +114,10 @@ class FileProblems(Problems):
     def problem(self, index: int) -> Problem:
         row = self._at(index)
         grader = row.grader if isinstance(row, CodeRow) else self.grader
-        return Problem(text=row.prompt, answer=row.answer, grader=grader, metadata={"row": row.number})
+        messages = () if isinstance(row, CodeRow) else row.messages
+        return Problem(
+            text=row.prompt, answer=row.answer, grader=grader, metadata={"row": row.number}, messages=messages
+        )
 
     def response(self, index: int, label_noise: float) -> str:
         """The solution column, else the answer; label noise needs a task that knows its steps, so here it changes nothing."""
@@ -170,7 +178,7 @@ class PromptSource:
     def prompts(self, indices: Sequence[int]) -> list[Prompt]:
         """Several prompts with one tokenizer call."""
         problems = [self._problem(i) for i in indices]
-        texts = [self._render(p.text) for p in problems]
+        texts = [self._render(p) for p in problems]
         name = self.problems.name
         return [
             Prompt(
@@ -210,7 +218,7 @@ class PromptSource:
             raise BadInput("demonstrations: expected a tokenizer with an EOS token, this one has none")
         if self.environment is not None:
             return [self._episode(self.environment.fresh(), i, label_noise) for i in indices]
-        texts = [(self._render(self._problem(i).text), self.problems.response(i, label_noise)) for i in indices]
+        texts = [(self._render(self._problem(i)), self.problems.response(i, label_noise)) for i in indices]
         encoded = self._encode([text for pair in texts for text in pair])
         pairs = zip(indices, encoded[::2], encoded[1::2], strict=True)
         return [(self._checked_prompt(i, p), self._checked_response(i, len(p), r)) for i, p, r in pairs]
@@ -239,8 +247,8 @@ class PromptSource:
             raise BadInput(f"prompt index: expected ≥ 0, got {index}")
         return self.problems.problem(index)
 
-    def _render(self, text: str) -> str:
-        return as_chat(self.tokenizer, text) if self.config.chat_template else text
+    def _render(self, problem: Problem) -> str:
+        return as_chat(self.tokenizer, problem.messages or problem.text) if self.config.chat_template else problem.text
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:

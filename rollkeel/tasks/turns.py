@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
+from jinja2 import TemplateError
 
 from rollkeel.errors import BadInput
 from rollkeel.types import IntArray
@@ -12,10 +14,14 @@ from rollkeel.types import IntArray
 _MODEL, _TEXT = "model-turn-8d1f", "environment-turn-8d1f"
 
 
-def as_chat(tokenizer: Any, text: str) -> str:
-    """`text` as the user's one turn of the tokenizer's chat template, up to where the model's begins."""
-    messages = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+def as_chat(tokenizer: Any, text: str | Sequence[Mapping[str, str]]) -> str:
+    """`text`, the user's one turn or a list of messages, in the tokenizer's chat template, up to where the model's turn begins."""
+    messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise BadInput(f"data.chat_template: the tokenizer's template refuses messages of {roles}: {error}") from None
 
 
 @final
