@@ -353,7 +353,7 @@ def test_tasks_check_says_the_same_failure_once(
     *lines, last = out.splitlines()
     assert code == 1
     assert len(lines) == 3, "the gold answer, the same after JSON, and every other"
-    assert "grader nobody: unknown" in lines[0]
+    assert "grader 'nobody': unknown" in lines[0]
     assert lines[0].startswith("FAIL sft item 0 ")
     assert lines[0].endswith("(and 8 more like it)")
     assert last.startswith("addition: 9 items, ")
