@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rollkeel import advantages
 from rollkeel.objectives import RECIPES, build
 from rollkeel.objectives.compose import MASKS
 from rollkeel.objectives.kl import ESTIMATORS
@@ -72,7 +73,7 @@ def test_every_part_and_its_defaults_are_in_the_table() -> None:
         for name, builder in registry.items():
             options = [p for p in inspect.signature(builder).parameters.values() if p.name != "name"]
             assert f"`{name}`({', '.join(f'{p.name}={p.default!r}' for p in options)})" in TEXT
-    for name in (*STATISTICS, *ESTIMATORS):
+    for name in (*STATISTICS, *ESTIMATORS, *advantages.ESTIMATORS):
         assert f"`{name}`" in TEXT
 
 
