@@ -16,6 +16,11 @@ GLOSSARY: tuple[tuple[str, str, str], ...] = (
     ("reward/mean", "reward", "Mean reward of the step's graded rollouts."),
     ("reward/std", "reward", "Standard deviation of the reward over the step's rollouts."),
     ("reward/shaped_mean", "reward", "Mean of reward plus penalties, which is what advantages are made of."),
+    (
+        "reward/undecided",
+        "count",
+        "Rollouts that scored 0 because their grader could not decide, or because they broke it.",
+    ),
     ("reward/kl_penalty", "reward", "Mean KL penalty in the reward (train.kl_in=reward)."),
     ("reward/overlong_penalty", "reward", "Mean size of the penalty for long answers (reward.overlong)."),
     ("reward/overlong_share", "share", "Rollouts that were penalised for their length."),
