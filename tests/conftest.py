@@ -51,8 +51,8 @@ def drawn(undrawn: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Figure, "savefig", undrawn)
 
 
-@pytest.fixture
-def interrupted_at_birth(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+@pytest.fixture(scope="module")
+def interrupted_at_birth() -> Iterator[list[int]]:
     """Every process that is spawned gets Ctrl-C as soon as it exists, as one from a terminal would; their ids."""
     real, started = multiprocessing.util.spawnv_passfds, list[int]()
 
@@ -62,5 +62,6 @@ def interrupted_at_birth(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return started[-1]
 
     resource_tracker.ensure_running()
-    monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", interrupted)
-    return started
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing.util, "spawnv_passfds", interrupted)
+        yield started

@@ -33,7 +33,8 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def engine(model: Any) -> Iterator[WorkerEngine]:
+def engine(model: Any, interrupted_at_birth: list[int]) -> Iterator[WorkerEngine]:
+    """A terminal sends Ctrl-C to all processes; a worker that still imports cannot know that it is none of its business."""
     engine = open_engine(model.config, EngineConfig(processes=2, deadline_s=60), "cpu", 512)
     assert isinstance(engine, WorkerEngine)
     assert isinstance(engine, Engine)
@@ -43,6 +44,11 @@ def engine(model: Any) -> Iterator[WorkerEngine]:
 
 def publish(engine: WorkerEngine, model: Any, version: int) -> None:
     DirectPublisher([engine]).publish(checkpoint_views(model).items(), version)
+
+
+def test_ctrl_c_while_workers_start_is_the_callers(engine: WorkerEngine, interrupted_at_birth: list[int]) -> None:
+    assert engine.capabilities
+    assert interrupted_at_birth == [w.process.pid for w in engine._workers]
 
 
 def test_same_tokens_as_in_process_and_bit_identical_twice(engine: WorkerEngine, model: Any) -> None:
@@ -136,13 +142,3 @@ def test_a_killed_worker_fails_its_own_requests_only_and_close_leaves_nothing(en
     for process in processes:
         with pytest.raises(ProcessLookupError):
             os.kill(process.pid, 0)
-
-
-def test_ctrl_c_while_a_worker_starts_is_the_callers(interrupted_at_birth: list[int], model: Any) -> None:
-    """A terminal sends it to all processes; a worker that still imports cannot know that it is none of its business."""
-    engine = WorkerEngine(model.config, EngineConfig(processes=2, deadline_s=60), max_length=64)
-    try:
-        assert engine.capabilities
-        assert len(interrupted_at_birth) == 2
-    finally:
-        engine.close()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -68,7 +70,8 @@ def weights(t: LocalTrainer) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def pair():
+def pair(interrupted_at_birth: list[int]) -> Iterator[tuple[LocalTrainer, LocalTrainer]]:
+    """Its helper gets Ctrl-C while it still imports, as from a terminal."""
     one, two = trainer(1), trainer(2)
     yield one, two
     two.close()
@@ -134,29 +137,29 @@ def test_a_bad_log_prob_in_the_helper_stops_the_step_and_the_next_step_works(
     assert two.update(data, objectives.kpop(), old_is_current=True).metrics["optimizer/grad_norm"] > 0
 
 
-def test_a_killed_helper_is_named_and_the_weights_stay() -> None:
-    t = trainer(2)
-    try:
-        data = batch([8, 8, 20, 5])
-        before = weights(t)
-        t.logprobs(data)  # it is up
-        process = t._helpers[0]._process
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        with pytest.raises(RunStopped, match="helper 1: died with exit code -9"):
-            t.update(data, objectives.kpop(), old_is_current=True)
-        assert all(torch.equal(w, before[n]) for n, w in weights(t).items())
-    finally:
-        t.close()
+def test_ctrl_c_while_a_helper_starts_is_the_trainers(
+    pair: tuple[LocalTrainer, LocalTrainer], interrupted_at_birth: list[int]
+) -> None:
+    assert interrupted_at_birth == [h._process.pid for h in pair[1]._helpers]
 
 
-def test_ctrl_c_while_a_helper_starts_is_the_trainers(interrupted_at_birth: list[int]) -> None:
-    t = trainer(2)
-    try:
-        t.logprobs(batch([8, 8, 20, 5]))
-        assert len(interrupted_at_birth) == 1
-    finally:
-        t.close()
+def test_shared_memory_has_no_name_that_a_kill_could_leave_behind(pair: tuple[LocalTrainer, LocalTrainer]) -> None:
+    for pid in (os.getpid(), pair[1]._helpers[0]._process.pid):
+        mapped = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line]
+        assert mapped
+        assert all(line.endswith("(deleted)") for line in mapped)
+
+
+def test_a_killed_helper_is_named_and_the_weights_stay(pair: tuple[LocalTrainer, LocalTrainer]) -> None:
+    """The last one with this helper."""
+    _, two = pair
+    data = batch([8, 8, 20, 5])
+    before, process = weights(two), two._helpers[0]._process
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    with pytest.raises(RunStopped, match="helper 1: died with exit code -9"):
+        two.update(data, objectives.kpop(), old_is_current=True)
+    assert all(torch.equal(w, before[n]) for n, w in weights(two).items())
 
 
 def test_shares_are_whole_balanced_and_repeatable() -> None:
