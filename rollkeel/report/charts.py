@@ -15,7 +15,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -134,7 +134,9 @@ def log_scale(axes: Axes) -> bool:
 def log_axis(axes: Axes, which: Literal["x", "y"]) -> None:
     """A logarithmic axis with plain numbers: matplotlib's own are TeX, which the pages do not typeset."""
     axes.set(**{f"{which}scale": "log"})
-    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis, limits = (axes.xaxis, axes.get_xlim()) if which == "x" else (axes.yaxis, axes.get_ylim())
+    if limits[1] < 100 * limits[0]:  # a tick or two per decade would leave one number on the axis
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}" if value < 1e5 else f"{value:.0e}"))
     axis.set_minor_formatter(NullFormatter())
     axes.tick_params(which="both", length=0)

@@ -124,7 +124,7 @@ def _alarms(run: RunFiles) -> Word:
     kinds = ", ".join(f"{alarm.get('alarm')} at step {alarm.get('step')}" for alarm in alarms[:8])
     more = f" and {len(alarms) - 8} more" if len(alarms) > 8 else ""
     lines = tuple(f"Step {a.get('step')}: {_sentence(a.get('evidence'))} {a.get('advice', '')}" for a in alarms[:8])
-    return Word(about="Alarms", tone="bad", text=f"{len(alarms)}: {kinds}{more}.", more=lines)
+    return Word(about="Alarms", tone="warn", text=f"{len(alarms)}: {kinds}{more}.", more=lines)
 
 
 def _doctor(path: Path) -> list[Word]:
