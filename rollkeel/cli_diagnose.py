@@ -30,7 +30,7 @@ def doctor(
 ) -> None:
     """Why a run went bad, from its recorded tokens: causes with evidence (exit code 1), or healthy (0).
 
-    Exit code 2: bad input, or nothing in it that could be examined.
+    Exit code 2: bad input, or no cause was found and most could not be examined.
     """
     from rollkeel.diagnostics.doctor import diagnose
     from rollkeel.diagnostics.doctor.view import show
