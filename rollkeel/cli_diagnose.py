@@ -32,7 +32,7 @@ def doctor(
 ) -> None:
     """Why a run went bad, from its recorded tokens: causes with evidence (exit code 1), or healthy (0).
 
-    Exit code 2: bad input, or nothing in it that could be examined. 4: the run's files are damaged, and what is left shows no cause.
+    Exit code 2: bad input, or no cause was found and most could not be examined. 4: the run's files are damaged, and what is left shows no cause.
     """
     from rollkeel.diagnostics.doctor import CAUSES, diagnose
     from rollkeel.diagnostics.doctor.view import show

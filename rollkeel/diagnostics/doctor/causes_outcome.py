@@ -173,12 +173,15 @@ def wrong_advantages(e: Evidence) -> Cause | None:
     agree = Mean(float(each.mean()), float(each.std() / np.sqrt(len(each))))
     if agree.value + limits.TREND_Z * agree.error > limits.ADVANTAGE_AGREES:
         return None
-    stated = trace.facts.shuffled
+    turned = agree.value < -limits.ADVANTAGE_AGREES
+    why = (
+        "permuted, as advantages.shuffle says" if trace.facts.shuffled else "turned" if turned else "of other rollouts"
+    )
     return Cause(
         id="wrong_advantages",
         score=min(1 - agree.value, 1.0),
         evidence=f"Inside {len(each)} groups advantages follow rewards with a correlation of {agree.value:.2f} ± {agree.error:.2f}, "
-        f"where every estimator has nearly 1: they are {'permuted, as advantages.shuffle says' if stated else 'of other rollouts'}.",
+        f"where every estimator has nearly 1: they are {why}.",
         advice="Look at the order of rollouts between reward and batch: sorting, padding and splitting must move both alike.",
         positions=first_tokens(trace, np.flatnonzero(whole)),
     )

@@ -100,7 +100,9 @@ class Diagnosis:
         missing = len(self.not_examined)
         if self.healthy is None:
             return f"not examined: {missing} of {len(CAUSES)} causes could not be tested"
-        return "healthy" + (f" as far as was examined ({missing} of {len(CAUSES)} causes were not)" if missing else "")
+        unread = [f"{missing} of {len(CAUSES)} causes were not"] if missing else []
+        unread += ["parts could not be read"] if self.notes else []
+        return f"healthy as far as was examined ({', '.join(unread)})" if unread else "healthy"
 
     @property
     def in_doubt(self) -> bool:
