@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollkeel import advantages, rewards
 from rollkeel.config import Config
 from rollkeel.diagnostics.trackers import check_installed
-from rollkeel.engines.open import check_engine
+from rollkeel.engines.open import BACKENDS, check_engine
 from rollkeel.errors import BadInput
 from rollkeel.models.loading import resolve_device
 from rollkeel.rollout.schedule import read_schedule
@@ -17,11 +17,7 @@ from rollkeel.tasks.environment import Environment
 def validate(config: Config) -> None:
     """Refuse what can be refused before anything is built, trained or written."""
     own = build_objective(config).advantage
-    credit = config.advantages.name or own
-    if credit not in advantages.ESTIMATORS:
-        raise BadInput(
-            f"objective {config.objective.name}: advantage expected {', '.join(advantages.ESTIMATORS)}, got {credit!r}"
-        )
+    advantages.find(config.advantages.name or own)
     resolve_device(config.run.device)
     check_engine(config.engine, sampling_params(config, ()))
     check_installed(config.report.trackers)
@@ -78,7 +74,7 @@ def _validate_async(config: Config) -> None:
 
 def _validate_budgeted(config: Config) -> None:
     pool_rules(config)
-    if config.engine.kind != "local":
+    if config.engine.kind in BACKENDS:
         raise BadInput(
             f"run.loop=budgeted: expected engine.kind=local, which is advanced by decode steps, got {config.engine.kind}"
         )

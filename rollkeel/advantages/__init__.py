@@ -1,5 +1,5 @@
 """Rewards → one advantage per rollout. Pure numpy, float64 inside."""
 
-from rollkeel.advantages.estimators import EPSILON, ESTIMATORS, compute, group_metrics, one_sided, shuffle
+from rollkeel.advantages.estimators import EPSILON, ESTIMATORS, Groups, compute, find, group_metrics, one_sided, shuffle
 
-__all__ = ["EPSILON", "ESTIMATORS", "compute", "group_metrics", "one_sided", "shuffle"]
+__all__ = ["EPSILON", "ESTIMATORS", "Groups", "compute", "find", "group_metrics", "one_sided", "shuffle"]

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rollkeel.errors import BadInput, NonFinite
+from rollkeel import plugins
+from rollkeel.errors import BadInput, NonFinite, nearest
 
 EPSILON = 1e-6
 """Added to every standard deviation."""
 
 
 @dataclass(frozen=True)
-class _Groups:
-    """Per-rollout statistics of the rollout's own group, all `[R]` float64 but `equal` (bool)."""
+class Groups:
+    """What an estimator sees: statistics of each rollout's own group, all `[R]` float64 but `equal` (bool)."""
 
     rewards: np.ndarray
     mean: np.ndarray
@@ -30,6 +30,10 @@ class _Groups:
     @property
     def centred(self) -> np.ndarray:
         return self.rewards - self.mean
+
+
+Estimator = Callable[[Groups], np.ndarray]
+"""Statistics of `[R]` rollouts → their advantages `[R]`; where all rewards of a group are equal, 0 is taken instead."""
 
 
 def compute(name: str, rewards: Any, group_ids: Any) -> np.ndarray:
@@ -50,13 +54,29 @@ def compute(name: str, rewards: Any, group_ids: Any) -> np.ndarray:
     Raises `BadInput` for an unknown name, different lengths, or negative rewards under `maxrl`; `NonFinite` for a reward
     that is NaN or infinite.
     """
-    if name not in ESTIMATORS:
-        close = difflib.get_close_matches(name, ESTIMATORS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(ESTIMATORS)}"
-        raise BadInput(f"advantages.name {name!r}: unknown; {hint}")
     groups = _group(rewards, group_ids)
     # Exactly 0 and not a rounding residue: R − mean of equal rewards need not vanish in floating point.
-    return np.where(groups.equal, 0.0, ESTIMATORS[name](groups))
+    return np.where(groups.equal, 0.0, _credit(name, find(name), groups))
+
+
+def find(name: str) -> Estimator:
+    """Estimator `name`, or somebody's own `file.py:name`, tried on two groups. Raises `BadInput` for an unknown or broken one."""
+    if name in ESTIMATORS:
+        return ESTIMATORS[name]
+    if not plugins.is_own(name):
+        raise BadInput(f"advantages.name {name!r}: unknown{nearest(name, list(ESTIMATORS))}; your own is file.py:name")
+    own = plugins.load(name, "advantages.name", "a function of (groups)", lambda f: plugins.takes(f, 1))
+    plugins.tried(lambda: _credit(name, own, _group([0.0, 1.0, 1.0, 1.0], [0, 0, 1, 1])), f"advantages.name {name!r}")
+    return own
+
+
+def _credit(name: str, estimator: Estimator, groups: Groups) -> np.ndarray:
+    credit = np.asarray(estimator(groups), dtype=np.float64)
+    if credit.shape != groups.rewards.shape or not np.isfinite(credit).all():
+        raise BadInput(
+            f"advantages.name {name!r}: expected {len(groups.rewards)} finite numbers, one for each rollout, got {credit!r:.80}"
+        )
+    return credit
 
 
 def group_metrics(rewards: Any, group_ids: Any) -> dict[str, float]:
@@ -89,7 +109,7 @@ def one_sided(advantages: Any, only: str) -> np.ndarray:
     return np.maximum(values, 0.0) if only == "positive" else values
 
 
-def _group(rewards: Any, group_ids: Any) -> _Groups:
+def _group(rewards: Any, group_ids: Any) -> Groups:
     values, ids = np.asarray(rewards, dtype=np.float64), np.asarray(group_ids)
     if values.ndim != 1 or values.shape != ids.shape:
         raise BadInput(
@@ -111,40 +131,40 @@ def _group(rewards: Any, group_ids: Any) -> _Groups:
     np.minimum.at(low, index, values)
     np.maximum.at(high, index, values)
     std = np.sqrt(squares / np.maximum(size - 1, 1))
-    return _Groups(values, mean[index], size[index], std[index], (low == high)[index])
+    return Groups(values, mean[index], size[index], std[index], (low == high)[index])
 
 
 def _std(values: np.ndarray) -> float:
     return float(values.std(ddof=1)) if len(values) > 1 else 0.0
 
 
-def _grpo(groups: _Groups) -> np.ndarray:
+def _grpo(groups: Groups) -> np.ndarray:
     return groups.centred / (groups.std + EPSILON)
 
 
-def _dr_grpo(groups: _Groups) -> np.ndarray:
+def _dr_grpo(groups: Groups) -> np.ndarray:
     return groups.centred
 
 
-def _rloo(groups: _Groups) -> np.ndarray:
+def _rloo(groups: Groups) -> np.ndarray:
     return groups.centred * groups.size / np.maximum(groups.size - 1, 1)
 
 
-def _batch_std(groups: _Groups) -> np.ndarray:
+def _batch_std(groups: Groups) -> np.ndarray:
     return groups.centred / (_std(groups.rewards) + EPSILON)
 
 
-def _reinforce_plus_plus(groups: _Groups) -> np.ndarray:
+def _reinforce_plus_plus(groups: Groups) -> np.ndarray:
     return groups.centred / (_std(groups.centred) + EPSILON)
 
 
-def _maxrl(groups: _Groups) -> np.ndarray:
+def _maxrl(groups: Groups) -> np.ndarray:
     if len(groups.rewards) and groups.rewards.min() < 0:
         raise BadInput(f"advantages maxrl: expected rewards ≥ 0, got {groups.rewards.min()}; choose another estimator")
     return groups.centred / np.where(groups.mean > 0, groups.mean, 1.0)
 
 
-ESTIMATORS: Mapping[str, Callable[[_Groups], np.ndarray]] = {
+ESTIMATORS: Mapping[str, Estimator] = {
     "grpo": _grpo,
     "dr_grpo": _dr_grpo,
     "rloo": _rloo,
@@ -152,4 +172,4 @@ ESTIMATORS: Mapping[str, Callable[[_Groups], np.ndarray]] = {
     "reinforce_plus_plus": _reinforce_plus_plus,
     "maxrl": _maxrl,
 }
-"""Name → estimator over `_Groups`."""
+"""Name → estimator over `Groups`."""
