@@ -17,7 +17,7 @@ from rollkeel import plugins
 from rollkeel.config import Config, ObjectiveConfig, parse_yaml
 from rollkeel.errors import BadInput, nearest
 
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+RECIPES = Path(__file__).resolve().parent / "recipes"
 
 
 def load(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:

@@ -1,7 +1,7 @@
 """The papers' settings are data that other people start from: a recipe file that does not load, or that silently trains another
 objective than the paper's, is worse than none.
 
-Every file under recipes/papers loads, builds its objective, says where it comes from and what the schema leaves out, and
+Every file under rollkeel/recipes/papers loads, builds its objective, says where it comes from and what the schema leaves out, and
 carries the paper's numbers (written down again here). Not covered: running them; they are too large for this machine.
 """
 
