@@ -23,7 +23,7 @@ from rich.table import Table
 from rollkeel.config import Config, Node, parse_yaml
 from rollkeel.errors import BadInput, Corrupt
 from rollkeel.events import write_atomic
-from rollkeel.recipe import from_tree, merge
+from rollkeel.recipe import RECIPES, from_tree, merge
 
 SUMMARY, PAIRS, PROMPTS = "summary.json", "pairs.jsonl", "prompts.jsonl"
 PREFIX = "stage:"
@@ -74,7 +74,11 @@ class Chain:
 
 
 def load_chain(folder: Path, out: Path) -> Chain:
-    """Read and check `pipeline.yaml` and all its recipes. Raises `BadInput` (one line) for the first fault."""
+    """Read and check `pipeline.yaml` and all its recipes, in `folder` or a folder of that name under `recipes/`.
+
+    Raises `BadInput` (one line) for the first fault."""
+    if not folder.exists() and (RECIPES / folder).is_dir():
+        folder = RECIPES / folder
     try:
         spec = ChainSpec.model_validate(_tupled(_yaml(folder / "pipeline.yaml")))
     except ValidationError as error:

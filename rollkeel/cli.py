@@ -172,12 +172,17 @@ def simulate_policies(
 
 
 @tasks_app.command(name="list")
-def list_tasks() -> None:
+def list_tasks(
+    files: Annotated[list[str] | None, typer.Argument(help="Files with families of your own.")] = None,
+) -> None:
     """Names of the task families."""
-    from rollkeel import tasks
+    from rollkeel import plugins, tasks
 
     for name in tasks.names():
         print(f"{name:12} {tasks.TASKS[name].summary}")
+    for file in files or []:
+        for name, kind in plugins.members(file, "tasks list", tasks.is_family).items():
+            print(f"{f'{file}:{name}':12} {kind.summary}")
 
 
 Options = Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]...", help="Difficulty knobs.")]

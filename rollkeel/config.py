@@ -5,11 +5,14 @@ Importing this module costs no torch import.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field
+
+from rollkeel.plugins import OrOwn
+from rollkeel.yaml_numbers import dump_yaml, parse_yaml
+
+__all__ = ["Config", "Node", "parse_yaml"]
 
 
 class Node(BaseModel):
@@ -129,7 +132,7 @@ class ServerConfig(Node):
 class EngineConfig(Node):
     """What samples. The numeric mode is independent of the trainer's."""
 
-    kind: Literal["local", "vllm", "sglang"] = "local"
+    kind: Annotated[str, OrOwn("local", "vllm", "sglang")] = "local"
     """`local` is the embedded engine, `vllm` and `sglang` are servers (see `server`); its `block_size`, `prefill_tokens`, `forward`,
     `prefix_sharing` and `processes` have no meaning there."""
     kv: Literal["recompute", "keep"] = "recompute"
@@ -280,8 +283,8 @@ class ObjectiveConfig(BaseModel):
 
 
 class AdvantageConfig(Node):
-    name: Literal["grpo", "dr_grpo", "rloo", "batch_std", "reinforce_plus_plus", "maxrl", "opo", "gpg", "grpo_passk", "pass@2", "pass@4", "pass@8", "reinforce_plus_plus_tokens", "reinforce_plus_plus_no_baseline"] | None = None  # fmt: skip
-    """None takes the objective's own."""
+    name: Annotated[str, OrOwn("grpo", "dr_grpo", "rloo", "batch_std", "reinforce_plus_plus", "maxrl", "opo", "gpg", "grpo_passk", "pass@2", "pass@4", "pass@8", "reinforce_plus_plus_tokens", "reinforce_plus_plus_no_baseline")] | None = None  # fmt: skip
+    """How rewards become credit; None takes the objective's own."""
     only: Literal["all", "negative", "positive"] = "all"
     """Experiment: advantages of the other sign become 0. Their tokens still count in denominators."""
     shuffle: bool = False
@@ -338,7 +341,7 @@ class ReportConfig(Node):
     """Rollouts shown token by token."""
     rollouts: bool = True
     """Write every step's rollouts to parquet."""
-    trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    trackers: tuple[Annotated[str, OrOwn("tensorboard", "trackio", "wandb")], ...] = ()
     """Also log every step's numbers there, and with every evaluation `samples` rollouts as text."""
 
 
@@ -382,22 +385,4 @@ class Config(Node):
 
     def to_yaml(self) -> str:
         """The tree as YAML that `load` reads back to an equal tree."""
-        return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads an unquoted `1e-4` as a string; people mean a number."""
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes the strings that `_Loader` would read as numbers."""
-
-
-_EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
-for _kind in (_Loader, _Dumper):
-    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
-
-
-def parse_yaml(text: str) -> Any:
-    """YAML in which `1e-4` is a number and `'1e-4'` a string. Raises `yaml.YAMLError`."""
-    return yaml.load(text, _Loader)
+        return dump_yaml(self.model_dump(mode="json"))

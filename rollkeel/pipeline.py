@@ -16,6 +16,7 @@ import torch
 import transformers
 
 import rollkeel
+from rollkeel import plugins
 from rollkeel.config import Config
 from rollkeel.diagnostics.analyzer.record import check_layers
 from rollkeel.diagnostics.live import LiveView
@@ -50,6 +51,8 @@ def train(config: Config, *, view: LiveView | None = None, resume: str | Path | 
         folder = RunFolder.open(resume, announce=False)
     try:
         with view, StopFlag(view) as stop:
+            if resume is None:
+                plugins.record(config.model_dump(), folder.path)
             (_begin if resume is None else _resume)(config, folder, view, stop)
     except BaseException as error:
         if not folder.announced:
@@ -115,6 +118,7 @@ def _resume(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) -
             )
         folder.announce()
         folder.change_config(config)
+        plugins.record(config.model_dump(), folder.path)
         folder.truncate_after(-1)
         _begin(config, folder, view, stop)
         return
@@ -123,9 +127,8 @@ def _resume(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) -
     run = assemble(config, folder, policy, view, stop)
     try:
         run.restore(saved)
-        for line in told:
+        for line in [*told, *_rewind(folder, saved.step, config, seen)]:
             view.note(line)
-        _rewind(folder, saved.step, config, seen)
         if saved.step >= config.run.steps:
             view.note(
                 f"nothing to do: the checkpoint is at step {saved.step} of {config.run.steps}; raise run.steps to go on"
@@ -140,8 +143,10 @@ def _resume(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) -
         run.close()
 
 
-def _rewind(folder: RunFolder, step: int, config: Config, seen: EventLog) -> None:
-    """Make the folder what it was when the checkpoint of `step` was saved; `seen`: events of refused checkpoints."""
+def _rewind(folder: RunFolder, step: int, config: Config, seen: EventLog) -> list[str]:
+    """Make the folder what it was when the checkpoint of `step` was saved; `seen`: events of refused checkpoints.
+
+    Returns a line for each file of somebody's own code that is another one now."""
     folder.announce()
     for row in seen.seen:
         folder.events.emit(row["event"], **{k: v for k, v in row.items() if k not in ("event", "time")})
@@ -151,6 +156,7 @@ def _rewind(folder: RunFolder, step: int, config: Config, seen: EventLog) -> Non
     folder.clean()
     folder.change_config(config)
     folder.events.emit("resumed", step=step)
+    return plugins.record(config.model_dump(), folder.path)
 
 
 def _reinforce(run: Run, first: int) -> None:
@@ -259,6 +265,7 @@ def warm_start_key(config: Config) -> str:
         "chunk": config.train.logprob_chunk,
         "threads": config.run.threads,
         "device": resolve_device(config.run.device).type,
+        "own": plugins.digests({"data": {"task": config.data.task}}),
         "versions": [rollkeel.__version__, torch.__version__, transformers.__version__],
         "code": _digest_files(
             sorted(p for d in ("tasks", "batch", "models", "train") for p in (Path(__file__).parent / d).rglob("*.py"))

@@ -14,10 +14,11 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from rollkeel import plugins
 from rollkeel.config import Config, ObjectiveConfig, parse_yaml
 from rollkeel.errors import BadInput, nearest
 
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+RECIPES = Path(__file__).resolve().parent / "recipes"
 
 
 def load(recipe: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -41,11 +42,14 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
     _check_keys(tree, Config, "")
     _check_values(tree, "")
     try:
-        config = Config.model_validate(_tuples(tree))
+        plugins.resolve(tree := _tuples(tree))
+        config = Config.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(p) for p in first["loc"])
-        raise BadInput(f"config {where}: {first['msg']}, got {first['input']!r}") from None
+        raise BadInput(
+            f"config {where}: {first['msg'].removeprefix('Value error, ')}, got {first['input']!r}"
+        ) from None
     if (config.data.task is None) == (config.data.path is None):
         raise BadInput("config data: expected exactly one of data.task and data.path; set the other to null")
     if "/" in config.run.name:

@@ -7,7 +7,7 @@ import os
 from rollkeel import advantages, rewards
 from rollkeel.config import Config
 from rollkeel.diagnostics.trackers import check_installed
-from rollkeel.engines.open import check_engine
+from rollkeel.engines.open import BACKENDS, check_engine
 from rollkeel.errors import BadInput
 from rollkeel.models.loading import resolve_device
 from rollkeel.objectives.kl import PLAIN
@@ -20,11 +20,7 @@ from rollkeel.tasks.environment import Environment
 def validate(config: Config) -> None:
     """Refuse what can be refused before anything is built, trained or written."""
     own = build_objective(config).advantage
-    credit = config.advantages.name or own
-    if credit not in advantages.ESTIMATORS:
-        raise BadInput(
-            f"objective {config.objective.name}: advantage expected {', '.join(advantages.ESTIMATORS)}, got {credit!r}"
-        )
+    advantages.find(config.advantages.name or own)
     if config.train.kl_in == "reward" and config.train.kl_estimator not in PLAIN:
         raise BadInput(
             f"train.kl_estimator: {config.train.kl_estimator} multiplies by a ratio that only a loss differentiates; set"
@@ -114,7 +110,7 @@ def _validate_async(config: Config) -> None:
 
 def _validate_budgeted(config: Config) -> None:
     pool_rules(config)
-    if config.engine.kind != "local":
+    if config.engine.kind in BACKENDS:
         raise BadInput(
             f"run.loop=budgeted: expected engine.kind=local, which is advanced by decode steps, got {config.engine.kind}"
         )

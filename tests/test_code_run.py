@@ -1,8 +1,8 @@
 """RL whose rewards come from the sandbox, by hidden tests or a judge: a server that dies in the middle must cost time and nothing else.
 
 A run graded by a `rollkeel sandbox serve` that is killed with force and started again all the time, against one with sandboxes of
-its own: the same metrics, rewards, details and weights, bit for bit. Not covered: how well such a run learns (recipes/programs.yaml,
-recipes/game24.yaml).
+its own: the same metrics, rewards, details and weights, bit for bit. Not covered: how well such a run learns (rollkeel/recipes/programs.yaml,
+rollkeel/recipes/game24.yaml).
 """
 
 from __future__ import annotations

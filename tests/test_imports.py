@@ -31,7 +31,18 @@ LEFT_TO_RIGHT = (
 """Stages; those in one set stand side by side and must not import each other."""
 WATCHERS = ({"diagnostics"}, {"report"}, {"memory", "cluster"}, {"lab"})
 """They may look at every stage and at what stands before them here; no stage knows them."""
-FOUNDATIONS = {"types", "protocols", "config", "recipe", "errors", "events", "models", "host"}
+FOUNDATIONS = {
+    "types",
+    "protocols",
+    "config",
+    "yaml_numbers",
+    "plugins",
+    "recipe",
+    "errors",
+    "events",
+    "models",
+    "host",
+}
 MEETING_PLACES = {
     "loop",
     "learn",
@@ -59,8 +70,10 @@ OF_FOUNDATIONS = {
     "host": set(),
     "types": {"errors"},
     "protocols": {"types"},
-    "config": {"errors"},
-    "recipe": {"config", "errors"},
+    "yaml_numbers": set(),
+    "config": {"errors", "plugins", "yaml_numbers"},
+    "plugins": {"errors", "events"},
+    "recipe": {"config", "errors", "plugins"},
     "events": {"errors"},
     "models": {"errors", "types", "config", "events"},
 }

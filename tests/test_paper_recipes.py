@@ -1,7 +1,7 @@
 """The papers' settings are data that other people start from: a recipe file that does not load, that silently trains another
 objective than the paper's, or that pays nothing for a right answer, is worse than none.
 
-Every file under recipes/papers loads, builds its objective, says where it comes from and what the schema leaves out, carries the
+Every file under rollkeel/recipes/papers loads, builds its objective, says where it comes from and what the schema leaves out, carries the
 paper's numbers (written down again here, with their place), and rewards a right answer in the form in which its data are published.
 Not covered: running them; they are too large for this machine.
 """

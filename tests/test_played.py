@@ -1,6 +1,6 @@
 """A whole run on an environment: the same to the bit after a kill, replayable, and what the environment said never counted.
 
-Real processes, files and readers on the smallest Sudoku. Not covered: learning (recipes/sudoku_turns.yaml has its numbers).
+Real processes, files and readers on the smallest Sudoku. Not covered: learning (rollkeel/recipes/sudoku_turns.yaml has its numbers).
 """
 
 from __future__ import annotations

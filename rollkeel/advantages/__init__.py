@@ -1,5 +1,15 @@
 """Rewards → one advantage per rollout. Pure numpy, float64 inside."""
 
-from rollkeel.advantages.estimators import EPSILON, ESTIMATORS, OVER_BATCH, compute, group_metrics, one_sided, shuffle
+from rollkeel.advantages.estimators import (
+    EPSILON,
+    ESTIMATORS,
+    OVER_BATCH,
+    Groups,
+    compute,
+    find,
+    group_metrics,
+    one_sided,
+    shuffle,
+)
 
-__all__ = ["EPSILON", "ESTIMATORS", "OVER_BATCH", "compute", "group_metrics", "one_sided", "shuffle"]
+__all__ = ["EPSILON", "ESTIMATORS", "OVER_BATCH", "Groups", "compute", "find", "group_metrics", "one_sided", "shuffle"]

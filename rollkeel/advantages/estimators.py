@@ -3,7 +3,6 @@ estimators of `OVER_BATCH`, which compare with the batch."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -12,15 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from rollkeel.errors import BadInput, NonFinite
+from rollkeel import plugins
+from rollkeel.errors import BadInput, NonFinite, nearest
 
 EPSILON = 1e-6
 """Added to every standard deviation."""
 
 
 @dataclass(frozen=True)
-class _Groups:
-    """Per-rollout statistics of the rollout's own group, all `[R]` float64 but `equal` (bool)."""
+class Groups:
+    """What an estimator sees: statistics of each rollout's own group, all `[R]` float64 but `equal` (bool)."""
 
     rewards: np.ndarray
     mean: np.ndarray
@@ -39,6 +39,10 @@ class _Groups:
     @property
     def centred(self) -> np.ndarray:
         return self.rewards - self.mean
+
+
+Estimator = Callable[[Groups], np.ndarray]
+"""Statistics of `[R]` rollouts → their advantages `[R]`; where all rewards of a group are equal, 0 is taken instead."""
 
 
 def compute(name: str, rewards: Any, group_ids: Any, lengths: Any = None) -> np.ndarray:
@@ -74,14 +78,30 @@ def compute(name: str, rewards: Any, group_ids: Any, lengths: Any = None) -> np.
     `pass@k`; `NonFinite` for a reward
     that is NaN or infinite.
     """
-    if name not in ESTIMATORS:
-        close = difflib.get_close_matches(name, ESTIMATORS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(ESTIMATORS)}"
-        raise BadInput(f"advantages.name {name!r}: unknown; {hint}")
     groups = _group(rewards, group_ids, lengths)
     # Exactly 0 and not a rounding residue: R − mean of equal rewards need not vanish in floating point.
     still = groups.rewards.min() == groups.rewards.max() if name in OVER_BATCH and len(groups.rewards) else groups.equal
-    return np.where(still, 0.0, ESTIMATORS[name](groups))
+    return np.where(still, 0.0, _credit(name, find(name), groups))
+
+
+def find(name: str) -> Estimator:
+    """Estimator `name`, or somebody's own `file.py:name`, tried on two groups. Raises `BadInput` for an unknown or broken one."""
+    if name in ESTIMATORS:
+        return ESTIMATORS[name]
+    if not plugins.is_own(name):
+        raise BadInput(f"advantages.name {name!r}: unknown{nearest(name, list(ESTIMATORS))}; your own is file.py:name")
+    own = plugins.load(name, "advantages.name", "a function of (groups)", lambda f: plugins.takes(f, 1))
+    plugins.tried(lambda: _credit(name, own, _group([0.0, 1.0, 1.0, 1.0], [0, 0, 1, 1])), f"advantages.name {name!r}")
+    return own
+
+
+def _credit(name: str, estimator: Estimator, groups: Groups) -> np.ndarray:
+    credit = np.asarray(estimator(groups), dtype=np.float64)
+    if credit.shape != groups.rewards.shape or not np.isfinite(credit).all():
+        raise BadInput(
+            f"advantages.name {name!r}: expected {len(groups.rewards)} finite numbers, one for each rollout, got {credit!r:.80}"
+        )
+    return credit
 
 
 def group_metrics(rewards: Any, group_ids: Any) -> dict[str, float]:
@@ -114,7 +134,7 @@ def one_sided(advantages: Any, only: str) -> np.ndarray:
     return np.maximum(values, 0.0) if only == "positive" else values
 
 
-def _group(rewards: Any, group_ids: Any, lengths: Any = None) -> _Groups:
+def _group(rewards: Any, group_ids: Any, lengths: Any = None) -> Groups:
     values, ids = np.asarray(rewards, dtype=np.float64), np.asarray(group_ids)
     if values.ndim != 1 or values.shape != ids.shape:
         raise BadInput(
@@ -142,7 +162,7 @@ def _group(rewards: Any, group_ids: Any, lengths: Any = None) -> _Groups:
             f"advantages: expected a length ≥ 1 per reward, got shape {list(tokens.shape)}; leave empty ones out"
         )
     weighted = np.bincount(index, values * tokens, count) / np.bincount(index, tokens, count)
-    return _Groups(
+    return Groups(
         rewards=values,
         mean=mean[index],
         size=size[index],
@@ -158,33 +178,33 @@ def _std(values: np.ndarray) -> float:
     return float(values.std(ddof=1)) if len(values) > 1 else 0.0
 
 
-def _grpo(groups: _Groups) -> np.ndarray:
+def _grpo(groups: Groups) -> np.ndarray:
     return groups.centred / (groups.std + EPSILON)
 
 
-def _dr_grpo(groups: _Groups) -> np.ndarray:
+def _dr_grpo(groups: Groups) -> np.ndarray:
     return groups.centred
 
 
-def _rloo(groups: _Groups) -> np.ndarray:
+def _rloo(groups: Groups) -> np.ndarray:
     return groups.centred * groups.size / np.maximum(groups.size - 1, 1)
 
 
-def _batch_std(groups: _Groups) -> np.ndarray:
+def _batch_std(groups: Groups) -> np.ndarray:
     return groups.centred / (_std(groups.rewards) + EPSILON)
 
 
-def _reinforce_plus_plus(groups: _Groups) -> np.ndarray:
+def _reinforce_plus_plus(groups: Groups) -> np.ndarray:
     return groups.centred / (_std(groups.centred) + EPSILON)
 
 
-def _maxrl(groups: _Groups) -> np.ndarray:
+def _maxrl(groups: Groups) -> np.ndarray:
     if len(groups.rewards) and groups.rewards.min() < 0:
         raise BadInput(f"advantages maxrl: expected rewards ≥ 0, got {groups.rewards.min()}; choose another estimator")
     return groups.centred / np.where(groups.mean > 0, groups.mean, 1.0)
 
 
-def _whitened(values: np.ndarray, groups: _Groups) -> np.ndarray:
+def _whitened(values: np.ndarray, groups: Groups) -> np.ndarray:
     """`[R]`, less their mean and over their std as if each stood there once per token; verl adds 1e-8 to the variance."""
     tokens = groups.lengths
     mean = np.average(values, weights=tokens)
@@ -192,23 +212,23 @@ def _whitened(values: np.ndarray, groups: _Groups) -> np.ndarray:
     return (values - mean) / np.sqrt(variance + 1e-8)
 
 
-def _reinforce_plus_plus_tokens(groups: _Groups) -> np.ndarray:
+def _reinforce_plus_plus_tokens(groups: Groups) -> np.ndarray:
     return _whitened(groups.centred, groups)
 
 
-def _reinforce_plus_plus_no_baseline(groups: _Groups) -> np.ndarray:
+def _reinforce_plus_plus_no_baseline(groups: Groups) -> np.ndarray:
     return _whitened(groups.rewards, groups)
 
 
-def _opo(groups: _Groups) -> np.ndarray:
+def _opo(groups: Groups) -> np.ndarray:
     return groups.rewards - groups.weighted
 
 
-def _gpg(groups: _Groups) -> np.ndarray:
+def _gpg(groups: Groups) -> np.ndarray:
     return groups.centred * len(groups.rewards) / max((~groups.equal).sum(), 1)
 
 
-def _grpo_passk(groups: _Groups) -> np.ndarray:
+def _grpo_passk(groups: Groups) -> np.ndarray:
     out = np.zeros(len(groups.rewards))
     for group in np.unique(groups.index):
         members = np.flatnonzero(groups.index == group)
@@ -219,7 +239,7 @@ def _grpo_passk(groups: _Groups) -> np.ndarray:
     return out
 
 
-def _pass_at(k: int, groups: _Groups) -> np.ndarray:
+def _pass_at(k: int, groups: Groups) -> np.ndarray:
     if not np.isin(groups.rewards, (0.0, 1.0)).all():
         odd = groups.rewards[~np.isin(groups.rewards, (0.0, 1.0))][0]
         raise BadInput(f"advantages pass@{k}: expected rewards of 0 or 1, got {odd}; choose another estimator")
@@ -236,7 +256,7 @@ def _pass_at(k: int, groups: _Groups) -> np.ndarray:
     return out
 
 
-ESTIMATORS: Mapping[str, Callable[[_Groups], np.ndarray]] = {
+ESTIMATORS: Mapping[str, Estimator] = {
     "grpo": _grpo,
     "dr_grpo": _dr_grpo,
     "rloo": _rloo,
@@ -250,6 +270,6 @@ ESTIMATORS: Mapping[str, Callable[[_Groups], np.ndarray]] = {
     "reinforce_plus_plus_no_baseline": _reinforce_plus_plus_no_baseline,
     **{f"pass@{k}": functools.partial(_pass_at, k) for k in (2, 4, 8)},
 }
-"""Name → estimator over `_Groups`."""
+"""Name → estimator over `Groups`."""
 OVER_BATCH = frozenset({"reinforce_plus_plus_tokens", "reinforce_plus_plus_no_baseline"})
 """Those under which a group of equal rewards need not get 0: only a batch of equal rewards does."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import re
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from rollkeel import plugins
 from rollkeel.data.options import HarmfulOptions
 from rollkeel.errors import BadInput
 
@@ -22,7 +20,7 @@ def filters(options: HarmfulOptions) -> list[Filter]:
     if options.keywords is not None:
         found.append(_keywords(Path(options.keywords)))
     if options.hook is not None:
-        found.append(_hook(options.hook))
+        found.append(plugins.load(options.hook, "harmful.hook"))
     return found
 
 
@@ -45,19 +43,3 @@ def _keywords(file: Path) -> Filter:
         return None
 
     return find
-
-
-def _hook(name: str) -> Filter:
-    module_name, colon, function_name = name.partition(":")
-    if not colon:
-        raise BadInput(f"harmful.hook {name!r}: expected module:function")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:  # a user's module can fail in any way
-        raise BadInput(
-            f"harmful.hook {name!r}: expected an importable function, looking first in {os.getcwd()}:"
-            f" {type(error).__name__}: {' '.join(str(error).split())}"
-        ) from error
-    return function

@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from rollkeel import plugins
 from rollkeel.config import Config, parse_yaml
 from rollkeel.diagnostics.lock import NAME as LOCK
 from rollkeel.diagnostics.lock import RunLock
@@ -114,6 +115,7 @@ class RunFolder:
             raise Corrupt(
                 f"{file}: not a config this version reads ({reason}); restore it or start a new run"
             ) from None
+        plugins.recall(path)
         held = RunLock(path) if lock else None
         folder = cls(path, config, held)
         folder.announced = False
@@ -138,7 +140,7 @@ class RunFolder:
 
     def discard(self) -> None:
         """Take back a run that `create` made and that never got anywhere: its files, the lock, the folders made for it."""
-        for file in (CONFIG, METRICS, EVENTS, SCHEDULE, REPORT):
+        for file in (CONFIG, METRICS, EVENTS, SCHEDULE, REPORT, plugins.RECORD):
             (self.path / file).unlink(missing_ok=True)
         for folder in (self.checkpoints, self.path / ROLLOUTS, self.path / TENSORS):
             shutil.rmtree(folder, ignore_errors=True)

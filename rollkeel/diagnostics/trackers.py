@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from rollkeel import plugins
 from rollkeel.errors import BadInput
 from rollkeel.events import write_atomic
 from rollkeel.types import Rollout
@@ -65,9 +66,15 @@ def open_trackers(
     """
     trackers: list[Tracker] = []
     for name in names:
-        if name not in _OPENERS:
-            raise BadInput(f"report.trackers: expected some of {', '.join(_OPENERS)}, got {name!r}")
-        tracker = _OPENERS[name](Path(run_dir), dict(config_dict), resume_step)
+        if name in _OPENERS:
+            tracker = _OPENERS[name](Path(run_dir), dict(config_dict), resume_step)
+        else:
+            make = _own(name)
+            tracker = plugins.tried(
+                lambda make=make: make(Path(run_dir), dict(config_dict), resume_step), f"report.trackers {name!r}"
+            )
+            if not (hasattr(tracker, "log") and hasattr(tracker, "close")):
+                raise BadInput(f"report.trackers {name!r}: expected an object with log and close, got {tracker!r:.80}")
         trackers.append(tracker if on_failure is None else _Guarded(name, tracker, on_failure))
     return trackers
 
@@ -75,8 +82,19 @@ def open_trackers(
 def check_installed(names: Sequence[str]) -> None:
     """Before a run: raises the `BadInput` that `open_trackers` would raise after the warm start."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        if plugins.is_own(name):
+            _own(name)
+        elif importlib.util.find_spec(name) is None:
             raise _missing(name, name)
+
+
+def _own(name: str) -> Callable[[Path, dict[str, Any], int | None], Tracker]:
+    if not plugins.is_own(name):
+        raise BadInput(
+            f"report.trackers: expected some of {', '.join(_OPENERS)} or your own file.py:name, got {name!r}"
+        )
+    wanted = "a class or function of (run folder, config, resume step)"
+    return plugins.load(name, "report.trackers", wanted, lambda f: plugins.takes(f, 3))
 
 
 class _TensorBoard:

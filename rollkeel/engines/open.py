@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 import torch
 
 import rollkeel
+from rollkeel import plugins
 from rollkeel.config import EngineConfig
 from rollkeel.engines.backend import Backend
 from rollkeel.engines.local import LocalEngine
@@ -41,6 +43,13 @@ def open_engine(
 
     `log_path`: where an inference server's output goes. Raises `BadInput` for a server that is not installed.
     """
+    if plugins.is_own(config.kind):
+        engine = plugins.tried(
+            lambda: _own(config.kind)(hf_config, config, device, max_length), f"engine.kind {config.kind!r}"
+        )
+        if not isinstance(engine, Engine):
+            raise BadInput(f"engine.kind {config.kind!r}: expected a rollkeel.protocols.Engine, got {engine!r:.80}")
+        return engine
     if config.kind != "local":
         backend = open_backend(config, hf_config)
         python = sys.executable if config.server.url else server_python(config)
@@ -58,6 +67,11 @@ def open_engine(
     return LocalEngine(hf_config, config, device=device, max_length=max_length)
 
 
+def _own(name: str) -> Callable[..., Engine]:
+    wanted = "a class or function of (hf_config, engine config, device, max_length)"
+    return plugins.load(name, "engine.kind", wanted, lambda f: plugins.takes(f, 4))
+
+
 def open_backend(config: EngineConfig, hf_config: Any = None) -> Backend:
     """The backend of `engine.kind`, for the architecture `hf_config` if that is known already."""
     module = import_module(f"rollkeel.engines.{config.kind}")
@@ -70,7 +84,9 @@ def open_backend(config: EngineConfig, hf_config: Any = None) -> Backend:
 
 def check_engine(config: EngineConfig, sampling: SamplingParams) -> None:
     """Refuse early what an inference server cannot do. Raises `BadInput`; nothing is said about the embedded engine."""
-    if config.kind == "local":
+    if plugins.is_own(config.kind):
+        _own(config.kind)
+    if config.kind not in BACKENDS:
         return
     backend = open_backend(config)
     backend.check(config.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ from multiprocessing import connection
 from pathlib import Path
 from types import FrameType
 
+from rollkeel import plugins
 from rollkeel.config import Config
 from rollkeel.diagnostics.runfolder import CONFIG, METRICS, read_rows
 from rollkeel.errors import Interrupted, RollkeelError, RunStopped
@@ -84,12 +86,14 @@ def plan(preset: Preset, seeds: Sequence[int], store: Path) -> list[Planned]:
 def _planned(preset: Preset, arm: Arm, seed: int, store: Path) -> Planned:
     if preset.measure is not None:
         words = (*preset.words, *arm.words)
-        name = _digest(preset.name, repr(words), str(seed), code_digest("lab"))
+        own = Path(inspect.getfile(preset.measure)).read_text(encoding="utf-8")
+        name = _digest(preset.name, repr(words), str(seed), code_digest("lab"), own)
         return Planned(
             arm=arm.name, seed=seed, folder=store / name, measure=functools.partial(preset.measure, words, seed)
         )
     config = load(None, [*_BASE, *preset.words, *arm.words, f"run.seed={seed}", "run.name=lab"])
-    return Planned(arm=arm.name, seed=seed, folder=store / _digest(config.to_yaml()), config=config)
+    own = plugins.digests(config.model_dump())
+    return Planned(arm=arm.name, seed=seed, folder=store / _digest(config.to_yaml(), repr(own)), config=config)
 
 
 def _digest(*parts: str) -> str:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
-import os
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from rollkeel import plugins
 from rollkeel.errors import BadInput
 from rollkeel.objectives.objective import Objective
 from rollkeel.objectives.options import flag, nearest, number
@@ -54,7 +51,7 @@ def build(
 ) -> Objective:
     """The objective `name` with `options` (its keyword arguments and the common ones), as a config names it.
 
-    `name`: a recipe, a registered function, or `package.module:function`, imported with the current directory on the path.
+    `name`: a recipe, a registered function, or somebody's own `file.py:function`.
     Raises `BadInput` for an unknown recipe or option (naming the nearest), a wrong type or a value out of range.
     """
     recipe, options = find(name), dict(options or {})
@@ -72,7 +69,10 @@ def build(
     }
     # Some take all options: their composition may depend on the common ones, as on allow_double_correction.
     passes_on = takes_any(recipe)
-    made = recipe(**options, **common, **trainer) if passes_on else recipe(**options)
+    given = {**options, **common, **trainer} if passes_on else options
+    made = (
+        plugins.tried(lambda: recipe(**given), f"objective.name {name!r}") if plugins.is_own(name) else recipe(**given)
+    )
     if not isinstance(made, Objective):
         raise BadInput(f"objective {name}: expected the function to return an Objective, got {type(made).__name__}")
     if passes_on:
@@ -91,34 +91,9 @@ def find(name: str) -> Callable[..., Objective]:
     known = {**RECIPES, **OTHERS}
     if name in known:
         return known[name]
-    module_name, colon, function_name = name.partition(":")
-    if not colon:
-        raise BadInput(f"objective.name {name!r}: unknown{nearest(name, [*known, 'module:function'])}")
-    if module_name.endswith(".py"):
-        raise BadInput(
-            f"objective.name {name!r}: expected a module, not a file; write {module_name[:-3]}:{function_name}"
-        )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a user's file can fail in any way
-        raise BadInput(
-            f"objective.name {name!r}: expected an importable module {module_name}, looking first in {os.getcwd()}:"
-            f" {_one_line(error)}"
-        ) from error
-    function = getattr(module, function_name, None)
-    if not inspect.isfunction(function):
-        here = getattr(module, "__file__", None) or "a folder of that name; run where the file lies"
-        raise BadInput(f"objective.name {name!r}: expected a function {function_name} in {module_name}, none in {here}")
-    return function
-
-
-def _one_line(error: Exception) -> str:
-    """Kind, message and last place of an error in a user's own code."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    place = "" if isinstance(error, (ImportError, SyntaxError)) else f" ({last.filename}, line {last.lineno})"
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+    if not plugins.is_own(name):
+        raise BadInput(f"objective.name {name!r}: unknown{nearest(name, [*known, 'file.py:function'])}")
+    return plugins.load(name, "objective.name", "a function that returns an Objective", inspect.isfunction)
 
 
 def own_options(recipe: Callable[..., Objective]) -> list[str]:

@@ -18,11 +18,12 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+from rollkeel import plugins
 from rollkeel.errors import BadInput
 from rollkeel.rewards import judge, programs
 from rollkeel.rewards.answers import NoAnswer, final_answer
 from rollkeel.rewards.choices import settled
-from rollkeel.tasks import TASKS, Task, TaskItem
+from rollkeel.tasks import TASKS, Task, TaskItem, family
 from rollkeel.tasks import get as get_task
 from rollkeel.tasks.base import excerpt, nearest
 from rollkeel.tasks.environment import GRADER
@@ -217,7 +218,7 @@ def register(name: str, fn: GraderFn | str) -> None:
     called in a killable worker. Raises `BadInput` for the name of a built-in one; one's own may be replaced."""
     if name in _BUILT_IN:
         raise BadInput(f"grader {name!r}: built in, choose another name")
-    path = isinstance(fn, str) and re.fullmatch(r"[\w.]+:\w+", fn)
+    path = isinstance(fn, str) and plugins.is_own(fn)
     if not name or not (callable(fn) or path):
         raise BadInput(f"grader {name!r}: expected a name and a function of a rollout or module:function, got {fn!r}")
     _GRADERS[name] = Entry(lane=Lane.WORKER if path else Lane.INLINE, run=fn)
@@ -229,9 +230,16 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Entry:
-    """Grader `name`. Raises `BadInput` naming the nearest, or what must be installed; call it before a run to check `data.grader`."""
+    """Grader `name`, built in, registered or somebody's own file. Raises `BadInput` naming the nearest, or what must be installed;
+    call it before a run to check `data.grader`."""
+    if name not in _GRADERS and plugins.is_own(name):
+        place = plugins.absolute(name)
+        wanted = "a function of (rollout), or of (text, answer, options)"
+        fn = plugins.load(place, "grader", wanted, lambda f: plugins.takes(f, 1) or plugins.takes(f, 3))
+        inline = plugins.takes(fn, 1)
+        _GRADERS[name] = Entry(lane=Lane.INLINE if inline else Lane.WORKER, run=fn if inline else place)
     if name not in _GRADERS:
-        raise BadInput(f"grader {name!r}: unknown{nearest(name, names())}")
+        raise BadInput(f"grader {name!r}: unknown{nearest(name, names())}; your own is file.py:name")
     entry = _GRADERS[name]
     if entry.needs and importlib.util.find_spec(entry.needs) is None:
         raise BadInput(f"grader {name!r}: needs {entry.needs}; install rollkeel[{entry.extra}]")
@@ -241,11 +249,11 @@ def get(name: str) -> Entry:
 def entry_of(spec: GraderSpec) -> Entry:
     """Who grades by `spec`: as `get`, and a worker for `task` where the family's verifier is not trusted to return."""
     entry = get(spec.name)
-    family = TASKS.get(str(spec.options.get("task"))) if entry.run is grade_task else None
-    if family is None:
+    task = str(spec.options.get("task")) if entry.run is grade_task else ""
+    if task not in TASKS and not plugins.is_own(task):
         return entry
-    entry = replace(entry, sound=family.__module__.partition(".")[0] == __name__.partition(".")[0])
-    return replace(entry, lane=Lane.WORKER, run=family.worker) if family.worker else entry
+    entry, worker = replace(entry, sound=task in TASKS), family(task).worker
+    return replace(entry, lane=Lane.WORKER, run=worker) if worker else entry
 
 
 def _options(rollout: Rollout, **defaults: Any) -> Mapping[str, Any]:

@@ -25,6 +25,7 @@ from typing import Any, Protocol, final
 
 import numpy as np
 
+from rollkeel import plugins
 from rollkeel.config import GradersConfig
 from rollkeel.errors import BadInput, GraderFailure
 from rollkeel.rewards import graders
@@ -70,7 +71,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        return self.rollout.prompt.grader.name
+        return plugins.short(self.rollout.prompt.grader.name)
 
     @property
     def apart(self) -> bool:
@@ -348,8 +349,7 @@ def _of(part: Part) -> Outcome:
 
 
 def _reason(name: str, error: Exception) -> str:
-    said = " ".join(str(error).split())
-    return f"grader {name}: {said}" if isinstance(error, Broken) else f"grader {name}: {type(error).__name__}: {said}"
+    return f"grader {name}: {' '.join(str(error).split()) if isinstance(error, Broken) else plugins.trouble(error)}"
 
 
 def _undecided(reason: str) -> Outcome:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import json
 import os
 import resource
@@ -40,8 +39,9 @@ def _answer(asked: dict[str, Any], functions: dict[str, Any], memory_mb: int) ->
     name = asked["function"]
     try:
         if name not in functions:
-            module, _, attribute = name.partition(":")
-            functions[name] = getattr(importlib.import_module(module), attribute)
+            from rollkeel import plugins  # now that the path is known where it lies
+
+            functions[name] = plugins.load(name, "grader")
             _limit(memory_mb)
         if "text" not in asked:
             return {}

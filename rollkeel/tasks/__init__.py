@@ -6,18 +6,21 @@ gold answers with junk around them score 0, items are reproducible, splits share
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from rollkeel import plugins
 from rollkeel.errors import BadInput
 from rollkeel.tasks.addition import Addition
 from rollkeel.tasks.algebra import Algebra
-from rollkeel.tasks.base import JUNK, SPLITS, Task, TaskItem, nearest
+from rollkeel.tasks.base import JUNK, SPLITS, Task, TaskItem, TaskOptions, keyed_rng, nearest
 from rollkeel.tasks.constraints.family import Constraints
 from rollkeel.tasks.countdown import Countdown
+from rollkeel.tasks.environment import Environment, EnvironmentOptions, Step
 from rollkeel.tasks.environments.sudoku_turns import SudokuTurns
 from rollkeel.tasks.environments.terminal import Terminal
 from rollkeel.tasks.gym import Gym
@@ -34,7 +37,23 @@ R = TypeVar("R")
 Score = Callable[[TaskItem, str], tuple[float, str]]
 """`(item, response)` → reward and detail. Raising means that the grader failed."""
 
-__all__ = ["SPLITS", "TASKS", "CheckReport", "Score", "Task", "TaskItem", "check", "get", "names"]
+__all__ = [
+    "SPLITS",
+    "TASKS",
+    "CheckReport",
+    "Environment",
+    "EnvironmentOptions",
+    "Score",
+    "Step",
+    "Task",
+    "TaskItem",
+    "TaskOptions",
+    "check",
+    "family",
+    "get",
+    "is_family",
+    "names",
+]
 
 _LOGIC = (Countdown, Game24, Sudoku, Maze, Knights, Patterns)
 _TURNS = (SudokuTurns, Terminal)
@@ -47,11 +66,43 @@ def names() -> list[str]:
     return list(TASKS)
 
 
-def get(name: str, options: Mapping[str, Any] | None = None) -> Task[Any]:
-    """Task `name` with difficulty knobs. Raises `BadInput` for an unknown name or option, naming the nearest."""
+def family(name: str) -> type[Task[Any]]:
+    """Class of a family: built in, or somebody's own. Raises `BadInput` for an unknown name, naming the nearest."""
     if name not in TASKS:
-        raise BadInput(f"task {name!r}: unknown{nearest(name, names())}")
-    return TASKS[name](options)
+        if not plugins.is_own(name):
+            raise BadInput(f"task {name!r}: unknown{nearest(name, names())}; your own is file.py:name")
+        return plugins.load(
+            name,
+            "task",
+            "a subclass of rollkeel.tasks.Task with all it needs",
+            lambda thing: is_family(thing) and not inspect.isabstract(thing),
+        )
+    return TASKS[name]
+
+
+def get(name: str, options: Mapping[str, Any] | None = None) -> Task[Any]:
+    """Task `name` with difficulty knobs. Raises `BadInput` for an unknown name or option, naming the nearest; and for one of
+    somebody's own that cannot draw an item or does not give its own answer 1."""
+    if name in TASKS:
+        return TASKS[name](options)
+    kind = family(name)
+
+    def made() -> Task[Any]:
+        task = kind(options)
+        task.address = plugins.absolute(name)
+        item = task.item(0, "sft", 0)
+        reward, detail = (1.0, "") if getattr(task, "uses_tool", False) else task.score(item, task.gold(item))
+        if reward != 1.0:
+            raise BadInput(f"task {name!r}: its answer to {item.text!r} scores {reward}, expected 1 ({detail})")
+        task.noisy(item, keyed_rng(name), 0.5)
+        return task
+
+    return plugins.tried(made, f"task {name!r}")
+
+
+def is_family(thing: Any) -> bool:
+    """True of classes that are tasks."""
+    return isinstance(thing, type) and issubclass(thing, Task)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import final
 
 from pydantic import Field
 
-from rollkeel.tasks.base import ASCII_SPACE, Task, TaskItem, TaskOptions, excerpt
+from rollkeel.tasks.base import Task, TaskItem, TaskOptions
 
 
 class AdditionOptions(TaskOptions):
@@ -33,10 +33,6 @@ class Addition(Task[AdditionOptions]):
     def identity(self, item: TaskItem) -> str:
         """The multiset of terms: a+b and b+a are one problem."""
         return "+".join(sorted(item.text[:-1].split("+")))
-
-    def verify(self, item: TaskItem, response: str) -> tuple[float, str]:
-        read = response.strip(ASCII_SPACE)
-        return float(read == item.answer), excerpt(read)
 
     def near_misses(self, item: TaskItem) -> Sequence[str]:
         value = int(item.answer)

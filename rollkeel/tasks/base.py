@@ -72,18 +72,27 @@ class TaskItem:
 
 
 class Task(ABC, Generic[O]):
-    """A family of problems with a verifier. Subclasses are final and define the abstract methods."""
+    """A family of problems with a verifier. A subclass defines `draw`; what else it leaves out is as this class has it."""
 
     name: ClassVar[str]
+    """The class's own name in small letters, unless it says another."""
     summary: ClassVar[str]
-    """One line for `rollkeel tasks list`."""
-    options_type: ClassVar[type[TaskOptions]]
+    """One line for `rollkeel tasks list`; the first line of the class's docstring, unless it says another."""
+    address: str = ""
+    """Where graders find a family that is not built in: `path/file.py:Name`."""
+    options_type: ClassVar[type[TaskOptions]] = TaskOptions
     worker: ClassVar[str] = ""
     """`module:function` of `(text, answer, options)` that grades in a killable process, for a verifier that may hang or crash;
     empty: `verify` is bounded and runs in place."""
     junk: ClassVar[tuple[str, ...]] = JUNK
     """Endings that spoil a gold answer; a family that reads the answer out of prose or a program names its own."""
     options: O
+
+    def __init_subclass__(cls) -> None:
+        if "name" not in vars(cls):
+            cls.name = cls.__name__.lower()
+        if "summary" not in vars(cls):
+            cls.summary = (cls.__doc__ or "").strip().partition("\n")[0]
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         """Raises `BadInput` for an unknown knob (naming the nearest), a wrong type or a value out of range."""
@@ -93,17 +102,22 @@ class Task(ABC, Generic[O]):
     def draw(self, rng: random.Random) -> TaskItem:
         """One problem from the whole family, all of its randomness from `rng`."""
 
-    @abstractmethod
     def verify(self, item: TaskItem, response: str) -> tuple[float, str]:
-        """Reward in [0, 1] and what was read from `response`, which is at most `MAX_RESPONSE_CHARS` long."""
+        """Reward in [0, 1] and what was read from `response`, which is at most `MAX_RESPONSE_CHARS` long: by default 1 for the
+        answer and nothing else but space around it."""
+        read = response.strip(ASCII_SPACE)
+        return float(read == item.answer), excerpt(read)
 
-    @abstractmethod
     def near_misses(self, item: TaskItem) -> Sequence[str]:
         """Responses close to the gold one that must each score 0.0; at least one."""
+        gold = self.gold(item)
+        return gold[:-1], gold + gold[-1:]
 
-    @abstractmethod
     def noisy(self, item: TaskItem, rng: random.Random, label_noise: float) -> str:
-        """A gold response in which each step went wrong with probability `label_noise`."""
+        """A gold response in which each step went wrong with probability `label_noise`: by default, each character is another
+        one of the answer's."""
+        gold = self.gold(item)
+        return "".join(rng.choice(gold) if rng.random() < label_noise else c for c in gold)
 
     def identity(self, item: TaskItem) -> str:
         """What makes two items the same problem for the split; equal for rewordings such as swapped operands."""
@@ -122,7 +136,11 @@ class Task(ABC, Generic[O]):
 
     def grader(self, item: TaskItem) -> GraderSpec:
         """Who grades responses to `item`: by default this task's own verifier."""
-        options = {"task": self.name, "options": self.options.model_dump(mode="json"), "item": item.to_json()}
+        options = {
+            "task": self.address or self.name,
+            "options": self.options.model_dump(mode="json"),
+            "item": item.to_json(),
+        }
         return GraderSpec(name="task", options=options)
 
     def effort(self, item: TaskItem) -> float:
@@ -152,7 +170,7 @@ class Task(ABC, Generic[O]):
             if low <= hash_fraction(self.name, self.identity(item)) < high and (done := self.finish(item, rng)):
                 return done
         raise BadInput(
-            f"task {self.name}: no problem of split {split!r} in {MAX_ATTEMPTS} draws with {self.describe()}; "
+            f"task {self.name}: no problem of split {split!r} in {MAX_ATTEMPTS} draws with {self.describe() or 'no options'}; "
             "there are too few different problems, so raise the difficulty"
         )
 

@@ -86,7 +86,7 @@ class Environment(Task[E]):
     """A family of episodes, and one of them while it is played: `reset`, then `step` until it says `done`.
 
     As a task, a response is the actions of a whole episode, a line each: so items, splits and `tasks check` work as anywhere.
-    Subclasses define `draw`, `actions`, `mistakes`, `reset`, `step`, and `slip` if demonstrations may have noise.
+    Subclasses define `draw`, `actions`, `reset`, `step`, and `slip` if demonstrations may have noise.
     """
 
     uses_tool: ClassVar[bool] = False
@@ -105,9 +105,9 @@ class Environment(Task[E]):
     def actions(self, item: TaskItem) -> Sequence[str]:
         """Actions that earn 1.0, without line breaks in them."""
 
-    @abstractmethod
     def mistakes(self, item: TaskItem) -> Sequence[Sequence[str]]:
-        """Episodes close to that one that must each earn 0.0; at least one."""
+        """Episodes close to that one that must each earn 0.0; at least one. By default the last action is an empty one."""
+        return [[*self.actions(item)[:-1], ""]]
 
     def slip(self, item: TaskItem, action: str, rng: random.Random) -> str:
         """A wrong action before a right one, for demonstrations with noise."""

@@ -9,7 +9,7 @@ from typing import final
 
 from pydantic import Field
 
-from rollkeel.tasks.base import ASCII_SPACE, Task, TaskItem, TaskOptions, excerpt
+from rollkeel.tasks.base import Task, TaskItem, TaskOptions
 
 
 class RunsumOptions(TaskOptions):
@@ -27,10 +27,6 @@ class Runsum(Task[RunsumOptions]):
     def draw(self, rng: random.Random) -> TaskItem:
         digits = rng.choices(range(10), k=self.options.digits)
         return TaskItem(text=_join(digits) + "=", answer=_join(_sums(digits)))
-
-    def verify(self, item: TaskItem, response: str) -> tuple[float, str]:
-        read = response.strip(ASCII_SPACE)
-        return float(read == item.answer), excerpt(read)
 
     def near_misses(self, item: TaskItem) -> Sequence[str]:
         answer = item.answer

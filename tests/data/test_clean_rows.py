@@ -225,7 +225,7 @@ def test_a_hook_gives_reasons_and_its_failure_is_counted_and_removes_nothing(
     assert report["notes"] == {"harmful: the hook failed": 1}
     with pytest.raises(RunStopped, match=r"hook failed on 1 of 4 rows, first with ValueError\('no verdict'\)"):
         clean([str(file)], tmp_path / "two", read_options(None, ["harmful.hook='my_harm_filter:judge'"]))
-    with pytest.raises(BadInput, match="expected an importable function"):
+    with pytest.raises(BadInput, match=r"no 'judg' in .*did you mean judge"):
         clean([str(file)], tmp_path / "three", read_options(None, ["harmful.hook='my_harm_filter:judg'"]))
 
 

@@ -200,7 +200,7 @@ def test_commands_take_compositions_and_a_user_s_own_function(
         (["show", "kpop", "mode=rolout"], "got 'rolout'; did you mean rollout?"),
         (["show", "icepop", "phi=0.1"], "not an option of icepop; known: low, high"),
         (["show", "composed", "masks=[ratio_bnd]"], "did you mean ratio_band?"),
-        (["show", "mine.py:half"], "expected a module, not a file; write mine:half"),
+        (["show", "nowhere/mine.py:half"], "no such file"),
         (["show", "kpop", "phii=1"], "objective.phii: not an option of kpop; did you mean phi?"),
         (["plot", "grpo", "kpopp"], "did you mean kpop?"),
         (["plot", "kpop", "phi=-1"], "kpop.phi"),

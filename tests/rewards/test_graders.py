@@ -180,13 +180,17 @@ def _raises(kind: type[Exception]) -> Any:
     return fn
 
 
+AT = f"({__file__}:{_raises.__code__.co_firstlineno + 2})"
+"""A grader's own line that failed."""
+
+
 @pytest.mark.parametrize(
     ("fn", "reason"),
     [
-        (_raises(ValueError), "grader mine: ValueError: first line second line"),
-        (_raises(RecursionError), "grader mine: RecursionError: first line second line"),
-        (_raises(MemoryError), "grader mine: MemoryError: first line second line"),
-        (_raises(TimeoutError), "grader mine: TimeoutError: first line second line"),
+        (_raises(ValueError), f"grader mine: ValueError: first line second line {AT}"),
+        (_raises(RecursionError), f"grader mine: RecursionError: first line second line {AT}"),
+        (_raises(MemoryError), f"grader mine: MemoryError: first line second line {AT}"),
+        (_raises(TimeoutError), f"grader mine: TimeoutError: first line second line {AT}"),
         (lambda r: float("nan"), "grader mine: ValueError: expected a finite reward, got nan"),
         (lambda r: float("inf"), "grader mine: ValueError: expected a finite reward, got inf"),
         (lambda r: np.float32("nan"), "grader mine: ValueError: expected a finite reward, got nan"),

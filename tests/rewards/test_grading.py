@@ -150,7 +150,8 @@ def test_a_random_grader_is_named_and_a_steady_one_is_not() -> None:
         ]
         assert events[0]["values"][0] == found[0].reward != events[0]["values"][1]
         twice.grade([rollout("a", grader="moody", id=6)])
-        assert twice.report()[1][0]["values"] == [1.0, "grader moody: ValueError: not today"]
+        at = f"({__file__}:{_every_second_call_fails.__code__.co_firstlineno + 6})"
+        assert twice.report()[1][0]["values"] == [1.0, f"grader moody: ValueError: not today {at}"]
 
 
 def _every_second_call_fails() -> Any:

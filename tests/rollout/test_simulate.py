@@ -20,6 +20,7 @@ from tiny_run import cli
 from rollkeel.diagnostics.rollout_store import write_step
 from rollkeel.errors import BadInput
 from rollkeel.protocols import Engine
+from rollkeel.recipe import RECIPES
 from rollkeel.report.simulation import observed_lengths
 from rollkeel.rollout.fleet import Curve, Fleet
 from rollkeel.rollout.ledger import Ledger
@@ -364,7 +365,7 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], words: list[s
 
 @pytest.mark.parametrize("name", ["laptop", "ring_1t"])
 def test_recipes_load(name: str) -> None:
-    assert load_scenario(name) == load_scenario(f"recipes/simulate/{name}.yaml")
+    assert load_scenario(name) == load_scenario(str(RECIPES / "simulate" / f"{name}.yaml"))
 
 
 def test_simulating_needs_no_torch() -> None:
