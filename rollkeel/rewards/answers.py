@@ -32,7 +32,7 @@ _STATED = [re.compile(pattern, re.IGNORECASE | re.DOTALL) for pattern in (
     r"(?:.*[,.;] )?(?:so|thus|hence|therefore),? (.+)",
     r"=\s*(.+)",
     r"(.+?) is (?:the|my) (?:final |correct |right |best )?(?:answer|choice|option)",
-    rf"(?:{_WORDS} )?(?:I|we) (?:choose|pick|select|get|got|find|go with|would go with) (.+)",
+    rf"(?:{_WORDS},? )?(?:I|we) (?:choose|pick|select|get|got|find|go with|would go with) (.+)",
     rf"{_WORDS}(?:'s| is| are| equals| must be) (.+)",
 )]  # fmt: skip
 _DOUBT = re.compile(

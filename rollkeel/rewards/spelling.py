@@ -56,52 +56,10 @@ _TENS = {
 }
 _NUMBERS |= {f"{ten} {one}": a + b for ten, a in _TENS.items() for one, b in _NUMBERS.items() if 0 < b < 10} | _TENS
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_NO_UNIT = frozenset(
-    [
-        "or",
-        "and",
-        "is",
-        "are",
-        "was",
-        "be",
-        "not",
-        "no",
-        "if",
-        "else",
-        "maybe",
-        "perhaps",
-        "possibly",
-        "probably",
-        "about",
-        "approximately",
-        "around",
-        "roughly",
-        "almost",
-        "nearly",
-        "more",
-        "less",
-        "fewer",
-        "least",
-        "most",
-        "over",
-        "under",
-        "than",
-        "to",
-        "from",
-        "between",
-        "wrong",
-        "incorrect",
-        "false",
-        "right",
-        "true",
-        "correct",
-        "rejected",
-        "extraneous",
-        "invalid",
-        "except",
-        "when",
-        "where",
-    ]
+_NO_UNIT = re.compile(
+    r"\?|(?<![A-Za-z^])\d|(?i:\b(?:or|and|is|are|was|be|not|no|if|else|maybe|perhaps|possibly|probably|about|approximately|around|roughly|almost"
+    r"|nearly|more|less|fewer|least|most|over|under|than|to|from|between|wrong|incorrect|false|right|true|correct|rejected|extraneous|invalid"
+    r"|except|when|where|thirds|fifths|tenths|hundredths|thousandths)\b)"
 )
 
 
@@ -123,13 +81,9 @@ def worded(text: str) -> int | None:
 
 def unit(text: str) -> tuple[int, str] | None:
     """Scale and unit of the words behind a number (`million dollars`: 10^6, `dollar`); None where they say something else."""
-    words = text.casefold().replace(".", "").split()
-    if (
-        "?" in text
-        or not _NO_UNIT.isdisjoint(re.findall("[a-z]+", text.casefold()))
-        or any(w[0].isdigit() for w in words)
-    ):
+    if _NO_UNIT.search(text):
         return None
+    words = text.casefold().replace(".", "").split()
     scale = SCALES[words.pop(0)] if words and words[0] in SCALES else 1
     name = " ".join(words).removesuffix("s")
     return scale, "dollar" if name in ("usd", "buck") else name
