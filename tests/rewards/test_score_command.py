@@ -23,11 +23,11 @@ CODE = GraderSpec(name="code", options={"mode": "stdin", "tests": [{"input": "",
 
 @pytest.fixture
 def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two rollouts whose grading takes half a second, and one that is graded at once."""
+    """Two rollouts whose grading takes half a second, that of their gold answer too, and one that is graded at once."""
     monkeypatch.setattr(graders, "_GRADERS", dict(graders._GRADERS))
     rewards.register("slow", "grader_fakes:by_command")
-    path = tmp_path / "raw.parquet"
-    write_step(path, [rollout("sleep 0.5", grader=g, id=i) for i, g in enumerate(("slow", "slow", "exact"))], step=1)
+    path, asked = tmp_path / "raw.parquet", [("slow", "sleep 0.5"), ("slow", "sleep 0.5"), ("exact", "4")]
+    write_step(path, [rollout("sleep 0.5", a, g, id=i) for i, (g, a) in enumerate(asked)], step=1)
     return path
 
 
