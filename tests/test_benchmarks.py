@@ -36,6 +36,7 @@ PROGRAMS: dict[str, tuple[list[str], str]] = {
     "lab": (["--only", "toy", "--seeds", "1", "--out", "{folder}/lab"], "### `toy`"),
     "objectives": (["--tokens", "256", "--repeats", "1", "--steps", "1", "--only", "kpop"], "kpop"),
     "overlap": ([*TOY, "--rounds", "0", "--workload", "tail"], "tail"),
+    "publication": (["--layers", "1", "--width", "64", "--rounds", "1"], "int4"),
     "routing": (["--steps", "2", "--every", "1", "--rounds", "2", *SHORT], "over the run"),
     "sandbox": (["--count", "2", "--jobs", "10"], "held after 10 jobs"),
     "sandbox_service": (["--count", "2", "--jobs", "8"], "HTTP"),
