@@ -139,14 +139,10 @@ def _doctor(path: Path) -> list[Word]:
     except Exception as error:  # A page without its doctor is still a page.
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         return [Word(about="Doctor", tone="warn", text=f"Could not say: {reason}. rollkeel doctor RUN tells more.")]
-    if found.healthy is None:
-        return [Word(about="Doctor", tone="warn", text=f"Nothing could be examined.{part}")]
-    if found.healthy:
-        open_ = f" as far as was examined ({len(found.not_examined)} causes were not)" if found.not_examined else ""
-        return [Word(about="Doctor", tone="good", text=f"Healthy{open_}.{part}", more=tuple(found.observed))]
-    causes = ", ".join(f"{c.id} ({c.kind}, score {c.score:.2f})" for c in found.causes)
-    lines = tuple(f"{c.id}: {c.evidence} Do: {c.advice}" for c in found.causes)
-    return [Word(about="Doctor", tone="bad", text=f"{causes}.{part}", more=lines)]
+    tone: Tone = "warn" if found.healthy is None else "good" if found.healthy else "bad"
+    lines = [f"{c.id}: {c.evidence} Do: {c.advice}" for c in found.causes] or found.observed
+    text = f"{found.verdict.rstrip('.')}.{part}"
+    return [Word(about="Doctor", tone=tone, text=text, more=tuple(lines))]
 
 
 def _sentence(evidence: Any) -> str:
