@@ -246,7 +246,7 @@ SIGNAL_SHARE = 0.01
 """Share of groups with differing rewards up to which there never was a signal. Chosen: a hundred groups teach one thing."""
 SOLVED = 0.9
 """Share of the reward's range from which groups without differences are solved."""
-LOST_SHARE = 0.35
+LOST_SHARE = 0.4
 """Share of the best level (over the least reward) that must be gone for the reward to be lost: whole runs of the recipes that learnt
 fall by up to 0.2 of theirs from an eighth of the steps to another. Chosen between that and the whole."""
 LOST_Z = 5.0
