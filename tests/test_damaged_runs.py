@@ -29,6 +29,7 @@ def rollouts(step: int) -> list[Rollout]:
     made = []
     for i in range(8):
         ids = np.random.default_rng([step, i]).integers(8, 200, LENGTH)
+        ids[-1] = 2  # the stop token
         stamp = np.full(LENGTH, step - 1)
         facts = {"kept_mass": np.ones(LENGTH, np.float32), "versions": stamp, "kv_versions": stamp}
         q = np.log(np.random.default_rng([step, i, 1]).uniform(0.2, 1.0, LENGTH)).astype(np.float32)

@@ -17,6 +17,7 @@ from benchmarks.doctor.weaving import Weaving
 WORLDS: Mapping[str, Sequence[str]] = {
     "weaving": (
         f"data.task={Weaving.name}",
+        'data.options={"shortest": 5, "longest": 11}',
         "model.path=preset:tiny-qwen3-tied",
         'model.overrides={"hidden_size": 96, "num_hidden_layers": 4}',
         "sft.steps=350",

@@ -21,10 +21,11 @@ Change = Callable[[Rollout, np.random.Generator], Rollout]
 
 
 def part(rollout: Rollout, where: slice, **changes: Any) -> Rollout:
-    """With some of its tokens; the text has one character a token."""
+    """With some of its tokens; the text has one character a token, and none for the stop token."""
     held = {f.name: getattr(rollout.span, f.name) for f in fields(TokenSpan)}
     cut: dict[str, Any] = {name: None if value is None else value[where] for name, value in held.items()}
-    return replace(rollout, span=TokenSpan(**cut), text=rollout.text[where], **changes)
+    pieces = [*rollout.text, *[""] * (len(rollout.span) - len(rollout.text))]
+    return replace(rollout, span=TokenSpan(**cut), text="".join(pieces[where]), **changes)
 
 
 @contextmanager

@@ -253,7 +253,8 @@ def cut_off_answers(e: Evidence) -> Cause | None:
     elif (trace.token_ids >= 0).all() and (trace.mask is None or trace.mask.all()):
         cut = finished & ~_stopped(trace, finished)
         share = cut.sum() / max(int(finished.sum()), 1)
-        if finished.sum() < limits.MIN_SEQUENCES or share < limits.CUT_FINISHED:
+        stripped = share > limits.CUT_ALL and not trace.source.startswith("rollkeel")  # so some write all of theirs
+        if finished.sum() < limits.MIN_SEQUENCES or share < limits.CUT_FINISHED or stripped:
             return None
         ends = len(np.unique(trace.token_ids[trace.starts[1:][cut] - 1]))
         why = f"{share:.0%} of the responses called finished end in a token that others go on behind ({ends} different ones)"
@@ -287,6 +288,8 @@ def rewarded_empty(e: Evidence) -> Cause | None:
     empty = np.array([not t.strip() and w for t, w in zip(trace.text, wanted, strict=True)])
     best = np.nanmax(trace.reward, initial=0.0)
     paid = empty & (trace.reward >= 0.5 * best) & (trace.reward > 0)
+    if not e.series.low < 0.5 * best:
+        return None  # whoever scores all alike does not prefer these
     if paid.sum() < limits.GRADER_COUNT or paid.sum() < 0.5 * empty.sum():
         return None
     return Cause(

@@ -87,7 +87,7 @@ def _said(trace: Trace) -> np.ndarray:
 def _silent(trace: Trace, graded: np.ndarray, low: np.ndarray) -> np.ndarray:
     """Empty details where a grader has something to say of every answer that scores, and of most that do not."""
     nothing = np.zeros(trace.sequences, bool)
-    if trace.detail is None:
+    if trace.detail is None or not low.any():
         return nothing
     empty = np.array([not d for d in trace.detail])
     if trace.text is not None:

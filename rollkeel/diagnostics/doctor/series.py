@@ -102,7 +102,7 @@ def lost(s: Series) -> tuple[float, float, float, int] | None:
 
     None while it holds two thirds of what it had.
     """
-    size = max(len(s.steps) // 8, 2)
+    size = max(len(s.steps) // 8, 3)
     if len(s.steps) < 2 * size or not s.high > s.low:
         return None
     known = np.isfinite(s.reward)

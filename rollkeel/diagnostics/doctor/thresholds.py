@@ -246,7 +246,7 @@ SIGNAL_SHARE = 0.01
 """Share of groups with differing rewards up to which there never was a signal. Chosen: a hundred groups teach one thing."""
 SOLVED = 0.9
 """Share of the reward's range from which groups without differences are solved."""
-LOST_SHARE = 0.35
+LOST_SHARE = 0.4
 """Share of the best level (over the least reward) that must be gone for the reward to be lost: whole runs of the recipes that learnt
 fall by up to 0.2 of theirs from an eighth of the steps to another. Chosen between that and the whole."""
 LOST_Z = 5.0
@@ -258,9 +258,9 @@ UNMOVED_VERSIONS = 4
 """… so many versions apart: a learning rate of 1e-6 moves one by 1e-4."""
 ADVANTAGE_GROUPS = 16
 """Groups with differing rewards and advantages from which their correlation is judged."""
-ADVANTAGE_AGREES = 0.5
+ADVANTAGE_AGREES = 0.3
 """Mean correlation inside groups below which advantages are not of these rewards: 1 for every estimator from rewards alone, 0.8 with a
-length penalty that weighs as much; permuted ones 0."""
+length penalty that weighs as much, less with a critic; permuted ones have −0.1 to 0."""
 REPEAT_CHANCE = 1e-3
 """Sequences less likely than this are hardly ever drawn twice in a step, whatever temperature was forgotten: …"""
 REPEATED = 0.2

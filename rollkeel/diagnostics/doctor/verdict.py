@@ -35,10 +35,10 @@ def diagnose(trace: Trace) -> Diagnosis:
     """
     e = measure(trace)
     found = [*_gap_causes(e), *_training_causes(e)]
-    for judge in (outcome.no_reward_signal, outcome.reward_lost):
-        known = {c.id for c in found}
-        if not known & {*TRAINING, *BATCH, "policy_lag"} and (cause := judge(e)) is not None:
-            found.append(cause)
+    if not {c.id for c in found} & {*TRAINING, *BATCH} and (cause := outcome.no_reward_signal(e)) is not None:
+        found.append(cause)
+    if not found and (cause := outcome.reward_lost(e)) is not None:
+        found.append(cause)
     ranked = sorted(found, key=lambda c: (_ORDER[c.kind], -c.score, c.id))
     return Diagnosis(
         source=trace.source,

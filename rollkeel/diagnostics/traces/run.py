@@ -77,16 +77,7 @@ def read_run_trace(path: Path, *, last: int | None = None, spread: int | None = 
         raise damaged
     if not parts:
         raise BadInput(f"{path}: no recorded rollouts; run it with report.rollouts=true")
-    if run is not None and (short := _ends_early(run, parts[-1])):
-        notes.append(short)
     return _trace(path, parts, run, notes)
-
-
-def _ends_early(run: RunFiles, last: _Part) -> str:
-    """Metrics that end before the rollouts do; those of the step in hand come after its rollouts."""
-    rows, step = max((row["step"] for row in run.rows), default=0), int(last.numbers["step"].max())
-    missing = step - rows > 1
-    return f"{METRICS} ends at step {rows}, the rollouts at step {step}: the rest of it is missing" if missing else ""
 
 
 @dataclass(frozen=True, kw_only=True)

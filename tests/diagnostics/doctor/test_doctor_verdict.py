@@ -299,17 +299,6 @@ def test_nulls_stand_for_what_is_not_known(tmp_path: Path) -> None:
     assert diagnose(trace).healthy
 
 
-def test_metrics_that_are_cut_short_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = written(tmp_path / "run", TRACES["healthy"])
-    rows = [json.dumps({"step": step}) for step in range(1, 13)]
-    (run / "metrics.jsonl").write_text("\n".join(rows))
-    assert "the rest of it is missing" not in cli(capsys, "doctor", run)[1]
-    (run / "metrics.jsonl").write_text("\n".join(rows[:4]))
-    code, out, _ = cli(capsys, "doctor", run)
-    assert (code, "metrics.jsonl ends at step 4, the rollouts at step 12" in out) == (0, True)
-    assert "parts could not be read" in out
-
-
 def test_the_format_can_be_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = written(tmp_path / "run", TRACES["healthy"])
     assert cli(capsys, "doctor", run, "--format", "rollkeel")[0] == 0
