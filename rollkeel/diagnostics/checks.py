@@ -362,7 +362,7 @@ def too_small(parameters: Sequence[torch.Tensor], lr: float) -> list[Finding]:
 def tell(findings: Sequence[Finding], events: EventLog, note: Callable[[str], None]) -> None:
     """Log and say each; those that stop the run are said by its end. Raises `RunStopped` for the first of those."""
     for f in findings:
-        events.emit("check", step=f.step, check=f.check, evidence=f.evidence, advice=f.advice)
+        events.emit("check", step=f.step, check=f.check, evidence=[f.evidence], advice=f.advice)
         if not f.stops:
             note(f.line)
     for f in findings:
