@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
+from typing import Any
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 
@@ -38,3 +40,29 @@ def signals_blocked(*numbers: signal.Signals) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Late(BaseException):
+    """Not an `Exception`: what hangs may swallow those."""
+
+
+@contextmanager
+def within(seconds: float, error: Exception) -> Iterator[None]:
+    """Raise `error` in what runs inside when it takes longer than that. For calls of this process that nobody can wait for
+    with a deadline. Works in the main thread, where signals arrive; a call that never returns to Python is not reached."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(number: int, frame: Any) -> None:
+        raise _Late
+
+    before = signal.signal(signal.SIGALRM, late)
+    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    except _Late:
+        raise error from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left)
+        signal.signal(signal.SIGALRM, before)

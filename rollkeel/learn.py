@@ -14,6 +14,7 @@ import torch
 
 from rollkeel import advantages
 from rollkeel.batch.build import TrainingBatch, build_batch, split_by_groups
+from rollkeel.diagnostics import checks
 from rollkeel.diagnostics.analyzer.record import record_tensors
 from rollkeel.diagnostics.mismatch import mismatch_metrics
 from rollkeel.diagnostics.rollout_store import write_step
@@ -49,6 +50,8 @@ def learn(run: Run, step: int, drawn: Drawn, metrics: dict[str, float], clock: C
     config, objective = run.config, run.objective
     graded = [r for r in drawn.rollouts if r.reward is not None]
     metrics |= advantages.group_metrics([r.reward for r in graded], [r.group for r in graded])
+    metrics |= checks.sampled(drawn.rollouts, drawn.batch, run.source.size)
+    checks.tell(run.checks.refuse(step, metrics), run.folder.events, run.view.note)
     groups = split_by_groups(drawn.batch, config.train.updates_per_step)
     chosen = [r for group in groups for r in group]
     credit: dict[int, float] = {}
@@ -64,6 +67,7 @@ def learn(run: Run, step: int, drawn: Drawn, metrics: dict[str, float], clock: C
         credit = credit_of(run, step, chosen, known, metrics)
         with clock.stage("update"):
             parts = [build_batch(g, [credit[r.id] for r in g], objective.aggregate) for g in groups]
+            metrics |= credited(run, parts, chosen)
             outputs = update(run, parts, known, metrics)
         metrics |= watch(run, whole, parts, known, outputs, version)
         seen = seen_of(parts, known, outputs, version)
@@ -72,6 +76,13 @@ def learn(run: Run, step: int, drawn: Drawn, metrics: dict[str, float], clock: C
         with clock.stage("record"):
             store(run, step, graded, chosen, credit, seen)
     return bool(groups)
+
+
+def credited(run: Run, parts: Sequence[TrainingBatch], chosen: Sequence[Rollout]) -> dict[str, float]:
+    """Whether advantages follow rewards, where nothing but the reward makes them."""
+    config = run.config
+    shaped = config.reward.overlong.buffer or config.train.kl_in == "reward" or config.advantages.shuffle
+    return {} if shaped else checks.credited(parts, chosen)
 
 
 def passes(run: Run, whole: TrainingBatch, updates: int, clock: Clock) -> Known:
@@ -136,6 +147,7 @@ def update(run: Run, parts: Sequence[TrainingBatch], known: Known, metrics: dict
     # The controllers' bounds go by two names.
     bounds = {f"mask/{owner}/{rule.parameter}" for owner, rule in run.objective.rules() if rule.threshold.adaptive}
     metrics |= merge_updates([o.metrics for o in outputs], [len(p) for p in parts], bounds)
+    metrics["mask/dropped_share"] = 1.0 - metrics["objective/kept"]
     return outputs
 
 

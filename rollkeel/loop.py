@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from rollkeel.config import Config
+from rollkeel.diagnostics import checks
 from rollkeel.diagnostics.alarms import Alarm
 from rollkeel.errors import Interrupted, RunStopped
 from rollkeel.learn import learn
@@ -82,6 +83,7 @@ def _train(run: Run, first: int, sampled: Sample) -> None:
                 raise RunStopped(
                     f"{barren} steps in a row had no group with differing rewards; make the task easier or harder"
                 )
+        check(run, run.checks.at_end(done))
     except Interrupted:
         if run.overlap is not None and run.overlap.replayed:
             raise  # a checkpoint here would be one that the replayed run did not make
@@ -129,13 +131,22 @@ def step_once(run: Run, step: int, sampled: Sample) -> bool:
         tokens["rollout"] = int(metrics.get("rollout/generated_tokens", rollout))
     metrics |= clock.metrics(tokens)
     row = {"step": step, "version": run.trainer.version, **metrics}
-    run.record(row, drawn.rollouts if evaluates else ())
-    raised = warn(run, row)
+    checked, found = run.checks.observe(row)
+    run.record(row | checked, drawn.rollouts if evaluates else ())
+    raised = [*warn(run, row), *check(run, found)]
     if saves or (raised and config.alarms.on_alarm in ("checkpoint", "stop")):
         save(run, step)
     if raised and config.alarms.on_alarm == "stop":
         raise RunStopped(f"{raised[0].line} A checkpoint was saved; alarms.on_alarm=warn goes on")
+    checks.tell([f for f in found if f.stops], run.folder.events, run.view.note)
     return learnt
+
+
+def check(run: Run, found: Sequence[checks.Finding]) -> list[checks.Finding]:
+    """Tell and log findings that warn; returns them."""
+    warnings = [] if run.config.alarms.on_alarm == "off" else [f for f in found if not f.stops]
+    checks.tell(warnings, run.folder.events, run.view.note)
+    return warnings
 
 
 def due(config: Config, step: int) -> tuple[bool, bool]:

@@ -19,6 +19,7 @@ import rollkeel
 from rollkeel import plugins
 from rollkeel.config import Config
 from rollkeel.diagnostics.analyzer.record import check_layers
+from rollkeel.diagnostics.checks import tell, too_small
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.run_config import changes_on_resume
 from rollkeel.diagnostics.runfolder import RunFolder
@@ -95,6 +96,8 @@ def _begin(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) ->
     policy = _policy(config)
     eval_prompts(config, policy)
     prompt_source(config, policy, "train").prompts(range(config.rollout.prompts))
+    if config.alarms.on_alarm != "off":
+        tell(too_small(list(policy.model.parameters()), config.train.lr), folder.events, view.note)
     if config.sft.enabled and config.sft.steps > 0:
         warm_start(policy, config, view, stop, folder.events)
     run = assemble(config, folder, policy, view, stop)
@@ -169,6 +172,7 @@ def _reinforce(run: Run, first: int) -> None:
     run.view.note(f"objective {in_words(described)}")
     for row in run.folder.metrics():  # of a run that goes on: what it has warned of is not said again
         run.alarms.observe(row)
+        run.checks.observe(row)
     run.view.phase("rl", run.config.run.steps)
     {"sync": train_sync, "budgeted": train_budgeted, "async": train_async}[run.config.run.loop](run, first)
     checkpoint.replace_folder(run.folder.model, lambda path: save_policy(run.policy, path))

@@ -14,6 +14,7 @@ import torch
 from rollkeel import objectives
 from rollkeel.config import Config
 from rollkeel.diagnostics.alarms import Alarms
+from rollkeel.diagnostics.checks import Checks
 from rollkeel.diagnostics.clock import Clock
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.runfolder import RunFolder
@@ -78,6 +79,8 @@ class Run:
     """Batches that wait to be trained; only with `rollout.lag` above 0."""
     alarms: Alarms = field(default_factory=Alarms)
     """What the rows so far say about those to come."""
+    checks: Checks = field(default_factory=Checks)
+    """What no healthy step does."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -336,6 +339,7 @@ def assemble(
         grader=open_graders(config),
         budget=FailureBudget(config.rollout.failure_budget),
         gather=gather(config, policy.tokenizer),
+        checks=Checks(config.train.lr),
         view=view,
         stop=stop,
     )

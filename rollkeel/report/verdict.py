@@ -115,13 +115,13 @@ def verdict(run: RunFiles) -> list[Word]:
 
 
 def _alarms(run: RunFiles) -> Word:
-    alarms = [event for event in run.events if event.get("event") == "alarm"]
+    alarms = [event for event in run.events if event.get("event") in ("alarm", "check")]
     section = run.config.get("alarms")
     if isinstance(section, Mapping) and section.get("on_alarm") == "off":
         return Word(about="Alarms", tone="plain", text="Switched off (alarms.on_alarm=off).")
     if not alarms:
         return Word(about="Alarms", tone="good", text="None.")
-    kinds = ", ".join(f"{alarm.get('alarm')} at step {alarm.get('step')}" for alarm in alarms[:8])
+    kinds = ", ".join(f"{a.get('alarm', a.get('check'))} at step {a.get('step')}" for a in alarms[:8])
     more = f" and {len(alarms) - 8} more" if len(alarms) > 8 else ""
     lines = tuple(f"Step {a.get('step')}: {_sentence(a.get('evidence'))} {a.get('advice', '')}" for a in alarms[:8])
     return Word(about="Alarms", tone="warn", text=f"{len(alarms)}: {kinds}{more}.", more=lines)

@@ -28,6 +28,7 @@ import numpy as np
 from rollkeel import plugins
 from rollkeel.config import GradersConfig
 from rollkeel.errors import BadInput, GraderFailure
+from rollkeel.host import within
 from rollkeel.rewards import graders
 from rollkeel.rewards.graders import Entry, Lane
 from rollkeel.rewards.mix import combined, parts_of
@@ -38,6 +39,10 @@ from rollkeel.types import Rollout, Status
 
 APART = 1e-4
 """How far two scores of a reward model may lie apart, absolutely and relatively, before it counts as nondeterministic."""
+
+
+HUNG = 2
+"""Gradings in this process that may run into the deadline before a step stops; others would follow, one after the other."""
 
 
 class Scorer(Protocol):
@@ -167,9 +172,7 @@ class Graders:
         for item in items:
             self._start(item)
         parts = [part for item in items for part in item.all]
-        for part in parts:
-            if part.entry.lane is Lane.INLINE:
-                part.outcome = self._outcome(part, part.entry.run)
+        self._inline([part for part in parts if part.entry.lane is Lane.INLINE])
         self._score([part for item in items for part in item.parts])
         self._score([part for item in items for part in item.again])
         self._wait(parts)
@@ -224,6 +227,22 @@ class Graders:
                         self._threads[part.entry.lane] = threads
                 run = self._in_worker if part.entry.lane is Lane.WORKER else self._in_sandbox
                 part.future = threads.submit(self._outcome, part, partial(run, part.entry))
+
+    def _inline(self, parts: Sequence[Part]) -> None:
+        limit, hung = self.settings.deadline_s, 0
+        for part in parts:
+
+            def run(rollout: Rollout, entry: Entry = part.entry) -> Any:
+                with within(limit, Broken(f"no answer for {limit:g} s (reward.graders.deadline_s)")):
+                    return entry.run(rollout)
+
+            part.outcome = self._outcome(part, run)
+            hung += part.outcome.ended - part.outcome.began > limit
+            if hung > HUNG:
+                raise GraderFailure(
+                    f"grader {part.name}: {hung} gradings took longer than {limit:g} s each, the last is rollout {part.rollout.id}"
+                    " (reward.graders.deadline_s)"
+                )
 
     def _in_worker(self, entry: Entry, rollout: Rollout) -> tuple[Any, str]:
         prompt = rollout.prompt

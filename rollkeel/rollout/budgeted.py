@@ -20,8 +20,9 @@ from typing import Any, final
 import numpy as np
 
 from rollkeel.errors import BadInput, EngineFailure, Interrupted
+from rollkeel.host import within
 from rollkeel.protocols import Grader, SteppedEngine
-from rollkeel.rollout.collect import begin, extended, heard_from, request_of, unbegun
+from rollkeel.rollout.collect import begin, extended, heard_from, hung, request_of, unbegun
 from rollkeel.rollout.pool import Member, Pool, PoolRules
 from rollkeel.rollout.state import pack_kv, pack_rollouts, unpack_kv, unpack_rollouts
 from rollkeel.types import KeptKV, Prompt, Rollout, SamplingParams, Segment, Status
@@ -82,7 +83,8 @@ class BudgetedRollouts:
         phase = _Phase(self.pool, engine, tokenizer, grader)
         while not self.pool.exhausted:
             phase.send([self._rollout(m, engine, sampling) for m in self.pool.refill()], self._kv)
-            failed = phase.step()
+            with within(deadline_s, hung(engine, deadline_s, f"a decode step of {len(phase.running)} rollouts")):
+                failed = phase.step()
             if failed:
                 check([*phase.ended.values(), *phase.running.values()])
             phase.watch(deadline_s)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from rollkeel.errors import EngineFailure, Interrupted
+from rollkeel.host import within
 from rollkeel.protocols import Engine, Grader, OverlappedGrader
 from rollkeel.types import Capabilities, KeptKV, Prompt, Request, Rollout, SamplingParams, Segment, Status, TokenSpan
 
@@ -78,7 +79,8 @@ def completed(
     engine.submit([request_of(r) for r in issued])
     heard = time.monotonic()
     while waiting:
-        with heard_from(engine):
+        late = hung(engine, deadline_s, f"{len(waiting)} of {len(issued)} rollouts")
+        with heard_from(engine), within(deadline_s, late):
             segments = engine.poll(POLL_S)
         ended = [extended(waiting.pop(s.request_id, None), s, tokenizer, engine) for s in segments]
         if parked := [r.id for r in ended if r.status is Status.PARKED]:
@@ -100,6 +102,14 @@ def completed(
                 f"engine {engine.capabilities.name}: nothing for {now - heard:.0f} s while waiting for {len(waiting)} of "
                 f"{len(issued)} rollouts (engine.deadline_s={deadline_s:g})"
             )
+
+
+def hung(engine: Engine, deadline_s: float, what: str) -> EngineFailure:
+    """Of an engine in this process that does not return."""
+    name = engine.capabilities.name
+    return EngineFailure(
+        f"engine {name}: a call for {what} did not return for {deadline_s:g} s (engine.deadline_s={deadline_s:g})"
+    )
 
 
 def begin(grader: Grader | None, ended: Sequence[Rollout]) -> None:

@@ -16,6 +16,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from multiprocessing import connection
@@ -32,7 +33,8 @@ from rollkeel.host import keep_freed_memory, signals_blocked
 from rollkeel.train.logprobs import PolicyForward
 from rollkeel.train.scores import Scores
 
-DEADLINE_S = 600.0
+DEADLINE_S, LEAST_S, TIMES = 600.0, 60.0, 20.0
+"""Longest wait for a helper's first answer; for later ones, at least so long, and so many times the slowest answer so far."""
 LogprobGradient = Callable[[MicroBatch, Scores], tuple[torch.Tensor, torch.Tensor | None]]
 """`(micro, scores)` → gradient of the loss by log-probs and entropies; None for an entropy that is not differentiated."""
 Sink = Callable[[MicroBatch, Scores], None]
@@ -71,6 +73,8 @@ class Helper:
         theirs.close()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._patience = DEADLINE_S
+        self._slowest = 0.0
 
     def start(
         self,
@@ -147,9 +151,14 @@ class Helper:
 
     def _receive(self) -> Any:
         try:
-            if not self._pipe.poll(DEADLINE_S):
+            asked = time.monotonic()
+            if not self._pipe.poll(self._patience):
                 self._process.kill()
-                raise RunStopped(f"trainer helper {self.index}: nothing for {DEADLINE_S:g} s during a pass")
+                raise RunStopped(
+                    f"trainer helper {self.index}: no answer for {self._patience:.0f} s during a pass; resume the run"
+                )
+            self._slowest = max(self._slowest, time.monotonic() - asked)
+            self._patience = min(DEADLINE_S, max(LEAST_S, TIMES * self._slowest))
             return self._pipe.recv()
         except (EOFError, OSError):
             raise self._died() from None

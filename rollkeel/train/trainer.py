@@ -14,12 +14,12 @@ import torch
 from rollkeel.batch.build import TrainingBatch
 from rollkeel.batch.packing import MicroBatch
 from rollkeel.config import TrainConfig
-from rollkeel.errors import BadInput, NonFinite
+from rollkeel.errors import BadInput, NonFinite, RunStopped
 from rollkeel.models.loading import Policy
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.routers import is_router
 from rollkeel.train.logprobs import PolicyForward
-from rollkeel.train.optimizer import Schedule, Stepper
+from rollkeel.train.optimizer import ChangedShare, Schedule, Stepper
 from rollkeel.train.parallel import Helper, LogprobGradient, shares
 from rollkeel.train.rounding import Rounding
 from rollkeel.train.scores import Scores, ScoreSheet
@@ -92,6 +92,7 @@ class LocalTrainer:
             weight_decay=config.weight_decay,
             clip_norm=config.clip_norm,
         )
+        self._changed = ChangedShare([p for _, p in self._stepper.named])
         if config.processes > 1:
             if self.device.type != "cpu":
                 raise BadInput(
@@ -177,6 +178,11 @@ class LocalTrainer:
             loss = objective.loss(batch.tokens(scores.logprobs, **about, **shared))
             if not math.isfinite(loss.item()):
                 raise NonFinite(f"update {self.version}: loss is {loss.item()}; weights left untouched")
+            if not loss.requires_grad:
+                raise RunStopped(
+                    f"update {self.version}: the loss of objective {getattr(objective, 'name', '')} does not depend on the model;"
+                    " return one that is computed from logprobs"
+                )
             return loss
 
         metrics = self._step(batch, loss_of, "entropy" in objective.needs, sheet.experts is not None)
@@ -205,7 +211,9 @@ class LocalTrainer:
                     self._finish_helpers()
             for helper in self._helpers:
                 helper.add_gradients()
-            return self._stepper.step()
+            before = self._changed.look()
+            metrics = self._stepper.step()
+            return {**metrics, "optimizer/changed_share": self._changed.since(before)}
         finally:
             self._stepper.zero_grad()
 

@@ -1,0 +1,370 @@
+"""What no healthy step does: each step's rollouts and row are measured, and every row of `CHECKS` is asked about it.
+
+`sampled`, `credited` measure before the optimizer, `changeable` before anything is trained; what they measure are metrics of the
+step's row, and a check is a rule over that row. So a resumed run that is shown its old rows goes on where the whole one was.
+A check warns (`alarms.on_alarm` says what follows) after so many steps in a row, and may stop the run after more. Checks that
+name an impossibility of the data (`early`) stop it before the weights are touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollkeel.batch.build import TrainingBatch
+from rollkeel.errors import RunStopped
+from rollkeel.events import EventLog
+from rollkeel.types import Rollout, Status
+
+Row = Mapping[str, Any]
+WINDOW = 10
+"""Steps without it after which a check that was said is said again."""
+CHANCE = 20.0
+"""Nats: equal rollouts that chance makes once in 5e8 steps are no chance."""
+MASKED, TRUNCATED, CHANGED, CHANGEABLE = 0.99, 0.95, 0.02, 0.5
+"""Shares: of tokens that masks drop and of answers cut above which, of weights an update changed and could change below which,
+something is wrong. Healthy float32 runs change 0.3 to 1 of the weights (experts without tokens keep theirs)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """A rule over one row: the evidence in one line, or empty."""
+
+    name: str
+    rule: Callable[[Row], str]
+    advice: str
+    after: int = 1
+    """Steps in a row after which it is said."""
+    stop: int = 0
+    """Steps in a row after which the run stops; 0 never."""
+    early: bool = False
+    """Asked before the update; it stops the run there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A check that was raised."""
+
+    check: str
+    step: int
+    evidence: str
+    advice: str
+    stops: bool = False
+
+    @property
+    def line(self) -> str:
+        return f"check at step {self.step}: {self.check}: {self.evidence}. {self.advice}"
+
+
+def _signal(row: Row) -> float:
+    """Groups whose rewards differ."""
+    return row.get("groups/count", 0.0) - row.get("groups/zero_variance", 0.0)
+
+
+def _when(key: str, text: str) -> Callable[[Row], str]:
+    """True for a count that should be 0."""
+    return lambda row: text.format(row[key]) if row.get(key, 0) > 0 else ""
+
+
+def _no_signal(row: Row) -> str:
+    if not row.get("groups/count") or _signal(row):
+        return ""
+    spread = "" if row.get("reward/std") else f", all rewards are {row.get('reward/mean', 0.0):.3g}"
+    return f"no group of {row['groups/count']:.0f} has rewards that differ{spread}"
+
+
+def _gradient(row: Row) -> str:
+    learns = row.get("optimizer/updates") and _signal(row) and row.get("objective/kept", 1.0) > 1 - MASKED
+    return "the gradient is 0 where rewards differ" if learns and row.get("optimizer/grad_norm") == 0 else ""
+
+
+def _changed(row: Row) -> float | None:
+    """Share of weights that a real update changed. None where nothing could be expected: no gradient, or hardly a learning rate."""
+    lr = row.get("optimizer/lr", 0.0)
+    return (
+        row.get("optimizer/changed_share")
+        if row.get("optimizer/grad_norm", 0.0) > 0 and lr >= 0.1 * row["peak_lr"] and lr > 0
+        else None
+    )
+
+
+def _truncated(row: Row) -> str:
+    share = row.get("rollout/truncated", 0.0)
+    return f"{share:.0%} of the answers end at the length limit" if share >= TRUNCATED else ""
+
+
+def _masked(row: Row) -> str:
+    share = row.get("mask/dropped_share", 0.0)
+    return f"masks drop {share:.2%} of the tokens" if share >= MASKED else ""
+
+
+CHECKS = (
+    Check(
+        name="repeated_ids",
+        rule=_when("rollout/repeated_ids", "{:.0f} rollouts have an id that another one of the step has"),
+        advice="Data reach the trainer twice: look at what collects rollouts.",
+        stop=1,
+        early=True,
+    ),
+    Check(
+        name="unstopped",
+        rule=_when("rollout/unstopped", "{:.0f} rollouts are called finished and do not end with a stop token"),
+        advice="The engine cuts answers or drops their last token: return status `length` for a cut, and the stop token with a whole one.",
+        stop=1,
+        early=True,
+    ),
+    Check(
+        name="duplicates",
+        rule=_when("rollout/duplicates", "{:.0f} rollouts repeat another of their prompt, which the policy's probabilities rule out"),
+        advice="Look for requests with the same random numbers, or data that are collected twice.",
+    ),
+    Check(
+        name="credit",
+        rule=_when("rollout/miscredited", "{:.0f} rollouts have less advantage than one of their group with a lower reward"),
+        advice="Advantages do not belong to their rollouts: look at the order of rollouts and advantages.",
+    ),
+    Check(
+        name="same_prompt",
+        rule=_when("rollout/same_prompt", "all {:.0f} groups have the same prompt"),
+        advice="Look at the data source: every step should have other prompts.",
+    ),
+    Check(
+        name="empty_rewarded",
+        rule=_when("rollout/empty_rewarded", "{:.0f} answers without text have the highest reward of the step"),
+        advice="Look at the grader: rollkeel tasks check TASK.",
+    ),
+    Check(
+        name="right_unrewarded",
+        rule=_when("rollout/right_unrewarded", "{:.0f} answers that are the gold answer to the letter got no reward"),
+        advice="Look at the grader: rollkeel tasks check TASK.",
+        after=2,
+    ),
+    Check(
+        name="no_signal",
+        rule=_no_signal,
+        advice="Nothing is learnt from it: make the task easier or harder, warm-start longer, or look at the grader.",
+        after=10,
+    ),
+    Check(
+        name="gradient",
+        rule=_gradient,
+        advice="The loss does not depend on the model, or clips and weights cancel all of it: look at the objective.",
+        stop=5,
+    ),
+    Check(
+        name="unchanged",
+        rule=lambda row: "the update left every weight as it was" if _changed(row) == 0 else "",
+        advice="The optimizer does not step, or train.lr is below the weights' precision: raise train.lr or set model.dtype=float32.",
+        stop=2,
+    ),
+    Check(
+        name="update_too_small",
+        rule=lambda row: f"an update changed {share:.2%} of the weights" if 0 < (share := _changed(row) or 0) < CHANGED else "",
+        advice="Weights of this precision cannot follow: set model.dtype=float32 or raise train.lr.",
+        after=2,
+    ),
+    Check(
+        name="masked",
+        rule=_masked,
+        advice="Hardly anything is trained: widen the objective's thresholds, or lower the staleness or the engine's rounding.",
+        after=3,
+        stop=20,
+    ),
+    Check(
+        name="truncated",
+        rule=_truncated,
+        advice="No answer may fit: raise sampling.max_new_tokens, or warm-start until answers end.",
+        after=5,
+    ),
+)  # fmt: skip
+
+
+class Checks:
+    """Sees a run's rows in order."""
+
+    def __init__(self, peak_lr: float = 0.0) -> None:
+        """`peak_lr`: learning rate after the warm-up; at a tenth of it weights may well stay as they are."""
+        self._peak_lr = peak_lr
+        self._streak: Counter[str] = Counter()
+        self._said: dict[str, int] = {}
+        self._steps = 0
+
+    def refuse(self, step: int, metrics: Row) -> list[Finding]:
+        """Findings that must stop the run before its update."""
+        return [f for check in CHECKS if check.early for f in self._found(check, step, metrics, 1)]
+
+    def observe(self, row: Row) -> tuple[dict[str, float], list[Finding]]:
+        """`checks/<name>` = 1 for every check that is raised in this row, and those to tell: new ones, and ones that stop."""
+        step = int(row["step"])
+        if step < 1:
+            return {}, []
+        self._steps += 1
+        row = {**row, "peak_lr": self._peak_lr}
+        metrics, told = dict[str, float](), list[Finding]()
+        for check in CHECKS:
+            self._streak[check.name] = self._streak[check.name] + 1 if check.rule(row) else 0
+            for finding in self._found(check, step, row, self._streak[check.name]):
+                metrics[f"checks/{check.name}"] = 1.0
+                last = self._said.get(check.name)
+                self._said[check.name] = step
+                if finding.stops or last is None or step - last > WINDOW:
+                    told.append(finding)
+        return metrics, told
+
+    def at_end(self, step: int) -> list[Finding]:
+        """What a run that was too short to be told is told at its end: no step had a signal."""
+        check = next(c for c in CHECKS if c.name == "no_signal")
+        if not 0 < self._steps == self._streak[check.name] or check.name in self._said:
+            return []
+        return [
+            Finding(
+                check=check.name,
+                step=step,
+                evidence="no step had a group with rewards that differ",
+                advice=check.advice,
+            )
+        ]
+
+    @staticmethod
+    def _found(check: Check, step: int, row: Row, streak: int) -> Iterator[Finding]:
+        evidence = check.rule(row)
+        if evidence and streak >= check.after:
+            stops = 0 < check.stop <= streak
+            yield Finding(check=check.name, step=step, evidence=evidence, advice=check.advice, stops=stops)
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def sampled(rollouts: Sequence[Rollout], batch: Sequence[Rollout], size: int | None = None) -> dict[str, float]:
+    """Metrics of a step's rollouts, and of those it trains on. `size`: prompts in the data source, None without end.
+
+    `rollout/distinct_prompts`; `rollout/duplicates`: rollouts that repeat another, beyond what chance explains; counts of faults
+    where they are above 0.
+    """
+    every = {r.id: r for r in (*batch, *rollouts)}
+    whole = [r for r in every.values() if r.status.complete]
+    repeated = sum(max(len(part) - len({r.id for r in part}), 0) for part in (rollouts, batch))
+    groups, prompts = (len({key(r) for r in every.values()}) for key in (lambda r: r.group, lambda r: r.prompt.id))
+    faults = {
+        "repeated_ids": repeated,
+        "unstopped": sum(map(_unstopped, whole)),
+        "same_prompt": groups if prompts == 1 < groups and size != 1 else 0,
+        **_graded(whole),
+    }
+    out = {"rollout/distinct_prompts": float(prompts), "rollout/duplicates": float(repeated) or surplus(whole)}
+    return out | {f"rollout/{name}": float(count) for name, count in faults.items() if count}
+
+
+def _unstopped(r: Rollout) -> bool:
+    """Of one turn; how an episode ends is its environment's to say."""
+    stops = r.sampling.stop_token_ids
+    ends = r.status is Status.FINISHED and r.span.sampled is None and bool(stops)
+    return ends and (not len(r.span) or int(r.span.token_ids[-1]) not in stops)
+
+
+def _graded(rollouts: Sequence[Rollout]) -> dict[str, int]:
+    known = [(r, r.reward) for r in rollouts if r.reward is not None]
+    best, least = (f((reward for _, reward in known), default=0.0) for f in (max, min))
+    empty = [r for r, reward in known if not r.text.strip() and 0 < reward >= best]
+    gold = [(r, reward) for r, reward in known if r.prompt.grader.name in ("task", "exact") and _is_gold(r)]
+    unrewarded = [r for r, reward in gold if reward <= min(least, 0.0)]
+    return {
+        "empty_rewarded": len(empty),
+        "right_unrewarded": len(unrewarded) if len(unrewarded) == len(gold) > 1 else 0,
+    }
+
+
+def _is_gold(r: Rollout) -> bool:
+    return r.text.strip() == r.prompt.answer.strip() != ""
+
+
+def surplus(rollouts: Sequence[Rollout]) -> float:
+    """How many rollouts repeat another of their prompt beyond what chance makes; 0 while chance may have made them.
+
+    A policy that is sure of itself says the same often. n samples of a prompt have Σ (n − 1)/2 · p(sample) equal pairs on
+    average, which the samples estimate without bias; and no fewer pairs than surplus rollouts. So the surplus is compared with
+    that Poisson mean by Chernoff's bound on its tail: among the least probable samples, then among more and more of them.
+    """
+    by_prompt: dict[str, list[Rollout]] = {}
+    for r in rollouts:
+        by_prompt.setdefault(r.prompt.id, []).append(r)
+    if all(len(members) == len({r.span.token_ids.tobytes() for r in members}) for members in by_prompt.values()):
+        return 0.0
+    samples: list[tuple[float, bool, int]] = []
+    for members in by_prompt.values():
+        seen: set[bytes] = set()
+        for r in members:
+            ids = r.span.token_ids.tobytes()
+            samples.append((min(0.0, float(r.span.logprobs.sum(dtype=np.float64))), ids in seen, len(members)))
+            seen.add(ids)
+    out, found, expected = 0.0, 0, 0.0
+    for logprob, repeats, n in sorted(samples):
+        found, expected = found + repeats, expected + (n - 1) / 2 * math.exp(logprob)
+        improbable = found * math.log(found / max(expected, 1e-300)) - found + expected if found > expected else 0.0
+        out = max(out, float(math.ceil(found - expected))) if improbable > CHANCE else out
+    return out
+
+
+def credited(parts: Sequence[TrainingBatch], rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """`rollout/miscredited`: rollouts of the update that are given less advantage than one of their group with a lower reward."""
+    advantages: dict[int, float] = {}
+    for part in parts:
+        firsts = np.cumsum([0, *part.response_lengths[:-1]])
+        ids, credit = part.rollout_ids[firsts].tolist(), part.advantages[firsts].tolist()
+        advantages |= dict(zip(ids, credit, strict=True))
+    groups: dict[int, list[tuple[float, float]]] = {}
+    for r in rollouts:
+        if r.reward is not None and r.id in advantages:
+            groups.setdefault(r.group, []).append((r.reward, advantages[r.id]))
+    count = 0
+    for members in groups.values():
+        highest = lowest = -math.inf
+        before = -math.inf
+        for reward, advantage in sorted(members):
+            if reward > before:
+                before, lowest = reward, highest
+            highest = max(highest, advantage)
+            count += advantage < lowest - 1e-6
+    return {"rollout/miscredited": float(count)} if count else {}
+
+
+@torch.no_grad()
+def changeable(parameters: Sequence[torch.Tensor], lr: float) -> float:
+    """Share of weights that a step of `lr` can change: those of which it is more than half a unit in the last place."""
+    able = total = 0
+    for p in parameters:
+        part = p.detach().reshape(-1)[:: p.numel() // 4096 | 1]  # an odd stride meets every column
+        _, exponent = torch.frexp(part.float())
+        half = torch.ldexp(torch.full_like(part, torch.finfo(p.dtype).eps / 4, dtype=torch.float32), exponent)
+        able += int(((half < lr) | (part == 0)).sum()) * p.numel() / max(part.numel(), 1)
+        total += p.numel()
+    return able / max(total, 1)
+
+
+def too_small(parameters: Sequence[torch.Tensor], lr: float) -> list[Finding]:
+    """Before anything is trained: weights whose precision `lr` cannot reach (`update_too_small`)."""
+    share = changeable(parameters, lr)
+    if share >= CHANGEABLE:
+        return []
+    check = next(c for c in CHECKS if c.name == "update_too_small")
+    dtype = str(parameters[0].dtype).removeprefix("torch.")
+    evidence = f"train.lr={lr:g} is below half a unit in the last place of {1 - share:.0%} of the {dtype} weights"
+    return [Finding(check=check.name, step=0, evidence=evidence, advice=check.advice)]
+
+
+def tell(findings: Sequence[Finding], events: EventLog, note: Callable[[str], None]) -> None:
+    """Log and say each; those that stop the run are said by its end. Raises `RunStopped` for the first of those."""
+    for f in findings:
+        events.emit("check", step=f.step, check=f.check, evidence=[f.evidence], advice=f.advice)
+        if not f.stops:
+            note(f.line)
+    for f in findings:
+        if f.stops:
+            raise RunStopped(f.line)
