@@ -189,8 +189,7 @@ class RunFolder:
 
     def metrics(self) -> list[dict[str, Any]]:
         """All rows, by step. A half-written last line is left out. Raises `Corrupt` naming a damaged line."""
-        rows, _, _ = read_rows(self.path / METRICS)
-        return rows
+        return read_rows(self.path / METRICS)[0]
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Add the row of one step; on the disk when this returns. Values: numbers, strings, None or lists of them.
