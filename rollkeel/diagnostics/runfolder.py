@@ -41,7 +41,7 @@ class RunFolder:
     def __init__(self, path: Path, config: Config, lock: RunLock | None) -> None:
         self.path = path
         self.config = config
-        self.digest = digest((path / CONFIG).read_bytes())
+        self.digest = digest((path / CONFIG).read_bytes()) if (path / CONFIG).exists() else ""  # a replay has none
         """Of the bytes of `config.yaml`."""
         self.events = EventLog(path / EVENTS)
         self.checkpoints = path / CHECKPOINTS
