@@ -33,7 +33,7 @@ class Tracker(Protocol):
         ...
 
     def texts(self, step: int, rows: Sequence[Sequence[str]]) -> None:
-        """Mirror a few rollouts; a row has one text for each of `COLUMNS`."""
+        """Mirror a few rollouts; a row has one text for each of `COLUMNS`. Your own tracker may lack it."""
         ...
 
     def close(self) -> None:
@@ -175,7 +175,8 @@ class _Guarded:
         self._try(lambda: self._tracker.log(step, metrics))
 
     def texts(self, step: int, rows: Sequence[Sequence[str]]) -> None:
-        self._try(lambda: self._tracker.texts(step, rows))
+        if hasattr(self._tracker, "texts"):  # one of a user's own may do without
+            self._try(lambda: self._tracker.texts(step, rows))
 
     def close(self) -> None:
         self._try(self._tracker.close)

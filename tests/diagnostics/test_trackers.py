@@ -112,6 +112,22 @@ def test_a_tracker_that_breaks_is_reported_once_and_left_out(tmp_path: Path, fak
         loud.log(1, {"a": 1.0})
 
 
+def test_a_tracker_of_ones_own_may_take_numbers_alone(tmp_path: Path) -> None:
+    lines = [
+        "class Log:",
+        "    def __init__(self, *_): self.steps = []",
+        "    def log(self, step, row): self.steps += [step]",
+    ]
+    (tmp_path / "mine.py").write_text("\n".join([*lines, "    def close(self): pass", ""]))
+    messages: list[str] = []
+    (tracker,) = open_trackers([f"{tmp_path}/mine.py:Log"], tmp_path, {}, on_failure=messages.append)
+    tracker.log(1, ROW)
+    tracker.texts(1, [("1+1=", "2", "2", "1.0", "finished")])
+    tracker.log(2, ROW)
+    assert messages == []
+    assert tracker._tracker.steps == [1, 2]  # type: ignore[attr-defined]
+
+
 def test_numbers_leaves_out_what_is_not_a_finite_number() -> None:
     assert numbers(ROW) == {"reward/mean": 0.5, "flag": 1.0}
 
