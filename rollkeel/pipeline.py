@@ -34,6 +34,7 @@ from rollkeel.rollout.collect import collect, issue
 from rollkeel.run import Run, assemble, eval_prompts, prompt_source, sampling_params, serve
 from rollkeel.train import checkpoint
 from rollkeel.train.sft import run_sft
+from rollkeel.train.unfinished import Unfinished
 from rollkeel.validate import validate
 
 
@@ -99,7 +100,9 @@ def _begin(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) ->
     if config.alarms.on_alarm != "off":
         tell(too_small(list(policy.model.parameters()), config.train.lr), folder.events, view.note)
     if config.sft.enabled and config.sft.steps > 0:
-        warm_start(policy, config, view, stop, folder.events)
+        kept = Unfinished(folder.warm_start, warm_start_key(config))
+        warm_start(policy, config, view, stop, folder.events, kept)
+        kept.remove()
     run = assemble(config, folder, policy, view, stop)
     try:
         run.track(None)
@@ -204,8 +207,13 @@ def _last_word(run: Run) -> None:
 # -- warm start --------------------------------------------------------------------------------------------------------
 
 
-def warm_start(policy: Policy, config: Config, view: LiveView, stop: StopFlag, events: EventLog) -> bool:
-    """Supervised warm start of `policy` in place, or the same weights from the cache. True if the cache had them."""
+def warm_start(
+    policy: Policy, config: Config, view: LiveView, stop: StopFlag, events: EventLog, kept: Unfinished | None = None
+) -> bool:
+    """Supervised warm start of `policy` in place, or the same weights from the cache. True if the cache had them.
+
+    `kept`: where one that is interrupted leaves its state, and goes on from.
+    """
     folder = cache_folder(config)
     if _load_cached(folder, policy):
         events.emit("sft_cached", folder=str(folder))
@@ -214,11 +222,14 @@ def warm_start(policy: Policy, config: Config, view: LiveView, stop: StopFlag, e
     _rehearse(policy, config)
     events.emit("stage", step=0, stage="sft")
     view.phase("sft", config.sft.steps)
-    sft(policy, config, view, stop)
-    if stop():
-        raise Interrupted("stopped during the warm start; it starts over on resume")
+    done = sft(policy, config, view, stop, kept)["sft/steps"]
+    if done < config.sft.steps:
+        where = "starts over" if kept is None else f"goes on at step {done:.0f} of {config.sft.steps}"
+        raise Interrupted(f"stopped during the warm start; it {where} on resume")
     _store_cached(folder, policy, view)
     events.emit("sft_done", steps=config.sft.steps)
+    if stop():
+        raise Interrupted("stopped behind the warm start, which is kept")
     return False
 
 
@@ -237,8 +248,12 @@ def _rehearse(policy: Policy, config: Config) -> None:
         engine.close()
 
 
-def sft(policy: Policy, config: Config, view: LiveView, stop: StopFlag) -> dict[str, float]:
+def sft(
+    policy: Policy, config: Config, view: LiveView, stop: StopFlag, kept: Unfinished | None = None
+) -> dict[str, float]:
     """Supervised fine-tuning of `policy` in place on the task's demonstrations."""
+    if kept is not None and kept.found():
+        view.note(f"warm start goes on at step {kept.step} of {config.sft.steps}")
     source = prompt_source(config, policy, "sft")
     noise = config.sft.label_noise
     with equipped(source.environment):
@@ -250,6 +265,7 @@ def sft(policy: Policy, config: Config, view: LiveView, stop: StopFlag) -> dict[
             chunk=config.train.logprob_chunk,
             progress=lambda step, metrics: view.step(step + 1, metrics),
             should_stop=stop,
+            kept=kept,
         )
 
 

@@ -17,7 +17,7 @@ from rollkeel.diagnostics.stopping import StopFlag
 from rollkeel.errors import BadInput, Interrupted
 from rollkeel.evals.record import open_folder
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers, resolve_device, save_policy
-from rollkeel.pipeline import sft
+from rollkeel.pipeline import sft, warm_start_key
 from rollkeel.play import gathering
 from rollkeel.recipe import load
 from rollkeel.rewards import FailureBudget
@@ -30,19 +30,22 @@ from rollkeel.tasks.base import content_hash
 from rollkeel.tasks.turns import as_chat
 from rollkeel.train import checkpoint
 from rollkeel.train.preferences import RewardModel, Training, load_pairs, split_pairs, train_reward_model
+from rollkeel.train.unfinished import Unfinished
 from rollkeel.types import Rollout
 
 
 def sft_stage(config: Config, out: Path) -> dict[str, float]:
-    """Warm-start `model.path` on demonstrations and write a Hugging Face folder to `out`."""
+    """Warm-start `model.path` on demonstrations and write a Hugging Face folder to `out`; called again, it goes on where it was."""
     _refuse_existing(out)
     policy = _policy(config)
+    kept = Unfinished(out.with_name(f".unfinished-{out.name}"), warm_start_key(config))
     with LiveView() as view, StopFlag(view) as stop:
         view.phase("sft", config.sft.steps)
-        metrics = sft(policy, config, view, stop)
-        if stop():
-            raise Interrupted("stopped; nothing was written")
+        metrics = sft(policy, config, view, stop, kept)
+        if metrics["sft/steps"] < config.sft.steps:
+            raise Interrupted(f"stopped at step {kept.step} of {config.sft.steps}; the same command goes on there")
     checkpoint.replace_folder(out, lambda path: save_policy(policy, path))
+    kept.remove()
     return metrics
 
 

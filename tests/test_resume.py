@@ -6,9 +6,11 @@ resumed runs are compared with the uninterrupted one bit for bit. Not covered: a
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_run import (
@@ -27,6 +29,7 @@ from tiny_run import (
     weights,
 )
 
+from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.runfolder import RunFolder
 from rollkeel.pipeline import train
 from rollkeel.recipe import load
@@ -127,6 +130,30 @@ def test_only_damaged_checkpoints_are_a_corrupt_artefact(copy: Path, capsys: pyt
     assert (code, err.count("\n")) == (4, 1)
     assert "every checkpoint is damaged" in err
     assert files(copy, ".lock") == before
+
+
+def test_a_warm_start_that_was_stopped_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*TINY, "run.steps=0", "sft.steps=12", "eval.items=2"]
+    monkeypatch.setenv("ROLLKEEL_CACHE", str(tmp_path / "cache"))
+    train(load(None, [*words, f"run.dir={tmp_path / 'whole'}"]))
+    monkeypatch.setenv("ROLLKEEL_CACHE", str(tmp_path / "other"))
+    step = LiveView.step
+
+    def stopping(self: LiveView, i: int, metrics: Any) -> None:
+        step(self, i, metrics)
+        if i == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LiveView, "step", stopping)
+        code, _, err = cli(capsys, "train", *words, f"run.dir={tmp_path / 'run'}")
+    assert (code, err) == (130, "rollkeel: stopped during the warm start; it goes on at step 5 of 12 on resume\n")
+    code, out, err = cli(capsys, "train", "--resume", tmp_path / "run")
+    assert (code, err, "warm start goes on at step 5 of 12" in out) == (0, "", True)
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    assert not (tmp_path / "run" / "warm_start").exists()
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "edited"])

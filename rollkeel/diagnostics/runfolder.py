@@ -45,7 +45,7 @@ class RunFolder:
         """Of the bytes of `config.yaml`."""
         self.events = EventLog(path / EVENTS)
         self.checkpoints = path / CHECKPOINTS
-        self.model = path / "model"
+        self.model, self.warm_start = path / "model", path / "warm_start"
         self.report = path / REPORT
         self.announced = True
         """False while a resumed run is only looked at: nothing has been written to its folder."""
@@ -142,7 +142,7 @@ class RunFolder:
         """Take back a run that `create` made and that never got anywhere: its files, the lock, the folders made for it."""
         for file in (CONFIG, METRICS, EVENTS, SCHEDULE, REPORT, plugins.RECORD):
             (self.path / file).unlink(missing_ok=True)
-        for folder in (self.checkpoints, self.path / ROLLOUTS, self.path / TENSORS):
+        for folder in (self.checkpoints, self.warm_start, self.path / ROLLOUTS, self.path / TENSORS):
             shutil.rmtree(folder, ignore_errors=True)
         if self._lock is not None:
             self._lock.release(delete=True)

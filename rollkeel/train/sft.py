@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +22,14 @@ Example = Sequence[Sequence[int] | np.ndarray]
 the response tokens to learn, for those of an environment are only read."""
 
 
+class Kept(Protocol):
+    """Where the state of an unfinished run is kept."""
+
+    def load(self) -> dict[str, Any] | None: ...
+    def due(self) -> bool: ...
+    def save(self, step: int, state: dict[str, Any]) -> None: ...
+
+
 def run_sft(
     policy: Policy,
     examples: Callable[[Sequence[int]], Sequence[Example]],
@@ -30,12 +39,14 @@ def run_sft(
     progress: Callable[[int, dict[str, float]], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
     chunk: int = 1024,
+    kept: Kept | None = None,
 ) -> dict[str, float]:
     """Train `policy.model` in place on its own device for `config.steps` steps; the loss is the mean over response tokens.
 
     Step s sees `examples(range(s · batch_size, (s + 1) · batch_size))`: the order is the index, so the same source gives
     the same weights. `seed` keys torch's generator for architectures that draw random numbers. `progress(step, metrics)`
     is called after every step; `should_stop()` is asked before each and ends the run early. `chunk`: see `token_logprobs`.
+    `kept`: where an interrupted run left its state; it goes on from there, bit for bit on a CPU.
     Returns the metrics of the last step (`sft/loss`, `sft/entropy`, `sft/target_probability`,
     `optimizer/*`) and `sft/steps`, `sft/tokens` done. Raises `NonFinite` (weights of the last good step kept) and
     `BadInput` for an empty prompt or response.
@@ -55,15 +66,31 @@ def run_sft(
     tokens = 0
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        for step in range(config.steps):
+        if kept is not None and (state := kept.load()) is not None:
+            model.load_state_dict(state["weights"])
+            stepper.load_state_dict(state["optimizer"])
+            torch.set_rng_state(state["random"])
+            tokens = state["tokens"]
+
+        for step in range(stepper.updates, config.steps):
             if should_stop is not None and should_stop():
+                if kept is not None:
+                    kept.save(step, _state(model, stepper, tokens))
                 break
+            if kept is not None and kept.due():
+                kept.save(step, _state(model, stepper, tokens))
             batch = examples(range(step * config.batch_size, (step + 1) * config.batch_size))
             metrics = _step(forward, stepper, batch, config.micro_batch_tokens, device)
             tokens += sum(len(places) for places in map(_learnt, batch))
             if progress is not None:
                 progress(step, metrics)
     return {**metrics, "sft/steps": float(stepper.updates), "sft/tokens": float(tokens)}
+
+
+def _state(model: torch.nn.Module, stepper: Stepper, tokens: int) -> dict[str, Any]:
+    weights = {name: value.detach() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    return {"weights": weights, "optimizer": stepper.state_dict(), "random": random, "tokens": tokens}
 
 
 def _learnt(example: Example) -> np.ndarray:

@@ -6,6 +6,7 @@ Real preset, a two-token toy task. Not covered: the accuracy of the default reci
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from rollkeel.config import ModelConfig, SftConfig
 from rollkeel.errors import BadInput
 from rollkeel.models.loading import Policy, load_policy
 from rollkeel.train.sft import Example, run_sft
+from rollkeel.train.unfinished import Unfinished
 
 CONFIG = SftConfig(steps=4, batch_size=6, warmup_steps=1)
 
@@ -122,3 +124,40 @@ def test_no_steps_change_nothing() -> None:
     before = weights(p)
     assert run_sft(p, source, SftConfig(steps=0)) == {"sft/steps": 0.0, "sft/tokens": 0.0}
     assert all(torch.equal(w, before[n]) for n, w in weights(p).items())
+
+
+@pytest.mark.parametrize("damage", [None, "another key", "a byte"])
+def test_one_that_was_stopped_goes_on_bit_for_bit(damage: str | None, tmp_path: Path) -> None:
+    whole = policy()
+    expected = run_sft(whole, source, CONFIG)
+    asked = iter([False, False, True])
+    stopped = run_sft(policy(), source, CONFIG, should_stop=lambda: next(asked), kept=Unfinished(tmp_path / "u", "a"))
+    assert stopped["sft/steps"] == 2
+    if damage == "a byte":
+        file = tmp_path / "u" / "step_000002" / "state" / "tensors.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+    seen: list[int] = []
+    kept = Unfinished(tmp_path / "u", "b" if damage == "another key" else "a")
+    again = policy()
+    metrics = run_sft(again, source, CONFIG, progress=lambda step, _: seen.append(step), kept=kept)
+    assert seen == ([2, 3] if damage is None else [0, 1, 2, 3])
+    assert metrics == expected
+    assert all(torch.equal(a, b) for a, b in zip(weights(again).values(), weights(whole).values(), strict=True))
+    kept.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_was_killed_goes_on_from_what_was_saved_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollkeel.train.unfinished.EVERY_S", 0.0)
+
+    def killed(step: int, _: object) -> None:
+        if step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_sft(policy(), source, CONFIG, progress=killed, kept=Unfinished(tmp_path, "a"))
+    again, whole, seen = policy(), policy(), list[int]()
+    run_sft(again, source, CONFIG, progress=lambda step, _: seen.append(step), kept=Unfinished(tmp_path, "a"))
+    run_sft(whole, source, CONFIG)
+    assert seen == [2, 3]
+    assert all(torch.equal(a, b) for a, b in zip(weights(again).values(), weights(whole).values(), strict=True))

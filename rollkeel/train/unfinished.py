@@ -1,0 +1,52 @@
+"""A warm start that was interrupted or killed goes on where it was: its state in a folder of its own, until it is done."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from rollkeel.errors import BadInput, Corrupt
+from rollkeel.train import checkpoint
+
+EVERY_S = 60.0
+"""Seconds between two savings: what a kill costs at most. When it is saved changes no bit."""
+
+
+class Unfinished:
+    """Implements `rollkeel.train.sft.Kept`. State of another warm start (`key`), or damaged, counts as none."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self._folder, self._key, self._saved = folder, key, time.monotonic()
+        self.step = 0
+        """Of the state that was loaded or saved last."""
+
+    def found(self) -> bool:
+        """True if there is a state to go on from."""
+        try:
+            checkpoint.clean(self._folder)
+            saved = checkpoint.latest(self._folder)
+        except (BadInput, Corrupt):
+            return False
+        if saved is None or saved.info.get("key") != self._key:
+            return False
+        self.step = saved.step
+        return True
+
+    def load(self) -> dict[str, Any] | None:
+        return checkpoint.load_state(self._folder / checkpoint.step_name(self.step) / "state") if self.found() else None
+
+    def due(self) -> bool:
+        return time.monotonic() - self._saved >= EVERY_S
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        def write(path: Path) -> None:
+            checkpoint.save_state(path / "state", state)
+
+        checkpoint.save(self._folder, step, write=write, info={"key": self._key}, keep=1)
+        self.step, self._saved = step, time.monotonic()
+
+    def remove(self) -> None:
+        """It is done."""
+        shutil.rmtree(self._folder, ignore_errors=True)
