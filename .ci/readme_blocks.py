@@ -1,6 +1,8 @@
-"""Runs every ```sh and ```python block of a Markdown file, in order, in one scratch folder per block kind.
+"""Runs the ```sh and ```python blocks of a Markdown file as a reader types them: in order, in one shell, in the file's folder.
 
-Blocks in other languages (```text, ```console) are not run. A failing block stops the run and is printed.
+What an earlier block sets (an activated environment, the working folder) holds for later ones, as it does for a reader; the shell
+starts without this repository's environment on its path. Blocks in other languages (```text, ```console) are not run. A failing
+block stops the run and is printed.
 """
 
 from __future__ import annotations
@@ -14,23 +16,29 @@ from pathlib import Path
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
+def script(blocks: list[tuple[str, str]]) -> str:
+    """One shell script of all blocks; Python blocks go to the `python` that the shell finds."""
+    parts = ["set -euo pipefail"]
+    for number, (kind, code) in enumerate(blocks, 1):
+        parts.append(f"echo '--- README block {number} ({kind})'; trap 'echo README block {number} failed' ERR")
+        parts.append(code if kind == "sh" else f"python - <<'END_OF_BLOCK'\n{code}END_OF_BLOCK\n")
+    return "\n".join(parts)
+
+
 def main(path: str) -> int:
     """Returns the exit code of the first failing block, else 0."""
     root = Path(path).resolve().parent
-    env = {**os.environ, "PATH": f"{root / '.venv/bin'}{os.pathsep}{os.environ['PATH']}"}
     blocks = BLOCK.findall(Path(path).read_text(encoding="utf-8"))
     if not blocks:
         print(f"{path}: no code blocks found")
         return 1
-    for number, (kind, code) in enumerate(blocks, 1):
-        print(f"--- README block {number} ({kind})\n{code}", flush=True)
-        command = ["bash", "-euo", "pipefail", "-c", code] if kind == "sh" else [sys.executable, "-c", code]
-        result = subprocess.run(command, cwd=root, env=env, check=False)
-        if result.returncode:
-            print(f"README block {number} failed with exit code {result.returncode}")
-            return result.returncode
-    print(f"{len(blocks)} passed, 0 failed")
-    return 0
+    own = str(root / ".venv")
+    places = [place for place in os.environ["PATH"].split(os.pathsep) if not place.startswith(own)]
+    env = {**os.environ, "PATH": os.pathsep.join(places)}
+    env.pop("VIRTUAL_ENV", None)
+    code = subprocess.run(["bash", "-c", script(blocks)], cwd=root, env=env, check=False).returncode
+    print(f"{len(blocks)} blocks, exit code {code}")
+    return code
 
 
 if __name__ == "__main__":

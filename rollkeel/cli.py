@@ -13,7 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rollkeel.cli_config import Out, Words, config_of, refuse_damage, show_metrics
+from rollkeel.cli_about import app as about
+from rollkeel.cli_about import version
+from rollkeel.cli_config import AsJson, Out, Words, config_of, refuse_damage, show_result
 from rollkeel.cli_data import app as data
 from rollkeel.cli_diagnose import app as diagnose
 from rollkeel.cli_eval import app as evaluation
@@ -32,9 +34,9 @@ app = typer.Typer(
     name="rollkeel",
     help="RL post-training that stays stable when the sampling engine and the training engine disagree.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(about)
 app.add_typer(diagnose)
 app.add_typer(evaluation)
 app.add_typer(sandbox, name="sandbox")
@@ -45,6 +47,15 @@ objectives_app = typer.Typer(
     no_args_is_help=True, help="Objectives: masks, weights and surrogates under their papers' names."
 )
 app.add_typer(objectives_app, name="objectives")
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 def _resumed_config(folder: Path, overrides: list[str]) -> Config:
@@ -72,12 +83,12 @@ def train(
 
 
 @app.command()
-def sft(out: Out, words: Words = None) -> None:
+def sft(out: Out, words: Words = None, as_json: AsJson = False) -> None:
     """Supervised warm start; writes a Hugging Face folder."""
     config = config_of(words)
     from rollkeel.stages import sft_stage
 
-    show_metrics(sft_stage(config, out))
+    show_result(sft_stage(config, out), out, as_json)
 
 
 @app.command()
@@ -85,13 +96,15 @@ def rollout(
     out: Out,
     words: Words = None,
     step: Annotated[int, typer.Option(min=1, help="Training step whose prompts are sampled.")] = 1,
+    as_json: AsJson = False,
 ) -> None:
     """Sample one step's prompts with model.path; writes ungraded rollouts (parquet)."""
     config = config_of(words)
     from rollkeel.stages import rollout_stage
 
     rollouts = rollout_stage(config, out, step)
-    show_metrics({"rollout/count": len(rollouts), "rollout/tokens": sum(r.span.own_count for r in rollouts)})
+    tokens = sum(r.span.own_count for r in rollouts)
+    show_result({"rollout/count": len(rollouts), "rollout/tokens": tokens}, out, as_json)
 
 
 @app.command()
@@ -103,6 +116,7 @@ def score(
         float | None,
         typer.Option(min=0, max=1, help="Share of rollouts that may fail (rollout.failure_budget)."),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Grade rollouts as reward.graders says; writes them with rewards (parquet)."""
     if not source.is_file():
@@ -110,9 +124,8 @@ def score(
     config = config_of(words)
     from rollkeel.stages import score_stage
 
-    show_metrics(
-        score_stage(config, source, out, config.rollout.failure_budget if failure_budget is None else failure_budget)
-    )
+    budget = config.rollout.failure_budget if failure_budget is None else failure_budget
+    show_result(score_stage(config, source, out, budget), out, as_json)
 
 
 @app.command()

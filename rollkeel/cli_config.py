@@ -31,9 +31,18 @@ def config_of(words: list[str] | None) -> Config:
     return config
 
 
-def show_metrics(metrics: dict[str, float]) -> None:
-    """One line of JSON."""
-    print(json.dumps({k: round(v, 6) for k, v in metrics.items()}))
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on one line instead.")]
+
+
+def show_result(metrics: dict[str, float], out: Path | None, as_json: bool) -> None:
+    """What a stage measured, one number a line, and where its result is; or one line of JSON."""
+    if as_json:
+        print(json.dumps({k: round(v, 6) for k, v in metrics.items()}))
+        return
+    for key, value in metrics.items():
+        print(f"{key:24} {value:.6g}")
+    if out is not None:
+        print(f"written to {out}")
 
 
 def refuse_damage(run: Path, problems: Sequence[str]) -> None:

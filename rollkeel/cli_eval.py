@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rollkeel.cli_config import Words, config_of, show_metrics
+from rollkeel.cli_config import AsJson, Words, config_of, show_result
 from rollkeel.errors import BadInput
 from rollkeel.recipe import load
 
@@ -34,7 +34,7 @@ def evaluate(
     shuffle: Annotated[int | None, typer.Option(min=0, help="Seed of the order of choices.")] = None,
     since: Annotated[str | None, typer.Option(help="Only problems from this date on (2024-08).")] = None,
     until: Annotated[str | None, typer.Option(help="Only problems up to this date (2025-05).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Accuracy of model.path on held-out items, or on public benchmarks: avg@k, pass@k, majority@k with their errors."""
     config = config_of(words)
@@ -51,7 +51,7 @@ def evaluate(
                 raise BadInput(f"{name}: is for --benchmark; without one, set eval.items, eval.samples, eval.greedy")
         from rollkeel.stages import eval_stage
 
-        show_metrics(eval_stage(config, out))
+        show_result(eval_stage(config, out), out, as_json)
         return
     if out is None:
         raise BadInput("eval --benchmark: expected --out, the folder of results; the same command goes on in it")
@@ -155,12 +155,13 @@ def reward_model(
     pairs: Annotated[Path, typer.Argument(help="Preference pairs: jsonl or parquet with prompt, chosen, rejected.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the model; the same command goes on in it.")],
     words: Words = None,
+    as_json: AsJson = False,
 ) -> None:
     """Train a reward model on preference pairs, from the body of model.path; steps and rates are those of `sft`."""
     config = config_of(words)
     from rollkeel.stages import reward_model_stage
 
-    show_metrics(reward_model_stage(config, pairs, out))
+    show_result(reward_model_stage(config, pairs, out), out, as_json)
 
 
 @app.command()

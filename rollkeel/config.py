@@ -29,8 +29,8 @@ class RunConfig(Node):
 
     dir: str | None = None
     """Run folder; None makes `runs/<recipe name>-<time>`."""
-    name: str = "run"
-    seed: int = Field(default=0, ge=0)
+    name: str = Field(default="run", description="Part of the default folder's name, and the trackers'.")
+    seed: int = Field(default=0, ge=0, description="Of prompts, sampling, shuffles and evaluation draws.")
     steps: int = Field(default=150, ge=0)
     """RL steps; 0 stops after SFT."""
     loop: Literal["sync", "budgeted", "async"] = "sync"
@@ -38,7 +38,9 @@ class RunConfig(Node):
     see `rollout.overlap`."""
     schedule: str | None = None
     """With `run.loop=async`: the `schedule.jsonl` of another run of this config, to be replayed bit for bit."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where trainer and embedded engine compute; `auto` takes a GPU if there is one."
+    )
     threads: int = Field(default=1, ge=1)
     """CPU threads of the trainer process."""
 
@@ -46,12 +48,12 @@ class RunConfig(Node):
 class ModelConfig(Node):
     """Policy to train: `preset:<name>` or a Hugging Face folder or id."""
 
-    path: str = "preset:tiny-qwen3-moe"
+    path: str = Field(default="preset:tiny-qwen3-moe", description="`preset:<name>`, a Hugging Face folder, or an id.")
     seed: int = 0
     """Initialisation seed of a preset."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the trainer's weights and arithmetic."""
-    trust_remote_code: bool = False
+    trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Preset architecture fields to change, for example `{num_hidden_layers: 4}`."""
 
@@ -65,14 +67,14 @@ class DataConfig(Node):
     """Difficulty knobs of the task."""
     path: str | None = None
     """`.jsonl`, `.parquet`, `.csv`, a folder of `rollkeel data clean`, or a Hugging Face data set folder or id."""
-    prompt_column: str = "prompt"
+    prompt_column: str = Field(default="prompt", description="Column of a file's prompts.")
     answer_column: str = "answer"
-    """A dot goes into a column of objects: `reward_model.ground_truth`."""
+    """Column of a file's gold answers; a dot goes into a column of objects: `reward_model.ground_truth`."""
     form: Literal["answers", "tests"] = "answers"
     """`tests`: rows are code problems with tests in one of the forms of `rollkeel.tasks.tests_form`, graded by `code`."""
     solution_column: str | None = None
     """Worked answers, which SFT learns; None: it learns the answers."""
-    split: str = "train"
+    split: str = Field(default="train", description="Split of a Hugging Face data set.")
     grader: str = "exact"
     """Grader of file data; generated tasks bring their own."""
     grader_options: dict[str, Any] = Field(default_factory=dict)
@@ -88,16 +90,18 @@ class DataConfig(Node):
 class SftConfig(Node):
     """Supervised warm start on gold answers, loss on responses only, packed."""
 
-    enabled: bool = True
-    steps: int = Field(default=160, ge=0)
+    enabled: bool = Field(default=True, description="Warm-start before RL.")
+    steps: int = Field(default=160, ge=0, description="Optimizer steps.")
     batch_size: int = Field(default=64, ge=1)
     """Examples per optimizer step."""
-    lr: float = Field(default=5e-3, gt=0)
+    lr: float = Field(default=5e-3, gt=0, description="Highest learning rate.")
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Cosine schedule ends at `lr * min_lr_ratio`."""
-    warmup_steps: int = Field(default=10, ge=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    clip_norm: float = Field(default=1.0, gt=0)
+    warmup_steps: int = Field(default=10, ge=0, description="Optimizer steps of linear warm-up.")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
+    clip_norm: float = Field(
+        default=1.0, gt=0, description="Largest norm of the gradient; a larger one is scaled down."
+    )
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Tokens packed into one forward pass; whole sequences that do not see each other, and one longer than this is alone."""
     label_noise: float = Field(default=0.07, ge=0, le=1)
@@ -164,28 +168,35 @@ class EngineConfig(Node):
 
 
 class SamplingConfig(Node):
-    temperature: float = Field(default=1.0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
-    min_p: float = Field(default=0.0, ge=0, lt=1)
-    max_new_tokens: int = Field(default=16, ge=1)
+    temperature: float = Field(default=1.0, ge=0, description="Divides the logits; 0 is greedy, for evaluation only.")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Sample from the fewest tokens that hold this probability."
+    )
+    top_k: int = Field(default=0, ge=0, description="Sample from so many most likely tokens; 0 is no limit.")
+    min_p: float = Field(
+        default=0.0, ge=0, lt=1, description="Leave out tokens below this share of the most likely one's probability."
+    )
+    max_new_tokens: int = Field(default=16, ge=1, description="Most tokens of a response.")
 
 
 class BudgetConfig(Node):
-    """C3PO++ (Ring-1T report §2.3.3): a step's rollouts end with Φ `tokens`; what is unfinished goes on in the next.
+    """C3PO++ (Ring-1T report §2.3.3): a step's rollouts end with Φ tokens; what is unfinished goes on in the next. `engine.kv` says
+    what becomes of the KV of parked rollouts."""
 
-    Ω_infer, `capacity`: rollouts in the engine at once. Ω_train, `train_capacity`: most rollouts in a batch, 0 is no limit.
-    σ, `retention`: an unfinished rollout that was parked more often is given up. `count`: whole rollouts as they finish
-    (Algorithm 1) or every token when it is `generated`. `group`: `wait` for whole groups, or train `partial` ones with a
-    leave-one-out baseline over what is there. `engine.kv` says what becomes of the KV of parked rollouts.
-    """
-
-    tokens: int = Field(default=1024, ge=1)
-    capacity: int = Field(default=128, ge=1)
-    train_capacity: int = Field(default=0, ge=0)
-    retention: int = Field(default=3, ge=0)
-    count: Literal["finished", "generated"] = "finished"
-    group: Literal["wait", "partial"] = "wait"
+    tokens: int = Field(default=1024, ge=1, description="Φ: tokens that end a step's rollouts.")
+    capacity: int = Field(default=128, ge=1, description="Ω_infer: rollouts in the engine at once.")
+    train_capacity: int = Field(default=0, ge=0, description="Ω_train: most rollouts in a batch; 0 is no limit.")
+    retention: int = Field(
+        default=3, ge=0, description="σ: an unfinished rollout that was parked more often is given up."
+    )
+    count: Literal["finished", "generated"] = Field(
+        default="finished",
+        description="What Φ counts: whole rollouts as they finish (Algorithm 1), or every token when it is generated.",
+    )
+    group: Literal["wait", "partial"] = Field(
+        default="wait",
+        description="`wait` for whole groups, or train `partial` ones with a leave-one-out baseline over what is there.",
+    )
 
 
 class OverlapConfig(Node):
@@ -275,7 +286,9 @@ class ObjectiveConfig(BaseModel):
     """`{name: kpop, phi: 0.1}`: every other key is an option of that recipe, checked by the recipe itself."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
-    name: str = "kpop"
+    name: str = Field(
+        default="kpop", description="A recipe (`rollkeel objectives list`), `composed`, or your own `file.py:function`."
+    )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -292,14 +305,16 @@ class AdvantageConfig(Node):
 
 
 class TrainConfig(Node):
-    lr: float = Field(default=3e-4, gt=0)
+    lr: float = Field(default=3e-4, gt=0, description="Highest learning rate.")
     warmup_steps: int = Field(default=10, ge=0)
     """Optimizer updates of linear warm-up."""
-    schedule: Literal["constant", "cosine"] = "constant"
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    clip_norm: float = Field(default=1.0, gt=0)
+    schedule: Literal["constant", "cosine"] = Field(default="constant", description="Learning rate behind the warm-up.")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="AdamW's decay rates of both moments.")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW's addition to the denominator.")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
+    clip_norm: float = Field(
+        default=1.0, gt=0, description="Largest norm of the gradient; a larger one is scaled down."
+    )
     updates_per_step: int = Field(default=4, ge=1)
     """Optimizer updates per batch of rollouts; the batch is split by whole groups."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
@@ -308,22 +323,23 @@ class TrainConfig(Node):
     """Processes that run forward and backward on shared weights; CPU only."""
     logprob_chunk: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at one time."""
-    freeze_router: bool = False
+    freeze_router: bool = Field(default=False, description="Leave the routers of a mixture as they are.")
     rounding: Literal["none", "fp8_weights", "int8", "int4"] = "none"
     """Compute with weights rounded as an engine of this dtype rounds them; gradients go straight through to the exact weights,
     which are what is published and saved. With the same `engine.dtype` both sides compute one function: ρ = 1."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """γ: weight of KL(p‖ref); above 0 keeps a frozen copy of the start model."""
     kl_estimator: Literal["k1", "k2", "k3", "rk3", "uk3", "sk3"] = "k3"
+    """Estimator of that KL: k1, k2 or k3 (Schulman 2020); the others multiply k3 by a ratio, see `rollkeel.objectives.kl`."""
     kl_in: Literal["loss", "reward"] = "loss"
     """`reward` takes γ·Σ_t KL_t of the old policy off a rollout's reward instead (k1 is the unbiased choice there)."""
-    entropy_coefficient: float = Field(default=0.0, ge=0)
+    entropy_coefficient: float = Field(default=0.0, ge=0, description="Weight of an entropy bonus.")
 
 
 class EvalConfig(Node):
     every: int = Field(default=25, ge=0)
     """Steps between evaluations; 0 evaluates only at start and end."""
-    items: int = Field(default=128, ge=1)
+    items: int = Field(default=128, ge=1, description="Held-out items.")
     samples: int = Field(default=4, ge=1)
     """k of avg@k, at the training temperature."""
     greedy: bool = True
@@ -333,7 +349,7 @@ class EvalConfig(Node):
 class CheckpointConfig(Node):
     every: int = Field(default=25, ge=0)
     """Steps between checkpoints; 0 saves only at the end and on Ctrl-C."""
-    keep: int = Field(default=2, ge=1)
+    keep: int = Field(default=2, ge=1, description="Newest checkpoints that are kept.")
 
 
 class ReportConfig(Node):

@@ -98,6 +98,9 @@ def _apply(tree: dict[str, Any], text: str, given: set[str]) -> None:
             hint = f"; write 'objective.{part}={{{parts[-1]}: {raw.strip()}}}'" if whole else ""
             raise BadInput(f"override {text!r}: {part!r} is a value, not a section{hint}")
         node = child
+    if key.strip() == "data.task" and value != node.get("task", Config().data.task) and "data.options" not in given:
+        options = node.get("options") or {}  # of the recipe's task; those typed before are of this one
+        node["options"] = {k: v for k, v in options.items() if f"data.options.{k}" in given}
     if parts == ["objective", "name"] and value != node.get("name", ObjectiveConfig().name):
         # The recipe's options of another objective mean nothing to this one; those typed before the name do.
         for option in [k for k in node if f"objective.{k}" not in given]:

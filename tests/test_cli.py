@@ -430,20 +430,20 @@ def test_help_and_bad_config_answer_without_torch(tmp_path: Path) -> None:
 
 def test_stages_chain_through_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny = [w for w in TINY if not w.startswith("run.steps")]
-    code, out, err = cli(capsys, "sft", *tiny, "--out", tmp_path / "model")
+    code, out, err = cli(capsys, "sft", *tiny, "--out", tmp_path / "model", "--json")
     assert (code, err) == (0, "")
     assert json.loads(out.splitlines()[-1])["sft/steps"] == 60
     model = [*tiny, f"model.path={tmp_path / 'model'}"]
 
     raw, scored, again = (tmp_path / "deep" / f"{name}.parquet" for name in ("raw", "scored", "again"))
-    code, out, err = cli(capsys, "rollout", *model, "--step", "3", "--out", raw)
+    code, out, err = cli(capsys, "rollout", *model, "--step", "3", "--out", raw, "--json")
     assert (code, err) == (0, "")
     assert json.loads(out)["rollout/count"] == 32
     sampled = to_rollouts(read_step(raw))
     assert [r.id for r in sampled] == list(range(2 * 32, 3 * 32))
     assert all(r.reward is None for r in sampled)
 
-    code, out, err = cli(capsys, "score", raw, "--out", scored)
+    code, out, err = cli(capsys, "score", raw, "--out", scored, "--json")
     assert (code, err) == (0, "")
     rewards = [r.reward for r in to_rollouts(read_step(scored))]
     assert json.loads(out)["reward/mean"] == pytest.approx(sum(r or 0 for r in rewards) / 32, abs=1e-6)
@@ -454,7 +454,7 @@ def test_stages_chain_through_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "not a whole parquet file" in refused(capsys, "score", raw, "--out", again, code=4)
     assert not again.exists()
 
-    code, out, err = cli(capsys, "eval", *model, "--out", tmp_path / "answers.parquet")
+    code, out, err = cli(capsys, "eval", *model, "--out", tmp_path / "answers.parquet", "--json")
     assert (code, err) == (0, "")
     scores = json.loads(out)
     assert 0 <= scores["eval/runsum/avg@k"] <= 1

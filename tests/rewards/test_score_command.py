@@ -33,7 +33,7 @@ def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_deadline_is_the_users(raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = ["reward.graders.deadline_s=0.1", "reward.graders.workers=1", "rollout.failure_budget=0.7"]
-    code, out, err = cli(capsys, "score", raw, *short, "--out", tmp_path / "short.parquet")
+    code, out, err = cli(capsys, "score", raw, *short, "--out", tmp_path / "short.parquet", "--json")
     assert (code, err) == (0, "")
     assert (json.loads(out)["failures/grader"], json.loads(out)["reward/mean"]) == (2.0, 0.0)
     found = to_rollouts(read_step(tmp_path / "short.parquet"))
