@@ -58,7 +58,7 @@ def raised(words: tuple[str, ...], folder: Path, seed: int, steps: int) -> tuple
     return found, f"{end}; reward {rewards[0]:.2f} → {rewards[-1]:.2f}" if rewards else end
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default=",".join(RUNS))
     parser.add_argument("--seeds", type=int, default=2)
@@ -72,8 +72,8 @@ def main() -> None:
                 found, end = raised(RUNS[name], Path(scratch) / "run", seed, options.steps)
             wrong += any(not f.startswith(("gap@", "entropy@", "reward@")) for f in found)
             print(f"{name:18} seed {seed}: {', '.join(found) or 'silent'}; {end}", flush=True)
-    sys.exit(wrong > 0)
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

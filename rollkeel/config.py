@@ -38,9 +38,8 @@ class RunConfig(Node):
     see `rollout.overlap`."""
     schedule: str | None = None
     """With `run.loop=async`: the `schedule.jsonl` of another run of this config, to be replayed bit for bit."""
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="Where trainer and embedded engine compute; `auto` takes a GPU if there is one."
-    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where trainer and embedded engine compute; `auto` takes a GPU if there is one."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of the trainer process."""
 
@@ -99,9 +98,8 @@ class SftConfig(Node):
     """Cosine schedule ends at `lr * min_lr_ratio`."""
     warmup_steps: int = Field(default=10, ge=0, description="Optimizer steps of linear warm-up.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
-    clip_norm: float = Field(
-        default=1.0, gt=0, description="Largest norm of the gradient; a larger one is scaled down."
-    )
+    clip_norm: float = Field(default=1.0, gt=0)
+    """Largest norm of the gradient; a larger one is scaled down."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Tokens packed into one forward pass; whole sequences that do not see each other, and one longer than this is alone."""
     label_noise: float = Field(default=0.07, ge=0, le=1)
@@ -169,13 +167,11 @@ class EngineConfig(Node):
 
 class SamplingConfig(Node):
     temperature: float = Field(default=1.0, ge=0, description="Divides the logits; 0 is greedy, for evaluation only.")
-    top_p: float = Field(
-        default=1.0, gt=0, le=1, description="Sample from the fewest tokens that hold this probability."
-    )
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the fewest tokens that hold this probability."""
     top_k: int = Field(default=0, ge=0, description="Sample from so many most likely tokens; 0 is no limit.")
-    min_p: float = Field(
-        default=0.0, ge=0, lt=1, description="Leave out tokens below this share of the most likely one's probability."
-    )
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Leave out tokens below this share of the most likely one's probability."""
     max_new_tokens: int = Field(default=16, ge=1, description="Most tokens of a response.")
 
 
@@ -186,17 +182,12 @@ class BudgetConfig(Node):
     tokens: int = Field(default=1024, ge=1, description="Φ: tokens that end a step's rollouts.")
     capacity: int = Field(default=128, ge=1, description="Ω_infer: rollouts in the engine at once.")
     train_capacity: int = Field(default=0, ge=0, description="Ω_train: most rollouts in a batch; 0 is no limit.")
-    retention: int = Field(
-        default=3, ge=0, description="σ: an unfinished rollout that was parked more often is given up."
-    )
-    count: Literal["finished", "generated"] = Field(
-        default="finished",
-        description="What Φ counts: whole rollouts as they finish (Algorithm 1), or every token when it is generated.",
-    )
-    group: Literal["wait", "partial"] = Field(
-        default="wait",
-        description="`wait` for whole groups, or train `partial` ones with a leave-one-out baseline over what is there.",
-    )
+    retention: int = Field(default=3, ge=0)
+    """σ: an unfinished rollout that was parked more often is given up."""
+    count: Literal["finished", "generated"] = "finished"
+    """What Φ counts: whole rollouts as they finish (Algorithm 1), or every token when it is generated."""
+    group: Literal["wait", "partial"] = "wait"
+    """`wait` for whole groups, or train `partial` ones with a leave-one-out baseline over what is there."""
 
 
 class OverlapConfig(Node):
@@ -286,9 +277,8 @@ class ObjectiveConfig(BaseModel):
     """`{name: kpop, phi: 0.1}`: every other key is an option of that recipe, checked by the recipe itself."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
-    name: str = Field(
-        default="kpop", description="A recipe (`rollkeel objectives list`), `composed`, or your own `file.py:function`."
-    )
+    name: str = "kpop"
+    """A recipe (`rollkeel objectives list`), `composed`, or your own `file.py:function`."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -312,9 +302,8 @@ class TrainConfig(Node):
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="AdamW's decay rates of both moments.")
     eps: float = Field(default=1e-8, gt=0, description="AdamW's addition to the denominator.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
-    clip_norm: float = Field(
-        default=1.0, gt=0, description="Largest norm of the gradient; a larger one is scaled down."
-    )
+    clip_norm: float = Field(default=1.0, gt=0)
+    """Largest norm of the gradient; a larger one is scaled down."""
     updates_per_step: int = Field(default=4, ge=1)
     """Optimizer updates per batch of rollouts; the batch is split by whole groups."""
     micro_batch_tokens: int = Field(default=4096, ge=1)

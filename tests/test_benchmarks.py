@@ -33,6 +33,7 @@ PROGRAMS: dict[str, tuple[list[str], str]] = {
     "c3po": ([*TOY, "--slots", "8"], "rollout speed-up"),
     "data": (["--rows", "500"], "near duplicate"),
     "engines": (["--concurrent", "2", "--tokens", "2", "--rounds", "1"], "| 2 |"),
+    "healthy": (["--only", "toy", "--seeds", "1", "--steps", "1"], "toy                seed 0"),
     "lab": (["--only", "toy", "--seeds", "1", "--out", "{folder}/lab"], "### `toy`"),
     "objectives": (["--tokens", "256", "--repeats", "1", "--steps", "1", "--only", "kpop"], "kpop"),
     "overlap": ([*TOY, "--rounds", "0", "--workload", "tail"], "tail"),
@@ -69,6 +70,7 @@ def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Sizes that the programs have no option for; the vLLM server's place is taken by another embedded engine."""
     monkeypatch.setattr("benchmarks.overlap.LAYOUTS", {"sync": ((0, 1),), "async": ((1, 1),)})
     monkeypatch.setattr("benchmarks.trace.PER_STEP", 1000)
+    monkeypatch.setattr("benchmarks.healthy.RUNS", {"toy": ("default", *TINY, "sft.steps=5")})
     toy = Preset(
         name="toy",
         question="?",

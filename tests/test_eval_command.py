@@ -102,14 +102,14 @@ def test_a_reward_model_from_a_file_goes_on_and_refuses_other_pairs(
     rows = [{"prompt": f"{i}=", "chosen": "7" * (i % 5 + 1), "rejected": "1" * (i % 5 + 1)} for i in range(40)]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [pairs, *TINY[:1], "sft.steps=3", "sft.batch_size=4", "data.eval_fraction=0.3", "data.chat_template=true"]
-    code, out, _ = cli(capsys, "reward-model", *words, "--out", tmp_path / "rm")
+    code, out, _ = cli(capsys, "reward-model", *words, "--json", "--out", tmp_path / "rm")
     assert code == 0
     metrics = json.loads(out.splitlines()[-1])
     assert metrics["step"] == 3
     assert 0 <= metrics["eval/accuracy"] <= 1
-    code, again, _ = cli(capsys, "reward-model", *words, "--out", tmp_path / "rm")
+    code, again, _ = cli(capsys, "reward-model", *words, "--json", "--out", tmp_path / "rm")
     assert json.loads(again.splitlines()[-1]) == metrics
     pairs.write_text(pairs.read_text() + json.dumps({"prompt": "new", "chosen": "a", "rejected": "b"}) + "\n")
-    code, _, err = cli(capsys, "reward-model", *words, "--out", tmp_path / "rm")
+    code, _, err = cli(capsys, "reward-model", *words, "--json", "--out", tmp_path / "rm")
     assert code == 2
     assert "was begun with pairs" in err

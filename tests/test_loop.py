@@ -536,6 +536,6 @@ def test_the_dapo_recipe_uses_what_dapo_needs(tmp_path: Path) -> None:
 
 
 def test_an_advantage_that_there_is_not_is_refused_before_anything_is_sampled(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"objective composed: advantage expected grpo.* got 'grop'"):
+    with pytest.raises(BadInput, match=r"advantages.name 'grop': unknown; did you mean grpo\?"):
         run(tmp_path / "run", "objective={name: composed, advantage: grop}")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

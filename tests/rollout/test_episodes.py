@@ -310,7 +310,7 @@ def test_a_tool_lost_twice_is_a_failure() -> None:
     environment.tools = FakeTools({"b": 2})
     done = play(environment, Says("a", "b", "c"), 1)[0]
     assert (done.status, done.reward) == (Status.GRADER_FAILURE, None)
-    assert done.detail == "environment toy: turn 2: ToolLost: the cage died"
+    assert done.detail == "environment shell: turn 2: ToolLost: the cage died"
     assert done.text == "a<eos>setup ab"
 
 

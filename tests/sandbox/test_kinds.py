@@ -95,8 +95,11 @@ def test_java_is_held_to_its_heap(driver: Here | There) -> None:
 @pytest.mark.skipif(probe().landlock_abi < 6, reason="Landlock does not hold well enough on this machine")
 @pytest.mark.parametrize("kind", every({k: ECHO[k] for k in ("c", "javascript", "java")}, "c"))
 def test_it_runs_where_namespaces_are_blocked(kind: str, driver: Here | There, user: str) -> None:
-    result = run(driver, kind, ECHO[kind], without=NAMESPACES if user == "root" else ("user",))
-    assert (result.exit_code, result.stdout, result.level) == (3, b"fed a b\n", Level.RESTRICTED), result
+    without = NAMESPACES if user == "root" else ("user",)
+    result = run(driver, kind, ECHO[kind], without=without)
+    # Where jobs of root cannot read this Python, as in a folder of mode 0700, there is no level, and these programs run all the same.
+    level = probe().plan(without).level if user == "root" else Level.RESTRICTED
+    assert (result.exit_code, result.stdout, result.level) == (3, b"fed a b\n", level), result
 
 
 def test_a_missing_tool_is_named_and_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
