@@ -23,6 +23,7 @@ from benchmarks.doctor.sorting import Sorting
 from benchmarks.doctor.weaving import Weaving
 from rollkeel import loop
 from rollkeel.config import Config
+from rollkeel.diagnostics import checks
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.runfolder import RunFolder
 from rollkeel.diagnostics.stopping import StopFlag
@@ -199,7 +200,7 @@ def run_once(
     How it ended: `done`, or why not.
 
     `patches` are in force from before the model is built. `killed_at`: the run dies in that step and is resumed from its
-    last checkpoint by rollkeel itself. A run that rollkeel stops by a rule is kept: its trace is what there is to diagnose.
+    last checkpoint by rollkeel itself. What checks while running would say, or stop, passes. A run that rollkeel stops by a rule is kept: its trace is what there is to diagnose.
     """
     quiet_transformers()
     torch.set_num_threads(config.run.threads)
@@ -207,6 +208,7 @@ def run_once(
     start = config if own_start else config.model_copy(update={"run": config.run.model_copy(update={"seed": 0})})
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(KNOWN, OWN_TASKS))
+        stack.enter_context(mock.patch.object(checks, "tell"))
         validate(config)
         for patch in patches:
             stack.enter_context(patch())

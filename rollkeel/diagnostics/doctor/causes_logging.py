@@ -7,6 +7,7 @@ import numpy as np
 from rollkeel.diagnostics.doctor import thresholds as limits
 from rollkeel.diagnostics.doctor.diagnosis import Cause
 from rollkeel.diagnostics.doctor.evidence import Evidence
+from rollkeel.diagnostics.doctor.outliers import around
 from rollkeel.diagnostics.doctor.signs import Shift
 from rollkeel.diagnostics.doctor.tokens import Gap, Tokens, gap
 from rollkeel.diagnostics.traces.trace import Trace
@@ -128,6 +129,8 @@ def retokenised(e: Evidence) -> Cause | None:
     fits = left(whole) and whole.excess.value < 0 and 0 < share < limits.OUTLIER_SHARE
     if not fits or odd.rest > limits.OUTLIER_REST or abs(odd.excess.value) > 0.5 * abs(whole.excess.value):
         return None
+    if gap(around(e.calm, odd.chosen)[0]).spread > limits.BREAK_NOISE:
+        return None  # the policies differ before the token too
     return Cause(
         id="retokenised",
         score=0.6,

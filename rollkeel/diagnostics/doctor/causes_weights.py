@@ -62,7 +62,7 @@ def weights(e: Evidence) -> Cause | None:
 
 def _some_steps(e: Evidence, limit: Allowed) -> bool:
     """A gap of a few steps drowns in the mean of many: at least three steps stand far out."""
-    return sum(limit.noisy(g, 2) for g in e.fresh_steps) >= 3
+    return sum(limit.noisy(g, limits.STEP_OVER) for g in e.fresh_steps) >= 3
 
 
 def _numbers(found: Gap) -> str:
@@ -105,6 +105,8 @@ def never_sampled(e: Evidence, limit: Allowed) -> Cause | None:
     if not limits.ABSURD_SHARE < share < limits.OUTLIER_SHARE:
         return None
     before, behind = (gap(part) for part in outliers.around(e.calm, odd.chosen))
+    if before.spread > max(limit.noise, limits.BREAK_NOISE):
+        return None
     spoilt = before.noise <= limit.noise and behind.noise > max(limits.SPOILT * before.noise, limits.HARMFUL_NOISE)
     if absurd.k3 < limits.ABSURD_K3 and not spoilt:
         return None
@@ -179,21 +181,19 @@ class Onset(NamedTuple):
     step: int
     before: float
     level: float
-    """Median noise from there on."""
+    """Median spread from there on."""
     at_once: float
-    """Noise of the first step over that of the later half."""
+    """Spread of the first step over that of the later half."""
     returns: int
     """Times the gap closed again after it had opened."""
 
 
 def onset(e: Evidence, limit: Allowed) -> Onset | None:
     """First step with a gap beyond the limit after steps without one; None if the gap was there from the first."""
-    known = [
-        (int(s), g) for s, g in zip(e.fresh.steps, e.fresh_steps, strict=True) if g.informed >= limits.MIN_INFORMED
-    ]
+    known = [(int(s), g) for s, g in zip(e.fresh.steps, e.fresh_steps, strict=True) if np.isfinite(g.spread)]
     if len(known) < 3:
         return None
-    noise = np.array([g.noise for _, g in known])
+    noise = np.array([g.spread for _, g in known])
     over = np.array([limit.noisy(g) for _, g in known])
     if over[0] or not over.any():
         return None
@@ -211,7 +211,7 @@ def _over_time(e: Evidence, limit: Allowed) -> Cause | None:
     if began is None:
         return None
     shown = e.fresh.where(e.fresh.steps[e.fresh.bin] >= began.step)
-    told = f"At a stated staleness of 0 the noise in logits is {began.before:.3f} before step {began.step}"
+    told = f"At a stated staleness of 0 the spread of logits is {began.before:.3f} before step {began.step}"
     if began.returns >= 2:
         return Cause(
             id="stale_version",
@@ -239,7 +239,7 @@ def _over_time(e: Evidence, limit: Allowed) -> Cause | None:
     return Cause(
         id="stale_version",
         score=0.8,
-        evidence=f"{told} and grows to {e.fresh_steps[-1].noise:.2f} by the end, first {began.at_once:.0%} of its level: the "
+        evidence=f"{told} and grows to {e.fresh_steps[-1].spread:.2f} by the end, first {began.at_once:.0%} of its level: the "
         "engine serves older weights than it states.",
         advice=PROBES,
         positions=places(e.trace, widest(shown)),

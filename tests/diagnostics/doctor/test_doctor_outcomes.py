@@ -27,16 +27,19 @@ def first(trace: Trace) -> str:
 # -- selection is not evidence -----------------------------------------------------------------------------------------
 
 
-def sharpened(torn: float = 0.03, late: float = 0.0) -> Simulated:
-    """Contexts become sure step by step but for a few that the policy stays torn about, where rounding weighs eight times as much.
+def sharpened(late: float = 0.0, until: int = 20) -> Simulated:
+    """Two tokens a context. Their margin grows step by step but for a few contexts that the policy stays torn about, where rounding
+    weighs twenty times as much: as a whole run under bf16 has it.
 
-    `late`: noise of all contexts from the tenth step on.
+    `late`: noise of all contexts from the tenth step on; `until`: step from which the sampler stands still.
     """
     sim = simulate(per_step=128, steps=20)
-    undecided = sim.rng.random(len(sim.train)) < torn
-    grown = np.where(undecided, 1.0, np.linspace(1, 4, 20)[sim.token_step - 1])
-    train = sim.train * grown[:, None]
-    size = np.where(undecided, 0.2, 0.025) + late * (sim.token_step >= 10)
+    count = len(sim.train)
+    torn = sim.rng.random(count) < 0.04
+    margin = np.linspace(1.5, 5.5, 20)[np.minimum(sim.token_step, until) - 1] + sim.rng.normal(size=count) * 0.5
+    train = np.full(sim.train.shape, -30.0)
+    train[:, 0], train[:, 1] = np.where(torn, sim.rng.normal(size=count), margin), 0.0
+    size = np.where(torn, 0.5, 0.025) + late * (sim.token_step >= 10)
     return replace(sim, train=train, engine=train + sim.rng.normal(size=train.shape) * size[:, None])
 
 
@@ -49,6 +52,14 @@ def test_the_noise_of_the_few_that_are_left_is_selection() -> None:
 def test_noise_of_all_is_not() -> None:
     assert first(sharpened(late=0.4).trace(facts=BF16)) in ("stale_version", "wrong_weights")
     assert first(sharpened().trace(facts=replace(BF16, engine_dtype="fp32"))) == "quantisation"
+
+
+def test_versions_that_do_not_arrive_late_in_a_sharp_policy() -> None:
+    """Hardly a token is of middling probability by then, and those that are far apart stand alone among sure ones."""
+    sim = sharpened(until=12)
+    for away in (np.maximum(sim.token_step - 12, 0) * 0.15, 0.4 * ((sim.token_step > 8) & (sim.token_step % 3 > 0))):
+        engine = sim.engine + sim.rng.normal(size=sim.train.shape) * away[:, None]
+        assert first(replace(sim, engine=engine).trace(facts=BF16)) == "stale_version"
 
 
 # -- rewards -----------------------------------------------------------------------------------------------------------
