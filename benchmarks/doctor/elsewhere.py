@@ -1,6 +1,7 @@
 """A held-out set of another kind: tasks, lengths, loops and models that no threshold was set by. Scored once.
 
-Two worlds: answers of up to 22 letters by a dense model of four layers, and the game of 24, seldom won, by a mixture of 32 experts.
+Two worlds: words woven into one by a dense model of four layers, answers of 8 to 14 letters, and the game of 24, seldom won, by a
+mixture of 32 experts. Of both, warm starts alone were tried: 0.77 of the answers right after 900 steps, 0.05 after 700.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from benchmarks.doctor.weaving import Weaving
 WORLDS: Mapping[str, Sequence[str]] = {
     "weaving": (
         f"data.task={Weaving.name}",
-        'data.options={"shortest": 5, "longest": 11}',
+        'data.options={"shortest": 4, "longest": 7}',
         "model.path=preset:tiny-qwen3-tied",
         'model.overrides={"hidden_size": 96, "num_hidden_layers": 4}',
-        "sft.steps=350",
-        "sft.label_noise=0.02",
-        "sampling.max_new_tokens=26",
+        "sft.steps=800",
+        "sft.label_noise=0.04",
+        "sampling.max_new_tokens=18",
         "rollout.prompts=12",
         "rollout.samples=12",
         "run.steps=40",
@@ -98,8 +99,8 @@ def _everywhere(world: str) -> dict[str, tuple[str, Magnitude]]:
         ring = "klmnopqrst"
         found += [
             ("retokenised", sizes.retokenised(0.2, ring, ring, 18)),
-            ("length_truncation", sizes.room(15)),
-            ("entropy_collapse", sizes.entropy_sign(1.2, "sft.steps=250")),
+            ("length_truncation", sizes.room(11)),
+            ("entropy_collapse", sizes.entropy_sign(1.2, "sft.steps=600")),
         ]
     return {f"{cause} {size.name}": (cause, size) for cause, size in found}
 
