@@ -111,6 +111,7 @@ def replace_folder(target: str | Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         write(temporary)
+        _share_as(temporary)
         _fsync_tree(temporary)
         if target.exists():
             shutil.rmtree(aside, ignore_errors=True)
@@ -261,6 +262,12 @@ def _discard(path: Path) -> None:
     dropped = path.with_name(f".drop-{path.name}-{os.getpid()}")
     os.rename(path, dropped)
     shutil.rmtree(dropped, ignore_errors=True)
+
+
+def _share_as(folder: Path) -> None:
+    """Give every file the readers that the new `folder` has by umask: safetensors writes for its owner alone."""
+    for path in _files(folder):
+        path.chmod(folder.stat().st_mode & 0o666)
 
 
 def _fsync_tree(folder: Path) -> None:
