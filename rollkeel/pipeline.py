@@ -19,7 +19,7 @@ import rollkeel
 from rollkeel import plugins
 from rollkeel.config import Config
 from rollkeel.diagnostics.analyzer.record import check_layers
-from rollkeel.diagnostics.checks import tell, too_small
+from rollkeel.diagnostics.checks import tell, too_small, unreached
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.run_config import changes_on_resume
 from rollkeel.diagnostics.runfolder import RunFolder
@@ -98,7 +98,8 @@ def _begin(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) ->
     eval_prompts(config, policy)
     prompt_source(config, policy, "train").prompts(range(config.rollout.prompts))
     if config.alarms.on_alarm != "off":
-        tell(too_small(list(policy.model.parameters()), config.train.lr), folder.events, view.note)
+        found = too_small(list(policy.model.parameters()), config.train.lr)
+        tell([*found, *unreached(policy.model)], folder.events, view.note)
     if config.sft.enabled and config.sft.steps > 0:
         kept = Unfinished(folder.warm_start, warm_start_key(config))
         warm_start(policy, config, view, stop, folder.events, kept)
