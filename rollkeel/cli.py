@@ -58,11 +58,14 @@ def _options(
     pass
 
 
-def _resumed_config(folder: Path, overrides: list[str]) -> Config:
-    """The config of a run folder with overrides (more steps, say) applied."""
+def _resumed_config(folder: Path, overrides: list[str]) -> tuple[Config, str]:
+    """The config of a run folder with overrides (more steps, say) applied, and a line if nothing is left to do."""
+    from rollkeel.diagnostics.run_files import finished
     from rollkeel.diagnostics.runfolder import RunFolder
 
-    return from_tree(merge(RunFolder.open(folder, lock=False).config.model_dump(mode="json"), overrides))
+    run = RunFolder.open(folder, lock=False)
+    config = from_tree(merge(run.config.model_dump(mode="json"), overrides))
+    return config, finished(folder, config.run.steps) if config == run.config else ""
 
 
 @app.command()
@@ -76,7 +79,9 @@ def train(
     else:
         if not (resume / "config.yaml").is_file():
             raise BadInput(f"--resume {resume}: expected a run folder with config.yaml, found none")
-        config = _resumed_config(resume, words or [])
+        config, done = _resumed_config(resume, words or [])
+        if done:
+            return print(done)
     from rollkeel.pipeline import train as run
 
     run(config, resume=resume)

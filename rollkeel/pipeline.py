@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import filecmp
 import hashlib
 import json
 import os
@@ -19,9 +18,10 @@ import rollkeel
 from rollkeel import plugins
 from rollkeel.config import Config
 from rollkeel.diagnostics.analyzer.record import check_layers
-from rollkeel.diagnostics.checks import tell, too_small
+from rollkeel.diagnostics.checks import tell, too_small, unreached
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.run_config import changes_on_resume
+from rollkeel.diagnostics.run_files import nothing_to_do
 from rollkeel.diagnostics.runfolder import RunFolder
 from rollkeel.diagnostics.stopping import StopFlag
 from rollkeel.errors import BadInput, Corrupt, Interrupted, RollkeelError
@@ -98,7 +98,8 @@ def _begin(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) ->
     eval_prompts(config, policy)
     prompt_source(config, policy, "train").prompts(range(config.rollout.prompts))
     if config.alarms.on_alarm != "off":
-        tell(too_small(list(policy.model.parameters()), config.train.lr), folder.events, view.note)
+        found = too_small(list(policy.model.parameters()), config.train.lr)
+        tell([*found, *unreached(policy.model)], folder.events, view.note)
     if config.sft.enabled and config.sft.steps > 0:
         kept = Unfinished(folder.warm_start, warm_start_key(config))
         warm_start(policy, config, view, stop, folder.events, kept)
@@ -136,10 +137,10 @@ def _resume(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) -
         for line in [*told, *_rewind(folder, saved.step, config, seen)]:
             view.note(line)
         if saved.step >= config.run.steps:
-            view.note(
-                f"nothing to do: the checkpoint is at step {saved.step} of {config.run.steps}; raise run.steps to go on"
-            )
-            if not _same_files(saved.model, folder.model):  # killed after the last checkpoint, before the model
+            view.note(nothing_to_do(saved.step, config.run.steps))
+            if not checkpoint.same_files(
+                saved.model, folder.model
+            ):  # killed after the last checkpoint, before the model
                 checkpoint.replace_folder(folder.model, lambda path: save_policy(policy, path))
             return
         view.note(f"run folder {folder.path}, resumed at step {saved.step}")
@@ -187,13 +188,6 @@ def _policy(config: Config) -> Policy:
     policy = load_policy(config.model, resolve_device(config.run.device))
     check_layers(config.trace.layers, policy.model.config)
     return policy
-
-
-def _same_files(one: Path, other: Path) -> bool:
-    names = sorted(path.name for path in one.iterdir())
-    if not other.is_dir() or sorted(path.name for path in other.iterdir()) != names:
-        return False
-    return filecmp.cmpfiles(one, other, names, shallow=False)[0] == names
 
 
 def _last_word(run: Run) -> None:

@@ -23,6 +23,7 @@ from rollkeel.diagnostics.checks import Checks, changeable, surplus
 from rollkeel.engines.local import LocalEngine
 from rollkeel.errors import EngineFailure, GraderFailure, RunStopped
 from rollkeel.host import within
+from rollkeel.models import packed, routers
 from rollkeel.objectives.objective import Objective
 from rollkeel.pipeline import train
 from rollkeel.recipe import load
@@ -66,6 +67,12 @@ def altered(patch: Patch, alter: Callable[[list[Rollout]], list[Rollout]]) -> No
         return inner(run, step, replace(drawn, rollouts=new, batch=batch), *rest)
 
     patch.setattr(loop, "learn", learning)
+
+
+def unreachable(patch: Patch) -> None:
+    """The experts interface of another transformers."""
+    for module in (routers, packed):
+        patch.setattr(module, "expert_layers", lambda _: ())
 
 
 def each(change: Callable[[Rollout], Rollout]) -> Callable[[Patch], None]:
@@ -144,6 +151,7 @@ FAULTS: dict[str, tuple[Callable[[Patch], None], str, tuple[str, ...], int]] = {
     "optimizer does not step": (no_step, "unchanged", (), 3),
     "bfloat16 at 1e-6": (nothing, "update_too_small", ("model.dtype=bfloat16", "sft.steps=3", "train.lr=1e-6", "train.warmup_steps=0"), 2),
     "everything masked": (nothing, "masked", ("engine.dtype=fp8", "objective={name: kpop, phi: 1e-30}"), 4),
+    "experts out of reach": (unreachable, "experts_not_found", (), 1),
     "limit below any answer": (nothing, "truncated", ("sampling.max_new_tokens=1",), 6),
 }  # fmt: skip
 

@@ -26,6 +26,7 @@ from rollkeel.tasks.base import Task
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
 MINE = re.findall(r"cat > \S+/mine.py <<'EOF'\n(.*?)^EOF", README, re.DOTALL | re.MULTILINE)[0]
 REST = """
+import shutil
 from rollkeel.engines.local import LocalEngine
 from rollkeel.lab.preset import Arm, Preset
 
@@ -40,6 +41,11 @@ class Log:
             print(step, file=file)
     def close(self):
         pass
+
+class Copy(Log):
+    def log(self, step, metrics):
+        if step == 5 and self.file.parent.name == "whole":
+            shutil.copytree(self.file.parent, self.file.parent.with_name("run"), ignore=lambda *_: [".lock"])
 
 def engine(hf_config, config, device, max_length):
     return LocalEngine(hf_config, config, device=device, max_length=max_length, name="mine")
@@ -91,6 +97,7 @@ def test_a_relative_file_becomes_absolute_in_the_config(here: Path) -> None:
 
 @pytest.mark.usefixtures("here")
 def test_what_is_pickled_here_is_found_in_another_process() -> None:
+    Path("mine.py").write_text(MINE)  # without torch
     script = "import pickle, sys; print(type(pickle.load(sys.stdin.buffer)).__name__)"
     sent = pickle.dumps(tasks.get("mine.py:Reverse"))
     done = subprocess.run([sys.executable, "-c", script], input=sent, capture_output=True, cwd="/", check=False)
@@ -110,17 +117,18 @@ def test_tasks_are_listed_shown_and_checked(capsys: pytest.CaptureFixture[str]) 
         assert cli(capsys, "tasks", "check", f"mine.py:{name}", "-n", "20")[0] == 0
 
 
-def test_killed_and_resumed_from_another_folder_it_is_the_same_run(
+def test_resumed_from_another_folder_it_is_the_same_run(
     here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """From the files that a kill between a step's row and its checkpoint would leave."""
     whole, run = here / "whole", here / "run"
-    code, _, err = cli(capsys, "train", *OWN, f"run.dir={whole}")
+    code, _, err = cli(capsys, "train", *OWN, "report.trackers=[mine.py:Copy]", f"run.dir={whole}")
     assert (code, err) == (0, "")
-    kill_at(run, OWN, "rollout", 4, 0.0)
     monkeypatch.chdir(tmp_path)
     code, out, err = cli(capsys, "train", "--resume", run)
     assert (code, err) == (0, "")
     assert "changed" not in out
+    assert "resumed at step 4" in out
     assert_same(run, whole)
     (here / "mine.py").write_text(MINE + REST + "# another\n")
     said = f"{here}/mine.py changed since this run last used it"
@@ -134,7 +142,7 @@ ROWS = ["data.task=null", "data.path={here}/rows.jsonl"]
 @pytest.mark.parametrize(
     "words",
     [
-        ["data.task=mine.py:Sorting"],
+        ["data.task=mine.py:Sorting", "advantages.name=mine.py:centred"],
         [*ROWS, "data.grader=mine.py:matches"],
         [*ROWS, "data.grader=mine:graded", "engine.processes=1"],
         ["data.task=mine:Reverse", "engine.kind=mine.py:engine", "report.trackers=[mine.py:Log]"],

@@ -5,18 +5,22 @@ Compared: log-probs of the live trainer against plain transformers on the folder
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_run import TINY
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rollkeel.batch.build import build_batch
 from rollkeel.diagnostics.rollout_store import read_step, to_rollouts
+from rollkeel.models.presets import build_preset
 from rollkeel.pipeline import train
 from rollkeel.recipe import load
 from rollkeel.run import Run
+from rollkeel.stages import sft_stage
 
 # The entropy term moves the weights whatever the rewards are.
 WORDS = [*TINY, "run.steps=3", "sft.steps=10", "train.entropy_coefficient=0.1", "eval.every=0", "checkpoint.every=2"]
@@ -69,3 +73,29 @@ def test_a_run_can_start_from_the_model_another_one_left(tmp_path: Path, monkeyp
     second = train(load(None, [*WORDS, *words]))
     one, other = ((path / "model" / "model.safetensors").read_bytes() for path in (first, second))
     assert one == other
+
+
+def test_config_and_modes_are_those_of_an_ordinary_save(tmp_path: Path) -> None:
+    """Otherwise whoever generates with the folder recomputes every token, and another user cannot read it."""
+    made, _ = build_preset("tiny-qwen3")
+    assert made.config.use_cache is True
+    before = os.umask(0o027)
+    try:
+        small = [
+            *WORDS,
+            "run.steps=1",
+            "sft.steps=1",
+            "eval.items=2",
+            "checkpoint.every=1",
+            "model.path=preset:tiny-qwen3",
+        ]
+        path = train(load(None, [*small, f"run.dir={tmp_path / 'run'}"]))
+        sft_stage(load(None, [*small, f"model.path={path / 'model'}"]), tmp_path / "sft")
+    finally:
+        os.umask(before)
+    folders = [path / "model", *(path / "checkpoints").iterdir(), tmp_path / "sft"]
+    saved = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
+    assert len([file for file in saved if file.name == "model.safetensors"]) == len(folders)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in saved} == {0o640}
+    for file in (file for file in saved if file.name == "config.json"):
+        assert AutoConfig.from_pretrained(file.parent).use_cache is True

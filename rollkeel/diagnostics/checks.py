@@ -20,6 +20,7 @@ import torch
 from rollkeel.batch.build import TrainingBatch
 from rollkeel.errors import RunStopped
 from rollkeel.events import EventLog
+from rollkeel.models.routers import unreached_experts
 from rollkeel.types import Rollout, Status
 
 Row = Mapping[str, Any]
@@ -346,6 +347,16 @@ def changeable(parameters: Sequence[torch.Tensor], lr: float) -> float:
         able += int(((half < lr) | (part == 0)).sum()) * p.numel() / max(part.numel(), 1)
         total += p.numel()
     return able / max(total, 1)
+
+
+def unreached(model: torch.nn.Module) -> list[Finding]:
+    """Before anything is trained: a mixture of experts whose routing is out of reach (`experts_not_found`)."""
+    name = unreached_experts(model)
+    evidence = (
+        f"{type(model).__name__} has routed experts ({name}), none of them behind transformers' experts interface"
+    )
+    advice = "There are no routing/* metrics and no routing replay; use a transformers that has this family in it."
+    return [Finding(check="experts_not_found", step=0, evidence=evidence, advice=advice)] if name else []
 
 
 def too_small(parameters: Sequence[torch.Tensor], lr: float) -> list[Finding]:

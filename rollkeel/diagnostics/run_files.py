@@ -14,8 +14,9 @@ import yaml
 
 from rollkeel.diagnostics.lock import is_locked
 from rollkeel.diagnostics.run_config import foreign_config
-from rollkeel.diagnostics.runfolder import CONFIG, EVENTS, METRICS, rollout_files
-from rollkeel.errors import BadInput
+from rollkeel.diagnostics.runfolder import CHECKPOINTS, CONFIG, EVENTS, METRICS, REPORT, rollout_files
+from rollkeel.errors import BadInput, Corrupt
+from rollkeel.train import checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,24 @@ def damage(path: Path, *, rollouts: bool = True) -> list[str]:
         except (OSError, pa.ArrowException) as error:
             found.append(f"{file.name} cannot be read: {' '.join(str(error).split())[:200]}")
     return found
+
+
+def finished(run_dir: str | Path, steps: int) -> str:
+    """A line if the run came to its end and is whole, without loading any of it; empty where only a resume can tell."""
+    run = read_run(run_dir)
+    step, newest = (checkpoint.listing(run.path / CHECKPOINTS) or [(-1, run.path)])[-1]
+    if run.status != "done" or run.problems or step < steps or [row["step"] for row in run.rows][-1:] != [step]:
+        return ""
+    try:
+        whole = checkpoint.same_files(checkpoint.verify(newest).model, run.path / "model")
+    except (BadInput, Corrupt):
+        return ""
+    return nothing_to_do(step, steps) if whole and (run.path / REPORT).is_file() else ""
+
+
+def nothing_to_do(step: int, steps: int) -> str:
+    """What the resume of a run that has done its `steps` says."""
+    return f"nothing to do: the checkpoint is at step {step} of {steps}; raise run.steps to go on"
 
 
 def _gaps(path: Path, config: dict[str, Any], steps: list[int], status: str) -> list[str]:

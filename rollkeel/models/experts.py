@@ -16,6 +16,8 @@ from rollkeel.models.fused import swiglu_backward
 
 SORTED_EXPERTS = "rollkeel_sorted"
 """Name of the implementation in transformers' experts interface."""
+_LATER_FLAGS = ("_is_expert_parallel", "has_post_expert_norm")
+"""What experts of transformers 5.18 and 5.20 may have besides; those before have neither."""
 
 
 class _SortedExperts(torch.autograd.Function):
@@ -110,7 +112,8 @@ def _plain(module: Any, x: torch.Tensor) -> bool:
         x.device.type == "cpu"
         and module.has_gate
         and module.is_concatenated
-        and not (module.has_bias or module.is_transposed or module.has_post_expert_norm or module._is_expert_parallel)
+        and not (module.has_bias or module.is_transposed)
+        and not any(getattr(module, flag, False) for flag in _LATER_FLAGS)
         and gate is _default_apply_gate
         and isinstance(module.act_fn, torch.nn.SiLU | _HF_SILU)
         and module.gate_up_proj.dtype == x.dtype

@@ -68,9 +68,7 @@ def load_policy(config: ModelConfig, device: torch.device | str = "cpu") -> Poli
             parameter.data = parameter.data.to(dtype)
     else:
         model, tokenizer = _from_pretrained(config, dtype)
-    model = model.to(device)  # type: ignore[arg-type]
-    model.config.use_cache = False
-    return Policy(model, tokenizer)
+    return Policy(model.to(device), tokenizer)  # type: ignore[arg-type]
 
 
 def _from_pretrained(config: ModelConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:

@@ -109,6 +109,8 @@ def _check_shape(config: Any) -> None:
         raise BadInput(
             f"model.overrides.num_attention_heads: expected a multiple of num_key_value_heads={kv_heads}, got {heads}"
         )
+    if config.head_dim % 2:
+        raise BadInput(f"model.overrides.head_dim: expected an even rotary dimension, got {config.head_dim}")
     experts, used = getattr(config, "num_experts", 0), getattr(config, "num_experts_per_tok", 0)
     if experts and used > experts:
         raise BadInput(f"model.overrides.num_experts_per_tok: expected at most num_experts={experts}, got {used}")

@@ -16,6 +16,7 @@ from rollkeel.errors import BadInput
 _ROUTER = re.compile(
     r"(?:^|(?<!attn)(?<!attention)\.)(?:gate|router)(?:\.|$)|(?:^|\.)(?:e_score_correction|expert)_bias$"
 )
+_ROUTED = re.compile(r"\.(?:experts|router)\.")
 _CHOICE_NAMES = ("top_k_index", "router_indices")
 _WEIGHT_NAMES = ("top_k_weights", "routing_weights")
 _TOPK = (torch.topk, torch.Tensor.topk)
@@ -36,7 +37,14 @@ def expert_layers(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
     Found by transformers' experts interface, which every family there shares whatever its router looks like
     (Qwen3-MoE, OLMoE, DeepSeek-V3, GPT-OSS, …): the experts are handed the router's choice.
     """
-    return tuple(m for m in model.modules() if hasattr(m, "_is_expert_parallel") and hasattr(m, "has_gate"))
+    return tuple(m for m in model.modules() if hasattr(m, "is_transposed") and hasattr(m, "has_gate"))
+
+
+def unreached_experts(model: torch.nn.Module) -> str:
+    """Name of a parameter of routed experts in a model where `expert_layers` finds none; empty if there is none."""
+    if expert_layers(model):
+        return ""
+    return next((name for name, _ in model.named_parameters() if _ROUTED.search(name)), "")
 
 
 @contextmanager

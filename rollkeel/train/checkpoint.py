@@ -6,6 +6,7 @@ A save goes to `.tmp-…`, is fsynced, gets a `manifest.json` with size and SHA-
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import json
 import os
@@ -30,6 +31,7 @@ __all__ = [
     "listing",
     "load_state",
     "replace_folder",
+    "same_files",
     "save",
     "save_state",
     "step_name",
@@ -111,6 +113,7 @@ def replace_folder(target: str | Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         write(temporary)
+        _share_as(temporary)
         _fsync_tree(temporary)
         if target.exists():
             shutil.rmtree(aside, ignore_errors=True)
@@ -126,6 +129,14 @@ def replace_folder(target: str | Path, write: Callable[[Path], None]) -> None:
             raise BadInput(f"cannot write {target}: {reason}; free space or choose another folder") from None
         raise
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def same_files(one: Path, other: Path) -> bool:
+    """True if two flat folders have the same files, byte for byte."""
+    names = sorted(path.name for path in one.iterdir())
+    if not other.is_dir() or sorted(path.name for path in other.iterdir()) != names:
+        return False
+    return filecmp.cmpfiles(one, other, names, shallow=False)[0] == names
 
 
 def listing(folder: str | Path) -> list[tuple[int, Path]]:
@@ -261,6 +272,12 @@ def _discard(path: Path) -> None:
     dropped = path.with_name(f".drop-{path.name}-{os.getpid()}")
     os.rename(path, dropped)
     shutil.rmtree(dropped, ignore_errors=True)
+
+
+def _share_as(folder: Path) -> None:
+    """Give every file the readers that the new `folder` has by umask: safetensors writes for its owner alone."""
+    for path in _files(folder):
+        path.chmod(folder.stat().st_mode & 0o666)
 
 
 def _fsync_tree(folder: Path) -> None:

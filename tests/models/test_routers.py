@@ -7,6 +7,10 @@ output. Not covered: remote code models outside transformers' experts interface,
 from __future__ import annotations
 
 import pickle
+import re
+import tomllib
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     GptOssConfig,
+    JetMoeConfig,
     OlmoeConfig,
     PretrainedConfig,
     Qwen2MoeConfig,
@@ -22,8 +27,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from rollkeel import models
+from rollkeel.errors import BadInput
+from rollkeel.models.experts import sorted_experts_forward
 from rollkeel.models.packed import PackedModel
-from rollkeel.models.routers import expert_layers, is_router, record_experts
+from rollkeel.models.routers import expert_layers, is_router, record_experts, unreached_experts
 
 COMMON: dict[str, Any] = {
     "vocab_size": 64,
@@ -57,6 +65,7 @@ CONFIGS = {
         v_head_dim=16,
     ),
 }
+JETMOE = {k: v for k, v in COMMON.items() if k not in ("num_attention_heads", "head_dim")}
 MOE_LAYERS = {"deepseek_v3": 2}
 
 
@@ -143,3 +152,35 @@ def test_a_dense_model_has_no_experts() -> None:
         PackedModel(model)(torch.arange(1, 5), torch.arange(4), [0, 4], experts)  # type: ignore[arg-type]
     assert experts == []
     assert not [n for n, _ in model.named_parameters() if is_router(n)]
+    assert unreached_experts(model) == ""
+
+
+def test_experts_out_of_reach_are_named_and_cannot_be_replayed() -> None:
+    model = build(JetMoeConfig(**JETMOE, kv_channels=16, intermediate_size=32, num_local_experts=4))
+    assert expert_layers(model) == ()
+    assert unreached_experts(model) == "model.layers.0.mlp.router.layer.weight"
+    with pytest.raises(BadInput, match=r"no routed experts that replay could reach; set rollout.replay_routing=false"):
+        PackedModel(model).replayable()  # type: ignore[arg-type]
+
+
+def test_experts_of_the_oldest_transformers_are_found_and_computed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two marks of an expert layer are younger than the oldest version that is declared."""
+    model = build(CONFIGS["qwen3_moe"]())
+    layer, x = expert_layers(model)[0], torch.randn(5, 32)
+    chosen, weights = torch.tensor([[0, 1], [2, 3], [4, 5], [0, 5], [1, 2]]), torch.rand(5, 2)
+    expected = sorted_experts_forward(layer, x, chosen, weights)
+    for mark in ("_is_expert_parallel", "has_post_expert_norm"):
+        for module in expert_layers(model):
+            module.__dict__.pop(mark, None)
+    assert len(expert_layers(model)) == 3
+    assert torch.equal(sorted_experts_forward(layer, x, chosen, weights), expected)
+
+
+def test_a_transformers_that_is_too_old_is_named() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (declared,) = (word for word in project["dependencies"] if word.startswith("transformers"))
+    for version in (metadata.version("transformers"), re.findall(r">=([\d.]+)", declared)[0]):
+        models.check_transformers(version)
+    for version in ("5.15.1", "4.57.6", "6.0.0.dev0"):
+        with pytest.raises(BadInput, match=re.escape(f"transformers {version} is installed, expected {declared}; pip")):
+            models.check_transformers(version)
