@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollkeel import advantages
+from rollkeel import advantages, plugins
 from rollkeel.batch.build import TrainingBatch, build_batch, split_by_groups
-from rollkeel.diagnostics import checks
+from rollkeel.diagnostics import checks, oddities
 from rollkeel.diagnostics.analyzer.record import record_tensors
 from rollkeel.diagnostics.mismatch import mismatch_metrics
 from rollkeel.diagnostics.rollout_store import write_step
@@ -50,7 +50,7 @@ def learn(run: Run, step: int, drawn: Drawn, metrics: dict[str, float], clock: C
     config, objective = run.config, run.objective
     graded = [r for r in drawn.rollouts if r.reward is not None]
     metrics |= advantages.group_metrics([r.reward for r in graded], [r.group for r in graded])
-    metrics |= checks.sampled(drawn.rollouts, drawn.batch, run.source.size)
+    metrics |= oddities.sampled(drawn.rollouts, drawn.batch, run.source.size)
     checks.tell(run.checks.refuse(step, metrics), run.folder.events, run.view.note)
     groups = split_by_groups(drawn.batch, config.train.updates_per_step)
     chosen = [r for group in groups for r in group]
@@ -65,6 +65,7 @@ def learn(run: Run, step: int, drawn: Drawn, metrics: dict[str, float], clock: C
         whole = build_batch(chosen, np.zeros(len(chosen)), objective.aggregate).to(run.trainer.device)
         known = passes(run, whole, len(groups), clock)
         credit = credit_of(run, step, chosen, known, metrics)
+        metrics["advantages/nonzero"] = float(np.mean([c != 0 for c in credit.values()]))
         with clock.stage("update"):
             parts = [build_batch(g, [credit[r.id] for r in g], objective.aggregate) for g in groups]
             metrics |= credited(run, parts, chosen)
@@ -82,7 +83,8 @@ def credited(run: Run, parts: Sequence[TrainingBatch], chosen: Sequence[Rollout]
     """Whether advantages follow rewards, where nothing but the reward makes them."""
     config = run.config
     shaped = config.reward.overlong.buffer or config.train.kl_in == "reward" or config.advantages.shuffle
-    return {} if shaped else checks.credited(parts, chosen)
+    own = plugins.is_own(config.advantages.name or run.objective.advantage)  # may pay for what it likes
+    return {} if shaped or own else oddities.credited(parts, chosen)
 
 
 def passes(run: Run, whole: TrainingBatch, updates: int, clock: Clock) -> Known:

@@ -106,7 +106,9 @@ def test_what_cannot_be_asked_is_one_line(model: Path, capsys: pytest.CaptureFix
 def test_ctrl_c_ends_in_one_line(model: Path) -> None:
     words = [sys.executable, "-m", "rollkeel", "chat", str(model), "--plain", "sampling.max_new_tokens=4"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(words, **pipes) as process:  # type: ignore[call-overload]
+    # A shell's background job starts with Ctrl-C ignored, and its children with it.
+    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    with subprocess.Popen(words, **pipes, **heard) as process:  # type: ignore[call-overload]
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write("12=\n")

@@ -19,7 +19,8 @@ import torch
 from tiny_run import TINY, events, rows
 
 from rollkeel import advantages, learn, loop, report
-from rollkeel.diagnostics.checks import Checks, changeable, surplus
+from rollkeel.diagnostics.checks import Checks, changeable
+from rollkeel.diagnostics.oddities import surplus
 from rollkeel.engines.local import LocalEngine
 from rollkeel.errors import EngineFailure, GraderFailure, RunStopped
 from rollkeel.host import within
@@ -118,6 +119,11 @@ def no_gradient(patch: Patch) -> None:
     patch.setattr(Objective, "loss", lambda self, tokens: honest(self, tokens) * 0.0)
 
 
+def no_credit(patch: Patch) -> None:
+    honest = advantages.compute
+    patch.setattr(advantages, "compute", lambda *given: 0.0 * honest(*given))
+
+
 def detached(patch: Patch) -> None:
     honest = Objective.loss
     patch.setattr(Objective, "loss", lambda self, tokens: honest(self, tokens).detach())
@@ -134,7 +140,7 @@ def nothing(patch: Patch) -> None:
 FAULTS: dict[str, tuple[Callable[[Patch], None], str, tuple[str, ...], int]] = {
     "every rollout twice": (lambda p: altered(p, lambda rollouts: rollouts * 2), "repeated_ids", (), 2),
     "every rollout twice, new ids": (twice, "duplicates", (), 2),
-    "one prompt": (same_prompt, "same_prompt", (), 2),
+    "one prompt": (same_prompt, "same_prompt", (), 4),
     "cut and called finished": (each(lambda r: cut(r, 2)), "unstopped", (), 2),
     "stop token cut off": (each(lambda r: cut(r, 1)), "unstopped", (), 2),
     "advantages of the neighbour": (neighbour, "credit", (), 2),
@@ -147,6 +153,7 @@ FAULTS: dict[str, tuple[Callable[[Patch], None], str, tuple[str, ...], int]] = {
     ),
     "rewards swallowed to 0": (each(lambda r: replace(r, reward=0.0)), "no_signal", (), 10),
     "gradient 0": (no_gradient, "gradient", (), 2),
+    "no advantage": (no_credit, "no_credit", (), 8),
     "loss detached": (detached, "does not depend on the model", (), 2),
     "optimizer does not step": (no_step, "unchanged", (), 3),
     "bfloat16 at 1e-6": (nothing, "update_too_small", ("model.dtype=bfloat16", "sft.steps=3", "train.lr=1e-6", "train.warmup_steps=0"), 2),
@@ -249,6 +256,30 @@ def test_a_resumed_run_goes_on_counting() -> None:
     short = Checks(1e-3)
     short.observe({"step": 1, **row})
     assert [f.check for f in short.at_end(1)] == ["no_signal"]
+
+
+DIFFERS = {"groups/count": 8.0, "groups/zero_variance": 0.0, "optimizer/updates": 1.0, "optimizer/lr": 1e-3}
+HEALTHY_BY_DESIGN = {
+    "an estimator that pays no tie": {**DIFFERS, "advantages/nonzero": 0.2, "optimizer/grad_norm": 0.1},
+    "an estimator over the batch": {**DIFFERS, "groups/zero_variance": 8.0, "advantages/nonzero": 1.0},
+    "answers of one token": {**DIFFERS, "advantages/nonzero": 1.0, "rollout/truncated": 1.0},
+    "one prompt by chance": {"rollout/same_prompt": 2.0},
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY_BY_DESIGN)
+def test_what_is_odd_by_design_is_told_nothing(name: str) -> None:
+    checks = Checks(1e-3)
+    steps = 1 if "chance" in name else 30
+    assert [
+        f for step in range(1, steps + 1) for f in checks.observe({"step": step, **HEALTHY_BY_DESIGN[name]})[1]
+    ] == []
+
+
+def test_no_advantage_where_rewards_differ_is_told_and_does_not_blame_the_loss() -> None:
+    checks, row = Checks(1e-3), {**DIFFERS, "advantages/nonzero": 0.0, "optimizer/grad_norm": 0.0}
+    told = [f for step in range(1, 9) for f in checks.observe({"step": step, **row})[1]]
+    assert [(f.check, f.step, f.stops) for f in told] == [("no_credit", 3, False)]
 
 
 # -- calls that do not return ------------------------------------------------------------------------------------------

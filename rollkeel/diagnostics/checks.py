@@ -1,6 +1,6 @@
 """What no healthy step does: each step's rollouts and row are measured, and every row of `CHECKS` is asked about it.
 
-`sampled`, `credited` measure before the optimizer, `changeable` before anything is trained; what they measure are metrics of the
+`oddities.py` measures before the optimizer, `changeable` before anything is trained; what they measure are metrics of the
 step's row, and a check is a rule over that row. So a resumed run that is shown its old rows goes on where the whole one was.
 A check warns (`alarms.on_alarm` says what follows) after so many steps in a row, and may stop the run after more. Checks that
 name an impossibility of the data (`early`) stop it before the weights are touched.
@@ -8,26 +8,20 @@ name an impossibility of the data (`early`) stop it before the weights are touch
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from rollkeel.batch.build import TrainingBatch
 from rollkeel.errors import RunStopped
 from rollkeel.events import EventLog
 from rollkeel.models.routers import unreached_experts
-from rollkeel.types import Rollout, Status
 
 Row = Mapping[str, Any]
 WINDOW = 10
 """Steps without it after which a check that was said is said again."""
-CHANCE = 20.0
-"""Nats: equal rollouts that chance makes once in 5e8 steps are no chance."""
 MASKED, TRUNCATED, CHANGED, CHANGEABLE = 0.99, 0.95, 0.02, 0.5
 """Shares: of tokens that masks drop and of answers cut above which, of weights an update changed and could change below which,
 something is wrong. Healthy float32 runs change 0.3 to 1 of the weights (experts without tokens keep theirs)."""
@@ -73,16 +67,25 @@ def _when(key: str, text: str) -> Callable[[Row], str]:
     return lambda row: text.format(row[key]) if row.get(key, 0) > 0 else ""
 
 
+def _credit(row: Row) -> float:
+    """Share of the trained rollouts that have an advantage: some estimators give none where rewards differ, or some where none do."""
+    return row.get("advantages/nonzero", 0.0)
+
+
 def _no_signal(row: Row) -> str:
-    if not row.get("groups/count") or _signal(row):
+    if not row.get("groups/count") or _signal(row) or _credit(row):
         return ""
     spread = "" if row.get("reward/std") else f", all rewards are {row.get('reward/mean', 0.0):.3g}"
     return f"no group of {row['groups/count']:.0f} has rewards that differ{spread}"
 
 
 def _gradient(row: Row) -> str:
-    learns = row.get("optimizer/updates") and _signal(row) and row.get("objective/kept", 1.0) > 1 - MASKED
-    return "the gradient is 0 where rewards differ" if learns and row.get("optimizer/grad_norm") == 0 else ""
+    learns = row.get("optimizer/updates") and _credit(row) and row.get("objective/kept", 1.0) > 1 - MASKED
+    return "the gradient is 0 where advantages are not" if learns and row.get("optimizer/grad_norm") == 0 else ""
+
+
+def _no_credit(row: Row) -> str:
+    return "rewards differ and every advantage is 0" if _signal(row) and row.get("advantages/nonzero") == 0 else ""
 
 
 def _changed(row: Row) -> float | None:
@@ -97,7 +100,7 @@ def _changed(row: Row) -> float | None:
 
 def _truncated(row: Row) -> str:
     share = row.get("rollout/truncated", 0.0)
-    return f"{share:.0%} of the answers end at the length limit" if share >= TRUNCATED else ""
+    return f"{share:.0%} of the answers end at the length limit" if share >= TRUNCATED and not _signal(row) else ""
 
 
 def _masked(row: Row) -> str:
@@ -134,6 +137,7 @@ CHECKS = (
         name="same_prompt",
         rule=_when("rollout/same_prompt", "all {:.0f} groups have the same prompt"),
         advice="Look at the data source: every step should have other prompts.",
+        after=3,
     ),
     Check(
         name="empty_rewarded",
@@ -159,6 +163,12 @@ CHECKS = (
         stop=5,
     ),
     Check(
+        name="no_credit",
+        rule=_no_credit,
+        advice="Nothing is learnt from these steps: look at the advantage estimator, or take one that pays every difference (grpo, rloo).",
+        after=3,
+    ),
+    Check(
         name="unchanged",
         rule=lambda row: "the update left every weight as it was" if _changed(row) == 0 else "",
         advice="The optimizer does not step, or train.lr is below the weights' precision: raise train.lr or set model.dtype=float32.",
@@ -174,6 +184,12 @@ CHECKS = (
         name="masked",
         rule=_masked,
         advice="Hardly anything is trained: widen the objective's thresholds, or lower the staleness or the engine's rounding.",
+        after=3,
+    ),
+    Check(
+        name="all_masked",
+        rule=lambda row: "masks drop every token" if row.get("mask/dropped_share", 0.0) >= 1 else "",
+        advice="Nothing is trained: widen the objective's thresholds, or lower the staleness or the engine's rounding.",
         after=3,
         stop=20,
     ),
@@ -238,102 +254,6 @@ class Checks:
         if evidence and streak >= check.after:
             stops = 0 < check.stop <= streak
             yield Finding(check=check.name, step=step, evidence=evidence, advice=check.advice, stops=stops)
-
-
-# -- measuring ---------------------------------------------------------------------------------------------------------
-
-
-def sampled(rollouts: Sequence[Rollout], batch: Sequence[Rollout], size: int | None = None) -> dict[str, float]:
-    """Metrics of a step's rollouts, and of those it trains on. `size`: prompts in the data source, None without end.
-
-    `rollout/distinct_prompts`; `rollout/duplicates`: rollouts that repeat another, beyond what chance explains; counts of faults
-    where they are above 0.
-    """
-    every = {r.id: r for r in (*batch, *rollouts)}
-    whole = [r for r in every.values() if r.status.complete]
-    repeated = sum(max(len(part) - len({r.id for r in part}), 0) for part in (rollouts, batch))
-    groups, prompts = (len({key(r) for r in every.values()}) for key in (lambda r: r.group, lambda r: r.prompt.id))
-    faults = {
-        "repeated_ids": repeated,
-        "unstopped": sum(map(_unstopped, whole)),
-        "same_prompt": groups if prompts == 1 < groups and size != 1 else 0,
-        **_graded(whole),
-    }
-    out = {"rollout/distinct_prompts": float(prompts), "rollout/duplicates": float(repeated) or surplus(whole)}
-    return out | {f"rollout/{name}": float(count) for name, count in faults.items() if count}
-
-
-def _unstopped(r: Rollout) -> bool:
-    """Of one turn; how an episode ends is its environment's to say."""
-    stops = r.sampling.stop_token_ids
-    ends = r.status is Status.FINISHED and r.span.sampled is None and bool(stops)
-    return ends and (not len(r.span) or int(r.span.token_ids[-1]) not in stops)
-
-
-def _graded(rollouts: Sequence[Rollout]) -> dict[str, int]:
-    known = [(r, r.reward) for r in rollouts if r.reward is not None]
-    best, least = (f((reward for _, reward in known), default=0.0) for f in (max, min))
-    empty = [r for r, reward in known if not r.text.strip() and 0 < reward >= best]
-    gold = [(r, reward) for r, reward in known if r.prompt.grader.name in ("task", "exact") and _is_gold(r)]
-    unrewarded = [r for r, reward in gold if reward <= min(least, 0.0)]
-    return {
-        "empty_rewarded": len(empty),
-        "right_unrewarded": len(unrewarded) if len(unrewarded) == len(gold) > 1 else 0,
-    }
-
-
-def _is_gold(r: Rollout) -> bool:
-    return r.text.strip() == r.prompt.answer.strip() != ""
-
-
-def surplus(rollouts: Sequence[Rollout]) -> float:
-    """How many rollouts repeat another of their prompt beyond what chance makes; 0 while chance may have made them.
-
-    A policy that is sure of itself says the same often. n samples of a prompt have Σ (n − 1)/2 · p(sample) equal pairs on
-    average, which the samples estimate without bias; and no fewer pairs than surplus rollouts. So the surplus is compared with
-    that Poisson mean by Chernoff's bound on its tail: among the least probable samples, then among more and more of them.
-    """
-    by_prompt: dict[str, list[Rollout]] = {}
-    for r in rollouts:
-        by_prompt.setdefault(r.prompt.id, []).append(r)
-    if all(len(members) == len({r.span.token_ids.tobytes() for r in members}) for members in by_prompt.values()):
-        return 0.0
-    samples: list[tuple[float, bool, int]] = []
-    for members in by_prompt.values():
-        seen: set[bytes] = set()
-        for r in members:
-            ids = r.span.token_ids.tobytes()
-            samples.append((min(0.0, float(r.span.logprobs.sum(dtype=np.float64))), ids in seen, len(members)))
-            seen.add(ids)
-    out, found, expected = 0.0, 0, 0.0
-    for logprob, repeats, n in sorted(samples):
-        found, expected = found + repeats, expected + (n - 1) / 2 * math.exp(logprob)
-        improbable = found * math.log(found / max(expected, 1e-300)) - found + expected if found > expected else 0.0
-        out = max(out, float(math.ceil(found - expected))) if improbable > CHANCE else out
-    return out
-
-
-def credited(parts: Sequence[TrainingBatch], rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """`rollout/miscredited`: rollouts of the update that are given less advantage than one of their group with a lower reward."""
-    advantages: dict[int, float] = {}
-    for part in parts:
-        firsts = np.cumsum([0, *part.response_lengths[:-1]])
-        ids, credit = part.rollout_ids[firsts].tolist(), part.advantages[firsts].tolist()
-        advantages |= dict(zip(ids, credit, strict=True))
-    groups: dict[int, list[tuple[float, float]]] = {}
-    for r in rollouts:
-        if r.reward is not None and r.id in advantages:
-            groups.setdefault(r.group, []).append((r.reward, advantages[r.id]))
-    count = 0
-    for members in groups.values():
-        highest = lowest = -math.inf
-        before = -math.inf
-        for reward, advantage in sorted(members):
-            if reward > before:
-                before, lowest = reward, highest
-            highest = max(highest, advantage)
-            count += advantage < lowest - 1e-6
-    return {"rollout/miscredited": float(count)} if count else {}
 
 
 @torch.no_grad()

@@ -101,7 +101,7 @@ def _add_masks(
         for rule in mask.rules if len(mask.rules) > 1 else ():
             cut = (~rule.keep(parts.terms)).sum()
             scalars.add(f"{name}/dropped_{rule.parameter}", cut, count)
-            if rule.parameter in ("clip_high", "clip_low"):
+            if rule.parameter in ("clip_high", "clip_low") and parts.surrogate.clipped_high is None:
                 scalars.add(rule.parameter.replace("_", "/"), cut, count)
 
 

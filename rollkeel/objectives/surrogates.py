@@ -100,7 +100,8 @@ def geometric_ppo_clip(clip_low: Any = 0.4, clip_high: Any = 0.4) -> Surrogate:
         held = torch.where(cut_high, top, torch.where(cut_low, bottom, log_ratio))
         mean = bounded_exp(terms.sequence_mean(held))
         own = torch.where(cut_high | cut_low, 1.0, _one(terms))
-        return SurrogateValue(mean * own * terms.advantages, cut_high, cut_low, mean)
+        whole = bounded_exp(terms.sequence_mean(log_ratio))
+        return SurrogateValue(mean * own * terms.advantages, cut_high, cut_low, whole)
 
     return Surrogate("geometric_ppo_clip", evaluate, (high, low))
 
