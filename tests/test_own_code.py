@@ -189,8 +189,8 @@ def test_a_preset_from_a_file_is_measured_in_a_worker(capsys: pytest.CaptureFixt
     assert '"mine"' in out
 
 
-MISTAKES = """import math
-from rollkeel.tasks import Task, TaskItem
+MISTAKES = """import math; import dataclasses, random
+from rollkeel.tasks import Environment, Step, Task, TaskItem
 number = 3
 def two(a, b): return 0.0
 class NoDraw(Task): pass
@@ -206,6 +206,23 @@ def crash(groups):
     return groups.nothing
 def scalar(groups):
     return 1.0
+def typo():
+    import rollkeel.objectives as o
+    from rollkeel.objectives.weights import Weight
+    made = o.grpo()
+    return dataclasses.replace(made, weight=Weight("w", lambda terms: terms.log_corr.exp()))
+class Chance(Task):
+    def draw(self, rng):
+        return TaskItem(text=f"{random.random()}=", answer="b")
+class Silent(Environment):
+    def draw(self, rng):
+        return TaskItem(text=f"{rng.randrange(99)}:", answer="b")
+    def actions(self, item):
+        return ["b"]
+    def reset(self, item):
+        pass
+    def step(self, action):
+        return Step(text="", reward=float(action == "b"), done=True)
 """
 BAD = [
     ("data.task=bad.py:Brokn", "no 'Brokn' in {file}; did you mean Broken?"),
@@ -219,6 +236,9 @@ BAD = [
     ("advantages.name=bad.py:two", "expected a function of (groups), got two(a, b) ({file}:4)"),
     ("advantages.name=bad.py:crash", "no attribute 'nothing' ({file}:15)"),
     ("advantages.name=bad.py:scalar", "expected 4 finite numbers, one for each rollout, got array(1.)"),
+    ("objective.name=bad.py:typo", "no attribute 'log_corr' ({file}:22)"),
+    ("data.task=bad.py:Chance", "draw gave two items for one seed"),
+    ("data.task=bad.py:Silent", "reset returned None, expected the prompt, item.text="),
     ("report.trackers=[bad.py:two]", "a class or function of (run folder, config, resume step), got two(a, b)"),
     ("engine.kind=bad.py:two", "a class or function of (hf_config, engine config, device, max_length), got two(a, b)"),
     ("data.grader=bad.py:two", "a function of (rollout), or of (text, answer, options), got two(a, b) ({file}:4)"),

@@ -165,7 +165,7 @@ class Budget(Threshold):
 
 
 class Share(Threshold):
-    """The bound that keeps exactly round(`acceptance`·n) of n values, the largest ones."""
+    """The bound that keeps round(`acceptance`·n) of n values, the largest ones, and all that equal the least of these."""
 
     def __init__(self, acceptance: float | None) -> None:
         super().__init__(None, side="lower")
@@ -183,7 +183,8 @@ class Share(Threshold):
 
 
 class Top(Threshold):
-    """The bound that drops the `share` of n values that are largest, at least one of them; −∞ is never dropped."""
+    """The bound that drops the `share` of n values that are largest, at least one of them and all that equal the least of these;
+    −∞ is never dropped."""
 
     def __init__(self, share: float) -> None:
         super().__init__(None)
@@ -191,7 +192,11 @@ class Top(Threshold):
 
     def solve(self, values: torch.Tensor) -> float:
         dropped = min(max(int(self.share * len(values)), 1), int((values > -math.inf).sum()))
-        return _between(values.double().sort().values, len(values) - dropped, below=-math.inf, above=math.inf)
+        ordered = values.double().sort().values
+        kept = len(values) - dropped
+        if dropped:  # a bound between equal values would drop none of them
+            kept = int(torch.searchsorted(ordered, ordered[kept]))
+        return _between(ordered, kept, below=-math.inf, above=math.inf)
 
     def describe(self) -> float:
         return self.share

@@ -91,6 +91,10 @@ def get(name: str, options: Mapping[str, Any] | None = None) -> Task[Any]:
         task = kind(options)
         task.address = plugins.absolute(name)
         item = task.item(0, "sft", 0)
+        if task.item(0, "sft", 0) != item:
+            raise BadInput(f"task {name!r}: draw gave two items for one seed; take randomness from its argument alone")
+        if isinstance(task, Environment) and not task.uses_tool and (said := task.fresh().reset(item)) != item.text:
+            raise BadInput(f"task {name!r}: reset returned {said!r}, expected the prompt, item.text={item.text!r}")
         reward, detail = (1.0, "") if getattr(task, "uses_tool", False) else task.score(item, task.gold(item))
         if reward != 1.0:
             raise BadInput(f"task {name!r}: its answer to {item.text!r} scores {reward}, expected 1 ({detail})")

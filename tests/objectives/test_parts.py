@@ -8,6 +8,7 @@ of good answers. That they combine, and that packing and ranks change nothing, i
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from test_truth_tables import at, coefficient, one
 from rollkeel.errors import BadInput
 from rollkeel.objectives import Objective, build, compose
 from rollkeel.objectives.objective import ObjectiveOutput
+from rollkeel.objectives.thresholds import Top
 
 T = 3000
 
@@ -188,6 +190,15 @@ def test_kl_cov(t):
     chosen = np.zeros(T, bool)
     chosen[np.argsort(covariance(t))[-int(0.01 * T) :]] = True
     close(found, ref.ratio(t.p, t.o) * t.a - np.where(chosen, 0.3 * np.sign(t.p - t.o), 0.0))
+
+
+@pytest.mark.parametrize(
+    ("values", "dropped"), [([3, 3, 1, 0], 2), ([2, 2, 2], 3), ([4, 3, 3, 0], 1), ([-math.inf, -math.inf, 1, 1], 2)]
+)
+def test_the_largest_values_are_dropped_where_they_are_equal_too(values, dropped):
+    """First tokens of one prompt often agree to the bit, and a bound between equal values drops none."""
+    found = torch.tensor(values, dtype=torch.float32)
+    assert int((found > Top(1e-3).solve(found)).sum()) == dropped
 
 
 # ---- likelihood of good answers ----------------------------------------------------------------------------------------
