@@ -189,6 +189,16 @@ def test_a_preset_from_a_file_is_measured_in_a_worker(capsys: pytest.CaptureFixt
     assert '"mine"' in out
 
 
+def test_a_judge_that_asks_for_what_there_is_not_is_refused_before_any_run(here: Path) -> None:
+    (here / "unjudged.py").write_text(
+        "from rollkeel.lab.preset import Arm, Preset\n"
+        "P = Preset(name='p', question='', paper='', expected='', arms=(Arm(name='a'),), readings={'r': len},\n"
+        "           judge=lambda readings: [readings['r']['b']])\n"
+    )
+    with pytest.raises(BadInput, match=r"its judge asks for 'b', which is no arm \(a\) and no reading \(r\)"):
+        find("unjudged.py:P")
+
+
 MISTAKES = """import math; import dataclasses, random
 from rollkeel.tasks import Environment, Step, Task, TaskItem
 number = 3
