@@ -120,12 +120,12 @@ def stream(state: State, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if state.due("finish_after"):
             yield {"token_ids": [], "logprobs": [], "finish": "stop", "starts": starts}
             return
-        token = next_token(ids, state.policy)
-        ids.append(token)
-        with state.lock:
+        with state.lock:  # no weights come in the middle of a decode step
+            token, label = next_token(ids, state.policy), state.label
             state.sent += 1
-        if not starts or starts[-1][0] != state.label:
-            starts.append((state.label, made))
+        ids.append(token)
+        if not starts or starts[-1][0] != label:
+            starts.append((label, made))
         stopped = token in asked["stop"]
         last = stopped or made + 1 == asked["max_new_tokens"]
         finish = ("stop" if stopped else "length") if last else ""
@@ -178,11 +178,10 @@ class Handler(BaseHTTPRequestHandler):
             if state.fault("crash_in_load") is not None:
                 os.kill(os.getpid(), signal.SIGKILL)
             policy, checksum = read_weights(Path(asked["folder"]))
-            if state.fault("lose_load") is None:
-                state.policy = policy
-            if state.fault("wrong_checksum") is not None:
-                checksum ^= 1
-            state.label = asked["version"]
+            lost, wrong = state.fault("lose_load") is not None, state.fault("wrong_checksum") is not None
+            with state.lock:
+                state.policy, state.label = state.policy if lost else policy, asked["version"]
+            checksum ^= wrong
             self._say(200, {"checksum": str(checksum)})
 
     def _generate(self, asked: dict[str, Any]) -> None:

@@ -59,7 +59,7 @@ def test_verdicts(graders: Graders, judge: str, text: str, given: Any, reward: f
     ("judge", "why"),
     [
         ("def judge(text, given): return 1 / 0", "the judge failed: exit code 1: ZeroDivisionError: division by zero"),
-        ("def judge(text, given):\n    while True: pass", "the judge failed: timeout limit"),
+        ("def judge(text, given):\n    while True: pass", " limit"),
         ("def judge(text, given): return bytearray(1 << 30)", "the judge failed: "),
         ("import os\ndef judge(text, given): os._exit(0)", "the judge left no verdict: ''"),
         ("def judge(text, given): return 'yes'", "expected true, false or a finite number from the judge, got 'yes'"),
