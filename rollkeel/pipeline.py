@@ -138,9 +138,8 @@ def _resume(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) -
             view.note(line)
         if saved.step >= config.run.steps:
             view.note(nothing_to_do(saved.step, config.run.steps))
-            if not checkpoint.same_files(
-                saved.model, folder.model
-            ):  # killed after the last checkpoint, before the model
+            # It was killed after the last checkpoint, before the model was written.
+            if not checkpoint.same_files(saved.model, folder.model):
                 checkpoint.replace_folder(folder.model, lambda path: save_policy(policy, path))
             return
         view.note(f"run folder {folder.path}, resumed at step {saved.step}")

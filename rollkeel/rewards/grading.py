@@ -255,9 +255,7 @@ class Graders:
         began = time.perf_counter()
         try:
             outcome = _checked(run(part.rollout))
-        except (
-            Exception
-        ) as error:  # anything a grader throws is data here: counted, and never an end of the run by itself
+        except Exception as error:  # data here: counted, and never an end of the run by itself
             outcome = Outcome(reward=None, detail=_reason(part.name, error))
             if (part.entry.sound or isinstance(error, NoVerdict)) and self._reads_gold(part, run):
                 outcome = _undecided(outcome.detail)
