@@ -63,10 +63,12 @@ class _Seen:
 
 def tensor_checksum(name: str, tensor: torch.Tensor) -> int:
     """The same sum as `rollkeel.models.checksum.tensor_checksum`, computed anew on this side."""
-    bits = tensor.contiguous().view(_WIDTH[tensor.element_size()]).flatten().to(torch.int64)
-    key = (zlib.crc32(name.encode()) << 1 | 1) + (tensor.element_size() << 40)
-    position = torch.arange(bits.numel(), dtype=torch.int64)
-    return int(((bits + 0x9E3779B9) * (2 * position + key)).sum().item()) & MASK
+    size = tensor.element_size()
+    bits = tensor.contiguous().view(_WIDTH[size]).flatten().to(torch.int64)
+    x = (zlib.crc32(f"{name}:{size}".encode()) + torch.arange(bits.numel()) * 0x9E3779B1) & 0xFFFFFFFF
+    key = (x * x >> 16) & 0xFFFFFFFF | 1
+    bits = bits & (2 ** (8 * size) - 1 if size < 8 else -1)
+    return int(((bits ^ 0x5BD1E995) * key).sum().item()) & MASK
 
 
 def _forget_packed_experts(model: Any) -> None:

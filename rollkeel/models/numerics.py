@@ -46,7 +46,7 @@ def is_quantised(name: str, tensor: torch.Tensor) -> bool:
 
 def weight_rounder(mode: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Rounding of a `[..., out, in]` weight in `mode`, or None when weights are stored exactly."""
-    return {"fp8": round_fp8, "fp8_weights": round_fp8, "int8": round_int8, "int4": round_int4}.get(mode)
+    return _ROUNDERS.get(mode)
 
 
 def activation_rounder(mode: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -90,6 +90,9 @@ def round_int8(x: torch.Tensor) -> torch.Tensor:
 def round_int4(x: torch.Tensor) -> torch.Tensor:
     """Symmetric 4-bit integers with one scale per group of 32 inputs (per row where 32 does not divide them)."""
     return _round_integers(x, INT4_GROUP if x.shape[-1] % INT4_GROUP == 0 else x.shape[-1], 7)
+
+
+_ROUNDERS = {"fp8": round_fp8, "fp8_weights": round_fp8, "int8": round_int8, "int4": round_int4}
 
 
 def _round_integers(x: torch.Tensor, size: int, limit: int) -> torch.Tensor:

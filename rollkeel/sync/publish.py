@@ -21,8 +21,8 @@ def full_update(weights: Iterable[tuple[str, torch.Tensor]], version: int, mode:
     `mode`: numeric mode of the engine that must prove its memory; each tensor is rounded here as it must be there.
     """
     slices = [
-        WeightSlice(name=name, tensor=t.detach(), checksum=update_checksum(name, t.detach(), mode))
-        for name, t in weights
+        WeightSlice(name=name, tensor=t, checksum=update_checksum(name, t, mode))
+        for name, t in ((name, t.detach()) for name, t in weights)
     ]
     return WeightUpdate(
         kind="full",

@@ -50,9 +50,10 @@ def read_weights(folder: Path) -> tuple[float, int]:
     total, policy = 0, 0.0
     for file in sorted(folder.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
-            bits = tensor.reshape(-1).view(np.int32).astype(object)
-            key = (zlib.crc32(name.encode()) << 1 | 1) + (4 << 40)
-            total += sum((int(b) + 0x9E3779B9) * (2 * i + key) for i, b in enumerate(bits))
+            base = zlib.crc32(f"{name}:4".encode())
+            for i, bits in enumerate(tensor.reshape(-1).view(np.uint32).tolist()):
+                x = (base + i * 0x9E3779B1) % 2**32
+                total += (bits ^ 0x5BD1E995) * ((x * x >> 16) % 2**32 | 1)
             policy = float(tensor.reshape(-1)[0]) if name == "policy" else policy
     return policy, total % 2**64
 

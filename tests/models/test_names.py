@@ -81,14 +81,41 @@ def test_an_index_that_is_no_strided_piece_is_refused_by_name() -> None:
     assert view.data_ptr() == base[1:].data_ptr()
 
 
-def test_one_pass_and_six_give_the_same_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_pass_and_ten_give_the_same_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     """One side may have numba and the other not."""
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 1e30
     sums = []
-    for found in (checksum.FOUND, False):
-        monkeypatch.setattr(checksum, "FOUND", found)
-        sums.append([tensor_checksum("w", x), tensor_checksum("model.layers.7.w", x[3:990].view(3, -1), 2**40)])
+    for compiled in (checksum._COMPILED, {}):
+        monkeypatch.setattr(checksum, "_COMPILED", compiled)
+        places = (0, 2**32 - 1000, 2**32 - 1, 2**40)
+        sums.append([tensor_checksum("w", x[3:990].view(3, -1), offset) for offset in places])
+        sums[-1] += [tensor_checksum("w", x.bfloat16()), tensor_checksum("w", x, dtype=torch.bfloat16)]
     assert sums[0] == sums[1]
+
+
+def _rearranged(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    rows, columns = x.shape
+    return {
+        "flipped": x.flip(0),
+        "rolled": x.roll(1, 0),
+        "transposed": x.t().reshape(rows, columns),
+        "two rows swapped": x[[1, 0, *range(2, rows)]],
+        "two columns swapped": x[:, [1, 0, *range(2, columns)]],
+        "halves swapped": torch.cat((x[rows // 2 :], x[: rows // 2])),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [2, 3, 16, 64, 96])
+def test_rows_of_the_same_numbers_in_another_order_are_told_apart(width: int, dtype: torch.dtype) -> None:
+    """A sum that is linear in position and value cannot: both rows add up to the same."""
+    random = torch.Generator().manual_seed(width)
+    for _ in range(100):
+        numbers = torch.randint(1, 4, (width,), generator=random).to(dtype)
+        x = torch.stack([numbers[torch.randperm(width, generator=random)] for _ in range(width)])
+        name = f"model.layers.{int(torch.randint(99, (), generator=random))}.w"
+        for what, other in _rearranged(x).items():
+            assert torch.equal(x, other) == (tensor_checksum(name, x) == tensor_checksum(name, other)), what
 
 
 @settings(max_examples=50, deadline=None)
