@@ -81,7 +81,11 @@ GLOSSARY: tuple[tuple[str, str, str], ...] = (
     ("loss/total", "1", "The loss whose gradient is taken."),
     ("loss/<term>", "1", "A term of it with its coefficient: policy, kl, entropy, gap_penalty, positive_nll."),
     ("objective/kept", "share", "Tokens that every mask of the objective keeps."),
-    ("objective/clamped_log_ratios", "count", "Log-ratios beyond ±20 that the objective cut."),
+    (
+        "objective/clamped_log_ratios",
+        "count",
+        "Log-ratios beyond ±20 that the objective cut; one of a sequence counts at each of its tokens.",
+    ),
     ("advantages/nonzero", "share", "Trained rollouts whose advantage is not 0."),
     ("mask/dropped_share", "share", "Tokens that the objective's masks drop together."),
     ("checks/<name>", "0/1", "1 while the check of this name is raised; events.jsonl has its evidence and advice."),

@@ -115,6 +115,6 @@ def kl_cov(share: float = 2e-4, coefficient: float = 1.0) -> Surrogate:
 
     def evaluate(terms: Terms) -> SurrogateValue:
         penalty = torch.where(rule.keep(terms), 0.0, coefficient * terms.log_ratio.abs())
-        return SurrogateValue(bounded_exp(terms.log_ratio) * terms.advantages - penalty)
+        return SurrogateValue(terms.bounded(terms.log_ratio).exp() * terms.advantages - penalty)
 
     return Surrogate("kl_cov", evaluate, (rule,))

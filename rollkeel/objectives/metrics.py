@@ -35,9 +35,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rollkeel.objectives.kl import RATIO_UNDER
 from rollkeel.objectives.reductions import Reductions
 from rollkeel.objectives.surrogates import SurrogateValue
-from rollkeel.objectives.terms import Terms, beyond_limit, bounded_exp, make_terms, wide
+from rollkeel.objectives.terms import LOG_RATIO_LIMIT, Terms, bounded_exp, make_terms, wide
 from rollkeel.objectives.thresholds import Controller
 from rollkeel.types import TokenBatch
 
@@ -168,20 +169,16 @@ def _slope(objective: Objective, tokens: TokenBatch) -> torch.Tensor:
 
 
 def _clamped(objective: Objective, tokens: TokenBatch, terms: Terms) -> torch.Tensor:
-    """Clamps among the log-ratios this objective exponentiates, each counted once."""
-    anchor = objective.anchor
-    total = beyond_limit(terms.log_ratio)
-    pairs = {(anchor.target, anchor.reference)} if objective.masks else set()
-    if objective.weight and objective.weight.level == "sequence" and tokens.old_logprobs is not None:
-        gap = wide(tokens.old_logprobs.detach()) - wide(tokens.rollout_logprobs.detach())
-        total = total + beyond_limit(terms.per_sequence(terms.sequence_sum(gap)))
-    elif objective.weight:
-        pairs.add(("old_logprobs", "rollout_logprobs"))
-    for target, reference in sorted(pairs - {("logprobs", anchor.base)}):
-        total = total + beyond_limit(wide(getattr(tokens, target)) - wide(getattr(tokens, reference)))
-    if tokens.ref_logprobs is not None and objective.kl_coefficient > 0 and objective.kl_estimator.endswith("k3"):
-        total = total + beyond_limit(terms.logprobs - wide(tokens.ref_logprobs))
-    return total
+    """Clamps among the log-ratios this objective exponentiated; one that several parts share counts once at each token."""
+    taken, kind = list(terms.exponents), objective.kl_estimator
+    if objective.kl_coefficient > 0 and kind.endswith("k3"):
+        bases = ("ref_logprobs", *([RATIO_UNDER[kind]] if kind in RATIO_UNDER else []))
+        taken += [terms.logprobs.detach() - wide(getattr(tokens, base).detach()) for base in bases]
+    if not taken:
+        return torch.zeros((), device=terms.logprobs.device)
+    ordered = torch.stack(taken).sort(0).values
+    beyond = ordered.abs() > LOG_RATIO_LIMIT
+    return beyond.sum() - (beyond[1:] & (ordered[1:] == ordered[:-1])).sum()
 
 
 def _thresholds(objective: Objective) -> dict[str, float]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rollkeel.objectives.divergences import binary_kl, binary_tv, symmetric_binary_kl, topk_kl, topk_tv
-from rollkeel.objectives.terms import LEVELS, TOPK_OF, WHOLE, Anchor, Terms, bounded_exp, bounded_expm1, wide
+from rollkeel.objectives.terms import LEVELS, TOPK_OF, WHOLE, Anchor, Terms, wide
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 """1-D tensor of one data-parallel rank → the concatenation over all ranks, in any order."""
@@ -123,7 +123,7 @@ def topk(kind: str, other: bool = True, k: int | None = None) -> Statistic:
 
 
 def _k3(terms: Terms) -> torch.Tensor:
-    return bounded_expm1(terms.log_correction) - terms.log_correction
+    return terms.bounded(terms.log_correction).expm1() - terms.log_correction
 
 
 TOKEN_KL: Mapping[str, Callable[[Terms], torch.Tensor]] = {
@@ -156,7 +156,7 @@ RATIO = Statistic("ratio", lambda terms: terms.correction)
 SEGMENT_RATIO, GEOMETRIC_RATIO, SEQUENCE_RATIO = (
     Statistic(
         f"{level}_ratio",
-        lambda terms, level=level: bounded_exp(terms.at_level(terms.log_correction, level)),
+        lambda terms, level=level: terms.bounded(terms.at_level(terms.log_correction, level)).exp(),
         level="sequence" if level in WHOLE else "token",
         needs=frozenset() if level in WHOLE else frozenset({"token_index"}),
     )
@@ -182,11 +182,13 @@ ENTROPY = Statistic(
 FALL = Statistic("fall", _fall)
 """reference − target, a probability difference."""
 CLIP_HIGH = Statistic(
-    "clip_high", lambda terms: torch.where(terms.advantages > 0, bounded_expm1(terms.log_correction), -torch.inf)
+    "clip_high",
+    lambda terms: torch.where(terms.advantages > 0, terms.bounded(terms.log_correction).expm1(), -torch.inf),
 )
 """ratio − 1 where A > 0."""
 CLIP_LOW = Statistic(
-    "clip_low", lambda terms: torch.where(terms.advantages < 0, -bounded_expm1(terms.log_correction), -torch.inf)
+    "clip_low",
+    lambda terms: torch.where(terms.advantages < 0, -terms.bounded(terms.log_correction).expm1(), -torch.inf),
 )
 """1 − ratio where A < 0."""
 

@@ -16,7 +16,7 @@ from rollkeel.errors import BadInput
 from rollkeel.objectives.masks import Rule, outside
 from rollkeel.objectives.options import choice, number, optional_number, threshold
 from rollkeel.objectives.statistics import Statistic
-from rollkeel.objectives.terms import LOG_RATIO_LIMIT, WHOLE, Terms, bounded_exp, bounded_expm1
+from rollkeel.objectives.terms import WHOLE, Terms, bounded_exp, bounded_expm1
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def ppo_clip(clip_low: Any = 0.2, clip_high: Any = 0.2, dual: float | None = Non
     dual = optional_number("ppo_clip.dual", dual, above=1)
 
     def evaluate(terms: Terms) -> SurrogateValue:
-        cut = _clipped(bounded_exp(terms.log_ratio), terms, 1.0 - _value(low), 1.0 + _value(high))
+        cut = _clipped(terms.bounded(terms.log_ratio).exp(), terms, 1.0 - _value(low), 1.0 + _value(high))
         if dual is None:
             return cut
         far = (terms.advantages < 0) & (bounded_exp(terms.log_ratio.detach()) > dual)
@@ -76,7 +76,7 @@ def sequence_ppo_clip(clip_low: Any = 3e-4, clip_high: Any = 4e-4) -> Surrogate:
     )
 
     def evaluate(terms: Terms) -> SurrogateValue:
-        ratio = bounded_exp(terms.sequence_mean(terms.log_ratio.detach()))
+        ratio = terms.bounded(terms.sequence_mean(terms.log_ratio.detach())).exp()
         cut = _clipped(ratio * _one(terms), terms, 1.0 - _value(low), 1.0 + _value(high))
         return replace(cut, ratio=ratio)
 
@@ -98,7 +98,7 @@ def geometric_ppo_clip(clip_low: Any = 0.4, clip_high: Any = 0.4) -> Surrogate:
         log_ratio, top, bottom = terms.log_ratio.detach(), _value(high), -_value(low)
         cut_high, cut_low = outside(terms.advantages, log_ratio, bottom, top)
         held = torch.where(cut_high, top, torch.where(cut_low, bottom, log_ratio))
-        mean = bounded_exp(terms.sequence_mean(held))
+        mean = terms.bounded(terms.sequence_mean(held)).exp()
         own = torch.where(cut_high | cut_low, 1.0, _one(terms))
         whole = bounded_exp(terms.sequence_mean(log_ratio))
         return SurrogateValue(mean * own * terms.advantages, cut_high, cut_low, whole)
@@ -114,7 +114,7 @@ def ratio(cap: float | None = None) -> Surrogate:
     cap = optional_number("ratio.cap", cap, above=0)
 
     def evaluate(terms: Terms) -> SurrogateValue:
-        u = bounded_exp(terms.log_ratio)
+        u = terms.bounded(terms.log_ratio).exp()
         if cap is not None:
             u = u.detach().clamp(max=cap) * _one(terms)
         return SurrogateValue(u * terms.advantages)
@@ -132,7 +132,7 @@ def weighted_logprob(low: float = 0.0, high: float | None = None) -> Surrogate:
         raise BadInput(f"weighted_logprob: expected low ≤ high, got low={low} and high={high}")
 
     def evaluate(terms: Terms) -> SurrogateValue:
-        u = bounded_exp(terms.log_ratio.detach())
+        u = terms.bounded(terms.log_ratio.detach()).exp()
         value = u.clamp(min=low, max=high) * terms.logprobs * terms.advantages
         return SurrogateValue(value, u > (torch.inf if high is None else high), u < low)
 
@@ -149,7 +149,9 @@ def soft_gate(tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogat
 
     def evaluate(terms: Terms) -> SurrogateValue:
         tau = torch.full_like(terms.log_ratio.detach(), negative).masked_fill(terms.advantages > 0, positive)
-        return SurrogateValue(4.0 / tau * torch.sigmoid(tau * bounded_expm1(terms.log_ratio)) * terms.advantages)
+        return SurrogateValue(
+            4.0 / tau * torch.sigmoid(tau * terms.bounded(terms.log_ratio).expm1()) * terms.advantages
+        )
 
     return Surrogate("soft_gate", evaluate)
 
@@ -175,8 +177,8 @@ def tapered(low: float = 0.0, high: float = 1.0, level: str = "sequence") -> Sur
         raise BadInput(f"tapered: expected low ≤ high, got low={low} and high={high}")
 
     def evaluate(terms: Terms) -> SurrogateValue:
-        ratio = bounded_exp(terms.at_level(terms.log_ratio.detach(), level))
-        ratio = torch.where(terms.advantages > 0, 1.0, ratio)
+        log_ratio = terms.at_level(terms.log_ratio.detach(), level)
+        ratio = terms.bounded(torch.where(terms.advantages > 0, 0.0, log_ratio)).exp()
         judged = terms.advantages < 0
         weight = torch.where(judged, ratio.clamp(low, high), ratio)
         value = weight * terms.logprobs * terms.advantages
@@ -199,7 +201,7 @@ def gamma_weight(
     )
 
     def evaluate(terms: Terms) -> SurrogateValue:
-        log_w = terms.sequence_sum(terms.log_ratio.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        log_w = terms.bounded(terms.sequence_sum(terms.log_ratio.detach()))
         up, phi = terms.advantages >= 0, (k_up * log_w - l_up * log_w.expm1()).exp()
         phi = torch.where(up, phi, (k_down * log_w - l_down * log_w.expm1()).exp())
         return SurrogateValue(phi * terms.logprobs * terms.advantages, ratio=log_w.exp())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -30,11 +30,6 @@ def bounded_expm1(log_ratio: torch.Tensor) -> torch.Tensor:
 def _bounded(log_ratio: torch.Tensor) -> torch.Tensor:
     clamped = log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return clamped + (log_ratio - log_ratio.detach()) if log_ratio.requires_grad else clamped
-
-
-def beyond_limit(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Number (0-d tensor) of log-ratios that `bounded_exp` clamps."""
-    return (log_ratio.detach().abs() > LOG_RATIO_LIMIT).sum()
 
 
 @dataclass(frozen=True)
@@ -97,6 +92,13 @@ class Terms:
     tokens: TokenBatch
     """The batch itself, for factors that need other fields or the segment ids."""
     anchor: Anchor
+    exponents: list[torch.Tensor] = field(default_factory=list)
+    """`[T]` log-ratios that factors took `bounded`, as they were."""
+
+    def bounded(self, log_ratio: torch.Tensor) -> torch.Tensor:
+        """The log-ratio as `bounded_exp` takes it, noted: metrics count what was clamped."""
+        self.exponents.append(log_ratio.detach())
+        return _bounded(log_ratio)
 
     @cached_property
     def log_correction(self) -> torch.Tensor:
@@ -106,7 +108,7 @@ class Terms:
     @cached_property
     def correction(self) -> torch.Tensor:
         """target / reference, detached, bounded."""
-        return bounded_exp(self.log_correction)
+        return self.bounded(self.log_correction).exp()
 
     @cached_property
     def lengths(self) -> torch.Tensor:

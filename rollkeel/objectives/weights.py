@@ -9,7 +9,7 @@ import torch
 
 from rollkeel.errors import BadInput
 from rollkeel.objectives.options import choice, flag, number, optional_number
-from rollkeel.objectives.terms import LEVELS, Terms, bounded_exp, wide
+from rollkeel.objectives.terms import LEVELS, Terms, wide
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def mismatch(cap: float | None = None, level: str = "token", floor: float = 0.0,
     def weight(terms: Terms) -> torch.Tensor:
         assert terms.tokens.old_logprobs is not None  # in `needs`, so checked with the batch
         gap = wide(terms.tokens.old_logprobs.detach()) - wide(terms.tokens.rollout_logprobs.detach())
-        return bounded_exp(terms.at_level(gap, level)).clamp(min=floor, max=cap)
+        return terms.bounded(terms.at_level(gap, level)).exp().clamp(min=floor, max=cap)
 
     name = "mismatch" if level == "token" else f"{level}_mismatch"
     needs = {"old_logprobs", "rollout_logprobs"} | ({"token_index"} if level == "segment" else set())

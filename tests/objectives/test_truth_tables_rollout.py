@@ -45,6 +45,7 @@ from rollkeel.objectives import (
     vespo,
 )
 from rollkeel.objectives.objective import Objective
+from rollkeel.objectives.registry import find
 from rollkeel.objectives.terms import make_terms
 from rollkeel.types import TokenBatch
 
@@ -476,5 +477,30 @@ def test_a_product_over_a_sequence_is_clamped_and_counted_as_a_whole():
     )
     out = mis(cap=1e9, weight="sequence")(tokens)
     assert out.weight.tolist() == pytest.approx([math.exp(20.0)] * 2)
-    assert out.metrics["objective/clamped_log_ratios"] == 1
+    assert out.metrics["objective/clamped_log_ratios"] == 2
     assert mis(cap=1e9)(tokens).metrics["objective/clamped_log_ratios"] == 0
+
+
+# log u of the tokens of four sequences: 15 and 15 (sum 30), −15 and −15 (sum −30), 21, 21; their A: −, +, −, +.
+CLAMPED = [
+    ("gpg", {}, 0),  # takes no ratio
+    ("pg_is", {}, 2),  # u of each token: the two of 21
+    ("topr", {}, 3),  # products where A < 0: both tokens of 30, and 21; where A > 0 the ratio is not used
+    ("topr", {"level": "token"}, 1),  # 21 where A < 0
+    ("topr", {"level": "geometric"}, 1),  # means 15 and 21 where A < 0
+    ("vespo", {}, 6),  # every product: 2 + 2 + 1 + 1
+    ("gspo", {}, 2),  # means 15, −15, 21, 21
+    ("gmpo", {}, 1),  # the last 21 is held at 0.4 before the mean: its A is positive
+    ("grpo", {"kl_coefficient": 0.1}, 8),  # r at the two of 21; log p/ref is twice log u: 30, −30 and 42, at all six
+    ("grpo", {"kl_coefficient": 0.1, "kl_estimator": "rk3"}, 8),  # the ratio before k3 is r again
+    # u at the two of 21, and the products of the other two sequences; of one token the product is its u.
+    ("composed", {"anchor": "rollout", "masks": [{"ratio_band": {"level": "sequence"}}]}, 6),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "count"), CLAMPED)
+def test_clamps_are_counted_at_every_token_that_they_change(name: str, options: dict, count: int) -> None:
+    ids, signs = [0, 0, 1, 1, 2, 3], [-1.0, -1.0, 1.0, 1.0, -1.0, 1.0]
+    tokens = several([15.0, 15.0, -15.0, -15.0, 21.0, 21.0], signs, ids, base=-50.0)
+    tokens = dataclasses.replace(tokens, ref_logprobs=2 * tokens.rollout_logprobs - tokens.logprobs.detach())
+    assert find(name)(**options)(tokens).metrics["objective/clamped_log_ratios"] == count
