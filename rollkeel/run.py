@@ -339,7 +339,7 @@ def assemble(
         grader=open_graders(config),
         budget=FailureBudget(config.rollout.failure_budget),
         gather=gather(config, policy.tokenizer),
-        checks=Checks(config.train.lr),
+        checks=Checks(config.train.lr, objective.left),
         view=view,
         stop=stop,
     )

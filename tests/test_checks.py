@@ -25,7 +25,9 @@ from rollkeel.engines.local import LocalEngine
 from rollkeel.errors import EngineFailure, GraderFailure, RunStopped
 from rollkeel.host import within
 from rollkeel.models import packed, routers
+from rollkeel.objectives.compose import compose
 from rollkeel.objectives.objective import Objective
+from rollkeel.objectives.registry import build
 from rollkeel.pipeline import train
 from rollkeel.recipe import load
 from rollkeel.rewards import Graders
@@ -274,6 +276,32 @@ def test_what_is_odd_by_design_is_told_nothing(name: str) -> None:
     assert [
         f for step in range(1, steps + 1) for f in checks.observe({"step": step, **HEALTHY_BY_DESIGN[name]})[1]
     ] == []
+
+
+def test_what_masks_are_asked_to_drop_is_not_odd_and_what_they_drop_beyond_it_is(tmp_path: Path) -> None:
+    words = ["objective={name: random_rejection, acceptance: 0.005}", "rollout.prompts=40"]  # 1 answer of 160
+    told, _ = run(tmp_path / "run", "sync", *words)
+    assert all(0.99 < row["mask/dropped_share"] < 1 for row in rows(tmp_path / "run")[1:])
+    assert "masked" not in {name for name, _ in told}
+    for left, kept, odd in ((1.0, 0.011, False), (1.0, 0.009, True), (0.01, 0.0002, False), (0.01, 0.00009, True)):
+        checks = Checks(1e-3, left)
+        found = [
+            f.check for step in (1, 2, 3) for f in checks.observe({"step": step, "mask/dropped_share": 1 - kept})[1]
+        ]
+        assert found == ["masked"] * odd
+
+
+def test_the_share_that_masks_leave_is_that_of_the_options() -> None:
+    def left(*masks: Any) -> float:
+        return compose(masks=masks).left
+
+    assert left("ratio_band", "second_moment") == 1
+    assert left({"top_entropy": {"share": 0.01}}) == 0.01
+    assert left({"clip_cov": {"share": 0.25}}) == 0.75
+    assert left({"ratio_cap": {"cap": {"drop_rate": 0.5}}}, {"top_entropy": {"share": 0.5}}) == 0.25
+    assert build("ac_mis_po", {}).left == 0.2  # its acceptance falls from 0.4 to 0.2
+    assert build("random_rejection", {"acceptance": 0.1}).left == 0.1
+    assert build("random_rejection", {"like": "mis_po"}).left == 1
 
 
 def test_no_advantage_where_rewards_differ_is_told_and_does_not_blame_the_loss() -> None:

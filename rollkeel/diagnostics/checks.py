@@ -23,8 +23,9 @@ Row = Mapping[str, Any]
 WINDOW = 10
 """Steps without it after which a check that was said is said again."""
 MASKED, TRUNCATED, CHANGED, CHANGEABLE = 0.99, 0.95, 0.02, 0.5
-"""Shares: of tokens that masks drop and of answers cut above which, of weights an update changed and could change below which,
-something is wrong. Healthy float32 runs change 0.3 to 1 of the weights (experts without tokens keep theirs)."""
+"""Shares: of the tokens that masks were to leave, dropped; of answers, cut; both above which, and of weights that an update changed
+and could change, below which something is wrong. Healthy float32 runs change 0.3 to 1 of the weights (experts without tokens keep
+theirs)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,7 @@ def _truncated(row: Row) -> str:
 
 def _masked(row: Row) -> str:
     share = row.get("mask/dropped_share", 0.0)
-    return f"masks drop {share:.2%} of the tokens" if share >= MASKED else ""
+    return f"masks drop {share:.2%} of the tokens" if 1 - share <= (1 - MASKED) * row["left"] else ""
 
 
 CHECKS = (
@@ -205,9 +206,10 @@ CHECKS = (
 class Checks:
     """Sees a run's rows in order."""
 
-    def __init__(self, peak_lr: float = 0.0) -> None:
-        """`peak_lr`: learning rate after the warm-up; at a tenth of it weights may well stay as they are."""
-        self._peak_lr = peak_lr
+    def __init__(self, peak_lr: float = 0.0, left: float = 1.0) -> None:
+        """`peak_lr`: learning rate after the warm-up; at a tenth of it weights may well stay as they are. `left`: share of the
+        tokens that masks are asked to leave."""
+        self._asked = {"peak_lr": peak_lr, "left": left}
         self._streak: Counter[str] = Counter()
         self._said: dict[str, int] = {}
         self._steps = 0
@@ -222,7 +224,7 @@ class Checks:
         if step < 1:
             return {}, []
         self._steps += 1
-        row = {**row, "peak_lr": self._peak_lr}
+        row = {**row, **self._asked}
         metrics, told = dict[str, float](), list[Finding]()
         for check in CHECKS:
             self._streak[check.name] = self._streak[check.name] + 1 if check.rule(row) else 0

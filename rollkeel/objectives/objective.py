@@ -8,6 +8,7 @@ The loss is a plain sum with given coefficients c, so micro-batching and packing
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -151,6 +152,11 @@ class Objective:
         """True if `prepare` finds something for the batch in the old or current log-probs: no stand-in for either will do."""
         by_weight = self.weight is not None and self.weight.normalise
         return self.denominator == "kept" or by_weight or any(rule.threshold.adaptive for _, rule in self.rules())
+
+    @property
+    def left(self) -> float:
+        """Share of the tokens that masks leave where the options name the shares they drop; 1 if none does."""
+        return math.prod(rule.threshold.left for mask in self.masks for rule in mask.rules)
 
     @property
     def fields(self) -> frozenset[str]:

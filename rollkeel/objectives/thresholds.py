@@ -20,6 +20,8 @@ class Threshold:
 
     adaptive = True
     """True if `update` must see every batch."""
+    left = 1.0
+    """Share of the values that the configuration wants kept, the least there will be; 1 where it names none."""
 
     def __init__(self, value: float | None, side: str = "upper") -> None:
         self.value = value
@@ -93,6 +95,7 @@ class Controller(Threshold):
         super().__init__(min(max(initial, low), high), side)
         self.rate_start, self.rate_end, self.steps = rate_start, rate_end, steps
         self.momentum, self.low, self.high = momentum, low, high
+        self.left = min(rate_start, rate_end)
         self.updates = 0
         self.acceptance: float | None = None
         """Fraction of the last batch's values that the bound found for it keeps."""
@@ -170,6 +173,7 @@ class Share(Threshold):
     def __init__(self, acceptance: float | None) -> None:
         super().__init__(None, side="lower")
         self.acceptance = acceptance
+        self.left = 1.0 if acceptance is None else acceptance
 
     def solve(self, values: torch.Tensor) -> float:
         assert self.acceptance is not None  # given, or set by the rule that owns this
@@ -188,7 +192,7 @@ class Top(Threshold):
 
     def __init__(self, share: float) -> None:
         super().__init__(None)
-        self.share = share
+        self.share, self.left = share, 1.0 - share
 
     def solve(self, values: torch.Tensor) -> float:
         dropped = min(max(int(self.share * len(values)), 1), int((values > -math.inf).sum()))
