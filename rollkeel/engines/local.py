@@ -186,8 +186,7 @@ class LocalEngine:
         self._prompts.evict()
         self._version = -1
         apply_update(update, self._forward.destinations, self._config.dtype)
-        self._forward.refresh()
-        checksum = prove(update, self._forward.held, self._config.dtype)
+        checksum = prove(update, self._forward.destinations, self._config.dtype)
         self._version = update.version
         return Proof(version=update.version, checksum=checksum)
 

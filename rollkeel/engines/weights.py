@@ -41,7 +41,7 @@ def apply_update(update: WeightUpdate, destinations: Mapping[str, torch.Tensor],
 
 
 def prove(update: WeightUpdate, held: Mapping[str, torch.Tensor], mode: str) -> int:
-    """The checksum of the update, recomputed over `held`: the memory that the engine serves from, by checkpoint name.
+    """The checksum of the update, recomputed over `held`: views of the memory that the engine computes with, by checkpoint name.
 
     Raises `EngineFailure` naming the first weight that is not there as the publisher wants it.
     """

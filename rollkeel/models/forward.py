@@ -76,13 +76,10 @@ class _Layer:
         self.out_bias = None
         if config.model_type != "qwen2" and getattr(config, "attention_bias", False):
             self.out_bias = self.names[f"{attn}.o_proj.bias"] = new(d)
-        self.q_norm = self.k_norm = self.qk_norm = None
+        self.qk_norm = None
         if config.model_type in ("qwen3", "qwen3_moe"):
-            self.q_norm, self.k_norm = new(head_dim), new(head_dim)
-            self.qk_norm = new(heads + kv, head_dim)
-            self.names[f"{attn}.q_norm.weight"] = self.q_norm
-            self.names[f"{attn}.k_norm.weight"] = self.k_norm
-        self.heads, self.kv = heads, kv
+            self.qk_norm = new(2, head_dim)
+            self.names[f"{attn}.q_norm.weight"], self.names[f"{attn}.k_norm.weight"] = self.qk_norm
         self._mlp(config, index, new, f"{prefix}.mlp")
 
     def _mlp(self, config: Any, index: int, new: Callable[..., torch.Tensor], prefix: str) -> None:
@@ -110,19 +107,6 @@ class _Layer:
         self.down_t = [w.t() for w in self.down]
         self.out_t = self.out.t()
 
-    @property
-    def derived(self) -> dict[str, torch.Tensor]:
-        """What the forward reads in the place of weights that `refresh` copies, by their names."""
-        if self.qk_norm is None:
-            return {}
-        views = {id(self.q_norm): self.qk_norm[0], id(self.k_norm): self.qk_norm[self.heads]}
-        return {name: views[id(view)] for name, view in self.names.items() if id(view) in views}
-
-    def refresh(self) -> None:
-        if self.qk_norm is not None and self.q_norm is not None and self.k_norm is not None:
-            self.qk_norm[: self.heads] = self.q_norm
-            self.qk_norm[self.heads :] = self.k_norm
-
 
 class FastForward:
     """Runs the model described by a Hugging Face config; weights are undefined until every name was written."""
@@ -148,16 +132,15 @@ class FastForward:
 
         self.embedding, self.norm = new(self.vocab_size, config.hidden_size), new(config.hidden_size)
         self.layers = [_Layer(config, i, new, self.head_dim) for i in range(self.num_layers)]
+        # Views of the very memory that is computed with, by checkpoint name: nothing is derived, so a proof can look at it.
         self.destinations = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
         for layer in self.layers:
             self.destinations |= layer.names
         self.head = self.embedding
         if not config.tie_word_embeddings:
             self.head = self.destinations["lm_head.weight"] = new(self.vocab_size, config.hidden_size)
-        self.held = dict(self.destinations)
-        """The memory that is computed with, by checkpoint name: what a proof must look at."""
-        for layer in self.layers:
-            self.held |= layer.derived
+        self._norm_of_head = torch.tensor([0] * self.heads + [1] * self.kv_heads, device=device)
+        """Row of a layer's `qk_norm` for each head."""
         self.num_moe_layers = sum(layer.router is not None for layer in self.layers)
         self._rope(config)
 
@@ -173,11 +156,6 @@ class FastForward:
             inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
         self.inverse_frequency = inverse.to(self.device)
         self.rope_factor = float(factor)
-
-    def refresh(self) -> None:
-        """Rebuild what is derived from the weights; call after writing to `destinations`."""
-        for layer in self.layers:
-            layer.refresh()
 
     def hidden(
         self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, experts: list[torch.Tensor] | None = None
@@ -231,7 +209,7 @@ class FastForward:
             see(index, "k_proj", qkv[:, self.heads : self.heads + self.kv_heads])
             see(index, "v_proj", qkv[:, self.heads + self.kv_heads :])
         if layer.qk_norm is not None:
-            qk = F.rms_norm(qk, (self.head_dim,), None, self.eps) * layer.qk_norm
+            qk = F.rms_norm(qk, (self.head_dim,), None, self.eps) * layer.qk_norm.index_select(0, self._norm_of_head)
             if see:
                 see(index, "q_norm", qk[:, : self.heads])
                 see(index, "k_norm", qk[:, self.heads :])

@@ -74,7 +74,7 @@ class TransformersForward:
         self.num_layers = int(config.num_hidden_layers)
         self._expert_layers = expert_layers(self._model)
         self.num_moe_layers = len(self._expert_layers)
-        self.destinations = self.held = checkpoint_views(self._model)
+        self.destinations = checkpoint_views(self._model)
         rounder = activation_rounder(mode)
         if rounder is not None:
             self._round_inputs(rounder)
@@ -88,9 +88,6 @@ class TransformersForward:
             projection = isinstance(module, torch.nn.Linear) or type(module).__name__.endswith("Experts")
             if "layers." in name and projection and not stays_precise(name):
                 module.register_forward_pre_hook(hook)
-
-    def refresh(self) -> None:
-        """Nothing is derived from the weights."""
 
     def hidden(
         self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, experts: list[torch.Tensor] | None = None

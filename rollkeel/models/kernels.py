@@ -64,19 +64,20 @@ def _top(s, n):
 
 
 @jit
-def _rotate(qkv, heads, norm, eps, positions, cos, sin):
-    """Head norm (if `norm` has rows) and rotary embedding of the first `heads` heads of `qkv [N, all, d]`."""
+def _rotate(qkv, heads, kv_heads, norm, eps, positions, cos, sin):
+    """Head norm (if `norm` has rows: of queries, of keys) and rotary embedding of the queries and keys in `qkv [N, all, d]`."""
     half = qkv.shape[2] // 2
     for n in range(qkv.shape[0]):
-        for h in range(heads):
+        for h in range(heads + kv_heads):
             v = qkv[n, h]
             if norm.shape[0]:
                 total = np.float32(0)
                 for d in range(2 * half):
                     total += v[d] * v[d]
                 scale = np.float32(1) / np.sqrt(total / np.float32(2 * half) + eps)
+                weight = norm[0 if h < heads else 1]
                 for d in range(2 * half):
-                    v[d] = v[d] * scale * norm[h, d]
+                    v[d] = v[d] * scale * weight[d]
             c, s = cos[positions[n]], sin[positions[n]]
             for d in range(half):
                 a, b = v[d], v[d + half]
@@ -251,8 +252,8 @@ def layers(active, token, position, table, embedding, cos, sin, norm, rows, shap
             for n in range(count):
                 for d in range(len(bias)):
                     qkv[n, d] += bias[d]
-        norms = carray(pointer(at[3]), (heads + kv_heads if at[3] else 0, width))
-        _rotate(parts, heads + kv_heads, norms, eps, positions, cos, sin)
+        norms = carray(pointer(at[3]), (2 if at[3] else 0, width))
+        _rotate(parts, heads, kv_heads, norms, eps, positions, cos, sin)
         keys = carray(pointer(at[9]), (blocks * kv_heads, size, width))
         values = carray(pointer(at[10]), (blocks * kv_heads, size, width))
         _attend(parts, heads, kv_heads, keys, values, own, positions, scale, scores, mixed)

@@ -1,7 +1,6 @@
 """Weights that did not arrive must stop a run in every numeric mode: otherwise its tokens are stamped with a version nobody serves.
 
-Loads that go wrong inside the engine, whose memory the proof reads. Not covered: servers in other programs (`test_proof.py`),
-kernels that read other memory than they are shown (`test_weight_updates.py` compares log-probs).
+Loads that go wrong inside the engine, whose memory the proof reads. Not covered: servers in other programs (`test_proof.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_run import TINY, cli
@@ -20,12 +20,11 @@ from rollkeel.diagnostics.rollout_store import read_step
 from rollkeel.engines import local
 from rollkeel.engines.weights import apply_update
 from rollkeel.errors import EngineFailure
-from rollkeel.models.forward import FastForward
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import MODES, round_fp8, round_int4, round_int8
 from rollkeel.models.presets import build_preset
 from rollkeel.sync.publish import DirectPublisher
-from rollkeel.types import WeightUpdate
+from rollkeel.types import Request, SamplingParams, WeightUpdate
 
 Load = Callable[[WeightUpdate, dict[str, torch.Tensor], str], None]
 EXPERT = "model.layers.1.mlp.experts.{}.down_proj.weight"
@@ -60,6 +59,12 @@ def of_another(name: str) -> Load:
 LOADS = {
     "skipped expert": (without(EXPERT.format(3)), EXPERT.format(3)),
     "skipped norm": (without("model.layers.0.self_attn.q_norm.weight"), "q_norm.weight"),
+    "skipped key norm": (without("model.layers.1.self_attn.k_norm.weight"), "k_norm.weight"),
+    "wrong norm": (of_another("model.layers.1.self_attn.q_norm.weight"), "q_norm.weight"),
+    "swapped head norms": (
+        swapped("model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.k_norm.weight"),
+        "[qk]_norm.weight",
+    ),
     "skipped embedding": (without("model.embed_tokens.weight"), "embed_tokens"),
     "wrong slice": (of_another("model.layers.0.self_attn.k_proj.weight"), "k_proj"),
     "wrong rows of the router": (of_another("model.layers.0.mlp.gate.weight"), "mlp.gate"),
@@ -71,8 +76,8 @@ LOADS = {
 }
 
 
-def model_of(seed: int) -> Any:
-    model, _ = build_preset("tiny-qwen3-moe", seed, {"initializer_range": 0.2})
+def model_of(seed: int, preset: str = "tiny-qwen3-moe") -> Any:
+    model, _ = build_preset(preset, seed, {"initializer_range": 0.2})
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(torch.empty_like(p).uniform_(0.5, 1.5))
@@ -106,16 +111,33 @@ def test_a_load_that_went_wrong_is_refused_by_name_in_every_mode(
     assert engine.version == len(LOADS)
 
 
-def test_a_derived_copy_that_was_not_renewed_is_refused(
-    models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernels read head norms from a copy: that one is what has to be proven."""
-    first, second = models
-    engine = local.LocalEngine(first.config, EngineConfig(dtype="fp8"), max_length=32)
-    DirectPublisher([engine]).publish(checkpoint_views(first).items(), 0)
-    monkeypatch.setattr(FastForward, "refresh", lambda self: None)
-    with pytest.raises(EngineFailure, match=r"[qk]_norm"):
-        DirectPublisher([engine]).publish(checkpoint_views(second).items(), 1)
+def sampled(engine: local.LocalEngine) -> list[bytes]:
+    sampling = SamplingParams(max_new_tokens=6)
+    engine.submit([Request(id=i, prompt_ids=np.arange(1, 9) * (i + 1), sampling=sampling) for i in range(3)])
+    segments = []
+    while part := engine.poll(30):
+        segments += part
+    return [
+        x.tobytes() for s in sorted(segments, key=lambda s: s.request_id) for x in (s.span.token_ids, s.span.logprobs)
+    ]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("forward", ["auto", "fast", "transformers"])
+@pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-qwen3-moe"])
+def test_what_a_proof_looks_at_is_all_that_is_computed_with(mode: str, forward: str, preset: str) -> None:
+    """An engine whose proven memory is overwritten, and nothing else, is the other model: no kernel reads a copy."""
+    engines = []
+    for seed in (1, 2):
+        model = model_of(seed, preset)
+        engines.append(local.LocalEngine(model.config, EngineConfig(dtype=mode, forward=forward), max_length=32))  # type: ignore[arg-type]
+        DirectPublisher([engines[-1]]).publish(checkpoint_views(model).items(), 0)
+    one, other = engines
+    assert sampled(one) != sampled(other)
+    for name, view in one._forward.destinations.items():
+        view.copy_(other._forward.destinations[name])
+    one._prompts.evict()
+    assert sampled(one) == sampled(other)
 
 
 @pytest.mark.parametrize("mode", ["int8"])

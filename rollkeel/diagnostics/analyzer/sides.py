@@ -117,7 +117,6 @@ def engine_forward(
     text = hf_config.get_text_config()
     forward = (FastForward if supports(text) else TransformersForward)(text, mode, torch.device(device))
     apply_update(full_update(weights, 0), forward.destinations, mode)
-    forward.refresh()
     return forward
 
 
