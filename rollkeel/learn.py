@@ -23,7 +23,7 @@ from rollkeel.diagnostics.updates import merge_updates
 from rollkeel.objectives.kl import PLAIN
 from rollkeel.rewards.overlong import overlong_penalty
 from rollkeel.rollout.dynamic import Drawn
-from rollkeel.run import Clock, Run
+from rollkeel.run import Clock, Run, estimator
 from rollkeel.train.scores import Scores
 from rollkeel.train.trainer import UpdateOutput
 from rollkeel.types import Rollout
@@ -83,7 +83,7 @@ def credited(run: Run, parts: Sequence[TrainingBatch], chosen: Sequence[Rollout]
     """Whether advantages follow rewards, where nothing but the reward makes them."""
     config = run.config
     shaped = config.reward.overlong.buffer or config.train.kl_in == "reward" or config.advantages.shuffle
-    own = plugins.is_own(config.advantages.name or run.objective.advantage)  # may pay for what it likes
+    own = plugins.is_own(estimator(config, run.objective))  # may pay for what it likes
     return {} if shaped or own else oddities.credited(parts, chosen)
 
 
@@ -126,9 +126,7 @@ def credit_of(
         added -= penalty
     if added.any():
         metrics["reward/shaped_mean"] = float((reward + added).mean())
-    partial = config.run.loop == "budgeted" and config.rollout.budget.group == "partial"
-    name = config.advantages.name or ("rloo" if partial else run.objective.advantage)
-    credit = advantages.compute(name, reward + added, [r.group for r in rollouts], lengths)
+    credit = advantages.compute(estimator(config, run.objective), reward + added, [r.group for r in rollouts], lengths)
     if config.advantages.shuffle:
         credit = advantages.shuffle(credit, config.run.seed, step)
     credit = advantages.one_sided(credit, config.advantages.only)

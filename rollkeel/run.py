@@ -253,6 +253,12 @@ def build_objective(config: Config) -> Objective:
     )
 
 
+def estimator(config: Config, objective: Objective) -> str:
+    """Name of the advantage estimator: the one asked for, RLOO for parts of groups, or the objective's."""
+    partial = config.run.loop == "budgeted" and config.rollout.budget.group == "partial"
+    return config.advantages.name or ("rloo" if partial else objective.advantage)
+
+
 def run_probes(config: Config, policy: Policy, source: PromptSource | None = None) -> Probes | None:
     """What an inference server is asked after every publication; None for the embedded engine, whose memory is checked.
 

@@ -12,15 +12,14 @@ from rollkeel.errors import BadInput
 from rollkeel.models.loading import resolve_device
 from rollkeel.objectives.kl import PLAIN
 from rollkeel.rollout.schedule import read_schedule
-from rollkeel.run import build_objective, pool_rules, sampling_params
+from rollkeel.run import build_objective, estimator, pool_rules, sampling_params
 from rollkeel.tasks import get
 from rollkeel.tasks.environment import Environment
 
 
 def validate(config: Config) -> None:
     """Refuse what can be refused before anything is built, trained or written."""
-    own = build_objective(config).advantage
-    advantages.find(config.advantages.name or own)
+    advantages.find(estimator(config, build_objective(config)))
     if config.train.kl_in == "reward" and config.train.kl_estimator not in PLAIN:
         raise BadInput(
             f"train.kl_estimator: {config.train.kl_estimator} multiplies by a ratio that only a loss differentiates; set"

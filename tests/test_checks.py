@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from tiny_run import TINY, events, rows
 
 from rollkeel import advantages, learn, loop, report
+from rollkeel.batch.build import build_batch
 from rollkeel.diagnostics.checks import Checks, changeable
 from rollkeel.diagnostics.oddities import surplus
 from rollkeel.engines.local import LocalEngine
@@ -247,6 +249,16 @@ def test_a_sure_policy_repeats_itself_and_an_unsure_one_does_not() -> None:
     assert surplus(rollouts([([1, 2, 3], -40.0), ([1, 2, 3], -40.0), ([4, 5], -3.0)])) == 1
     assert surplus(rollouts([([i], -7.0) for i in (1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8)])) > 4
     assert surplus([]) == 0
+
+
+@pytest.mark.parametrize(("loop", "found"), [("sync", {}), ("budgeted", {"rollout/miscredited": 1.0})])
+def test_credit_is_judged_under_the_estimator_that_gave_it(loop: str, found: dict[str, float]) -> None:
+    """Parts of groups get RLOO in the place of the objective's own estimator, which may pay for what it likes."""
+    some = [replace(r, reward=reward) for r, reward in zip(rollouts([([1], -1.0)] * 2), (0.0, 1.0), strict=True)]
+    parts = [build_batch(some, [0.5, -0.5], "token_mean")]
+    config = load(None, [*LOOPS[loop], *(["rollout.budget.group=partial"] if loop == "budgeted" else [])])
+    fake: Any = SimpleNamespace(config=config, objective=SimpleNamespace(advantage="own.py:estimator"))
+    assert learn.credited(fake, parts, some) == found
 
 
 def test_a_resumed_run_goes_on_counting() -> None:
