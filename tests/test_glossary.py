@@ -5,6 +5,7 @@ Runs the three loops with what adds metrics of its own. Not covered: inference s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,6 +45,14 @@ def test_every_metric_of_a_run_is_explained(
 def test_the_page_is_printed_from_the_table() -> None:
     path = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
     assert path.read_text(encoding="utf-8") == page(), "python -m rollkeel.diagnostics.glossary > docs/metrics.md"
+
+
+def test_a_metric_is_explained_once() -> None:
+    root = Path(__file__).resolve().parent.parent
+    files = [*root.glob("rollkeel/**/*.py"), *(f for f in root.glob("docs/*.md") if f.name != "metrics.md")]
+    rows = [(f.name, row) for f in files for row in re.findall(r"^\| `([^`]+)`", f.read_text(encoding="utf-8"), re.M)]
+    assert len(files) > 200
+    assert [(name, key) for name, key in rows if "/" in key and meaning(key)] == []
 
 
 def test_names_and_patterns() -> None:

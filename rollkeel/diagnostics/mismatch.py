@@ -1,31 +1,8 @@
 """How far the engine that samples and the engine that trains disagree, from three log-probs per token.
 
-Names are stable; ρ = o/q, all means run over the batch's response tokens. Where the batch has no recomputed o, p of the
-first pass at the old weights stands in its place.
-
-| metric | meaning |
-|---|---|
-| `mismatch/source` | 1: o is `old_logprobs`; 0: o is `logprobs` |
-| `mismatch/tokens`, `/non_finite`, `/clamped_log_ratios` | tokens measured; left out as NaN or infinite; log ρ beyond ±20 |
-| `mismatch/ratio_mean`, `/ratio_std`, `/ratio_max` | of ρ (population std). E_q[ρ] = the mass o puts on q's support |
-| `mismatch/expected_ratio` | mean kept mass, what `ratio_mean` should be near under truncated sampling |
-| `mismatch/prob_abs_diff`, `/prob_abs_diff_max`, `/logprob_abs_diff` | mean and max abs(o−q); mean abs(log o − log q) |
-| `mismatch/pearson` | correlation of (o, q); left out when either has a variance under 1e-12 |
-| `mismatch/kl`, `/kl_k3` | mean(log q − log o); mean(ρ − 1 − log ρ) |
-| `mismatch/inverse_ratio_mean`, `/second_moment` | mean 1/ρ; mean ρ², which is 1 + χ² of a token's choice |
-| `mismatch/js` | mean of ½(ρ log ρ − (1+ρ) log((1+ρ)/2)) ≥ 0, unbiased for the Jensen-Shannon divergence of o and q, nats |
-| `mismatch/perplexity`, `/rollout_perplexity` | mean over sequences of exp(−mean log o), exp(−mean log q) |
-| `mismatch/log_perplexity_gap`, `_abs`, `_abs_max` | mean(log q) − mean(log o) of a sequence: mean over sequences, mean and largest size |
-| `mismatch/perplexity_ratio` | mean over sequences of the exp of that gap |
-| `mismatch/chi2_sequence` | mean over sequences of (Π ρ)² − 1, log Π ρ held at ±20 |
-| `mismatch/ess` | (Σw)² / (n Σw²), effective sample size as a fraction; w is the objective's weight if it has one, else ρ |
-| `mismatch/equal_version/*` | the same over tokens sampled by the trainer's version; `/share` is their fraction |
-| `mismatch/by_probability/{o,q}_<low>/{share,mean,std}` | ρ in ten bins [low, low+0.1) of o and of q; empty bins left out |
-| `mask/bad_updates` | fraction with A < 0 and q − p > 0.5 |
-| `staleness/mean`, `/max` | trainer version − version that sampled the token |
-| `staleness/span`, `/span_mean` | newest − oldest version inside one rollout: largest, and mean over rollouts |
-| `policy/prob_mean`, `policy/entropy` | mean p of the sampled tokens; mean entropy, nats |
-| `policy/kl_base` | mean of k3 = ref/p − 1 − log(ref/p), nats per token: KL(p‖ref), where there is a reference |
+The metrics are those of `glossary.py` under `mismatch/`, `staleness/` and `policy/`, and `mask/bad_updates`. Names are stable; ρ = o/q,
+all means run over the batch's response tokens. Where the batch has no recomputed o, p of the first pass at the old weights
+stands in its place.
 """
 
 from __future__ import annotations
@@ -65,7 +42,7 @@ class _Gap:
 def mismatch_metrics(
     tokens: TokenBatch, trainer_version: int, *, weight: torch.Tensor | None = None
 ) -> dict[str, float]:
-    """Every mismatch, staleness and policy metric that a token batch holds; finite floats, see the module's table.
+    """Every mismatch, staleness and policy metric that a token batch holds; finite floats.
 
     Args: `tokens`: `[T]` tensors of the global batch, T ≥ 1, gradients ignored; `trainer_version`: version of the weights
     that o was computed with; `weight`: `[T]` ≥ 0, the objective's correction weight if it has one. A metric whose fields

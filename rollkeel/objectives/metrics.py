@@ -1,28 +1,8 @@
 """What an objective did to a batch, in numbers. Everything is read off the device in one synchronisation.
 
-| metric | meaning |
-|---|---|
-| `loss/total`, `/policy`, `/kl`, `/gap_penalty`, `/positive_nll`, `/entropy` | the loss and its terms, with their coefficients |
-| `objective/kept` | fraction of tokens that every mask keeps |
-| `objective/clamped_log_ratios` | log-ratios beyond ±20, each counted once |
-| `clip/high`, `clip/low` | fraction of tokens cut on each side, by a surrogate or by a ratio clip that is a mask |
-| `clip/cut`, `/cut_<feature>` | fraction of tokens that the surrogate cuts on either side, and the features below over them |
-| `mask/<name>/kept`, `/dropped`, `/dropped_<threshold>` | fractions; the last where a mask has several thresholds |
-| `mask/<name>/dropped_entropy`, `/dropped_probability`, `/dropped_rollout_probability` | means over dropped tokens: nats; p; q (μ of the DPPO paper's Fig. 6) |
-| `mask/<name>/dropped_gradient_mass` | Σ abs(A)(1−p) dropped / total |
-| `mask/<name>/<threshold>` | its current value |
-| `weight/mean`, `/max` | of the correction weight, over kept tokens |
-| `controller/<mask>/bound`, `/acceptance`, `/target` | of a threshold that follows a drop rate; `controller/bound` … if it is the only one |
-| `bias/delta_j` | Σ c·A·(f − u), f all that multiplies A·∇log p: what the objective has beyond the importance-sampled one, whose gradient is Σ c·A·u·∇log p. The sum of its parts: |
-| `bias/delta_j_ratio` | Σ c·A·(b − u), b the surrogate's ratio before cuts: for r it is Σ c·r·A·(1−ρ) (stability study eq. 10, on rollout samples), for u it is 0 |
-| `bias/delta_j_weight` | Σ c·A·b·(w − 1) |
-| `bias/delta_j_clip` | Σ c·A·w·(g − b), g what multiplies A·∇log p after the surrogate's cuts and caps (eqs. 11–14 with the tokens that PPO really cuts: eq. 12 as printed also counts those moved against A) |
-| `bias/delta_j_mask` | Σ c·A·w·g·(k − 1) (eq. 35 with φ = k) |
-| `bias/delta_j_perturb` | Σ c·A·k·w·g·(x − 1), x perturbations and the kept denominator (eq. 35 with φ = x) |
-| `bias/delta_inj` | Σ c·S·(x − 1), by the value of S, where a cut token still counts (eq. 20; S = Y of eq. 16 under gspo) |
-| `bias/j` | Σ A·(φ−1), φ = δ where o < 0.1: the applied distortion, or a nominal one of δ = 2 (eq. 23) |
-
-A mean over no tokens, a number that is not finite, and the bias of a part that the objective does not have are left out. Where the batch has no recomputed o, p stands in its place.
+The metrics are those of `diagnostics/glossary.py` under `loss/`, `objective/`, `clip/`, `mask/`, `weight/`, `controller/`, `bias/`. A
+mean over no tokens, a number that is not finite, and the bias of a part that the objective does not have are left out. Where the
+batch has no recomputed o, p stands in its place.
 """
 
 from __future__ import annotations
@@ -66,7 +46,7 @@ class Parts:
 
 
 def measure(objective: Objective, tokens: TokenBatch, parts: Parts) -> dict[str, float]:
-    """All metrics of the module's table that this objective and batch have."""
+    """All metrics that this objective and batch have."""
     scalars = Reductions()
     count = torch.tensor(float(tokens.logprobs.numel()), device=tokens.logprobs.device)
     scalars.add("loss/total", parts.loss)
