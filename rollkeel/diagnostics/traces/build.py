@@ -10,20 +10,9 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from rollkeel.diagnostics.traces.trace import Facts, Trace
+from rollkeel.diagnostics.traces.trace import TOKENS, Facts, Trace
 from rollkeel.errors import BadInput, Corrupt
 
-_FIELDS: Final[dict[str, tuple[type[np.generic], Any]]] = {
-    "token_ids": (np.int64, -1),
-    "rollout_logprobs": (np.float32, np.nan),
-    "train_logprobs": (np.float32, np.nan),
-    "mask": (np.bool_, True),
-    "advantages": (np.float32, np.nan),
-    "keep": (np.bool_, True),
-    "entropy": (np.float32, np.nan),
-    "versions": (np.int64, -1),
-}
-"""Token field → dtype, and what stands for a token without it."""
 _ALWAYS: Final = ("token_ids", "rollout_logprobs")
 _SCALARS: Final = {int, float, bool, type(None)}
 
@@ -78,7 +67,7 @@ class Sequences:
     def __init__(self, source: str, path: Path, notes: Notes, *, room: float = float("inf")) -> None:
         self.source, self.path, self.notes, self._room = source, path, notes, room
         self._found: list[Response] = []
-        self._tokens: dict[str, list[np.ndarray | None]] = {name: [] for name in _FIELDS}
+        self._tokens: dict[str, list[np.ndarray | None]] = {name: [] for name in TOKENS}
 
     def add(self, found: Response) -> None:
         """Token fields whose length or kind does not fit are left out of this sequence, with a note.
@@ -96,7 +85,7 @@ class Sequences:
         value = found.tokens.get(name)
         if value is None:
             return None
-        array = numbers(value, _FIELDS[name][0])
+        array = numbers(value, TOKENS[name][1])
         if array is None:
             self.notes.add(f"{name}: expected one number per token; left out", found.where)
         elif len(array) != found.length:
@@ -112,7 +101,7 @@ class Sequences:
             raise BadInput(f"{self.path}: no {self.source} sequence can be read" + (f" ({lines[0]})" if lines else ""))
         order = sorted(range(len(self._found)), key=lambda i: self._found[i].step)
         found = [self._found[i] for i in order]
-        tokens = {name: self._join(name, order) for name in _FIELDS}
+        tokens = {name: self._join(name, order) for name in TOKENS}
         return Trace(
             source=self.source,
             path=str(self.path),
@@ -133,7 +122,7 @@ class Sequences:
         )
 
     def _join(self, name: str, order: Iterable[int]) -> Any:
-        dtype, missing = _FIELDS[name]
+        _, dtype, missing = TOKENS[name]
         column = self._tokens[name]
         absent = sum(value is None for value in column)
         if absent == len(column) and name not in _ALWAYS:
@@ -223,6 +212,13 @@ def numbered(folder: Path, pattern: str, last: int | None = None) -> list[tuple[
         kept = set(sorted({n for n, _ in found})[-last:]) if last > 0 else set()
         found = [entry for entry in found if entry[0] in kept]
     return found
+
+
+def dumped(path: Path, folder: str, pattern: str, last: int | None = None) -> list[tuple[int, Path]]:
+    """`numbered` files: this one, those of this folder, or of the one in it that is called `folder`."""
+    if path.is_file():
+        return [(number_in(path, pattern), path)]
+    return numbered(path / folder if (path / folder).is_dir() else path, pattern, last)
 
 
 def number_in(path: Path, pattern: str) -> int:

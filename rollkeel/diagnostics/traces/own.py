@@ -14,20 +14,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rollkeel.diagnostics.traces.trace import TOKENS
 from rollkeel.errors import BadInput, nearest
 
 NEEDED = ("token_ids", "mask", "rollout_logprobs", "train_logprobs")
-_TOKENS: dict[str, tuple[str, type[np.generic]]] = {
-    "token_ids": ("token_ids", np.int64),
-    "mask": ("sampled", np.bool_),
-    "rollout_logprobs": ("logprobs", np.float32),
-    "train_logprobs": ("train_logprobs", np.float32),
-    "advantages": ("advantages", np.float32),
-    "keep": ("keep", np.bool_),
-    "entropy": ("entropy", np.float32),
-    "versions": ("versions", np.int64),
-}
-"""Argument → column of the file and dtype: one value per token."""
+_TOKENS = (*NEEDED, "advantages", "keep", "entropy", "versions")
+"""Arguments with one value per token."""
 _TEXTS = ("prompt_text", "text", "answer", "status", "detail")
 _ROWS = ("rewards", "groups", "train_version", "prompt_ids", *_TEXTS)
 _EMPTY = ("prompt_id", "grader", "grader_options", "task", "metadata")
@@ -86,9 +78,10 @@ def _tokens(given: Mapping[str, Any]) -> dict[str, pa.Array]:
         raise BadInput(f"save_batch mask: expected [responses, tokens], got shape {list(mask.shape)}")
     lengths = (mask * np.arange(1, mask.shape[1] + 1)).max(axis=1, initial=0)
     columns = {}
-    for name, (column, dtype) in _TOKENS.items():
+    for name in _TOKENS:
         if name not in given:
             continue
+        column, dtype, _ = TOKENS[name]
         values = _array(given[name])
         if name == "advantages" and values.shape == mask.shape[:1]:
             values = np.repeat(values[:, None], mask.shape[1], axis=1)

@@ -15,25 +15,11 @@ import pyarrow.compute as compute
 from rollkeel.diagnostics.rollout_store import read_step
 from rollkeel.diagnostics.run_files import RunFiles, read_run
 from rollkeel.diagnostics.runfolder import CONFIG, METRICS, rollout_files
-from rollkeel.diagnostics.traces.trace import Facts, Trace
+from rollkeel.diagnostics.traces.trace import TOKENS, Facts, Trace
 from rollkeel.errors import BadInput, Corrupt, RollkeelError
 
 pc: Any = compute  # its functions are made at import time
 
-_TOKENS: dict[str, tuple[str, type[np.generic], Any]] = {
-    "token_ids": ("token_ids", np.int64, -1),
-    "rollout_logprobs": ("logprobs", np.float32, np.nan),
-    "mask": ("sampled", np.bool_, True),
-    "train_logprobs": ("train_logprobs", np.float32, np.nan),
-    "advantages": ("advantages", np.float32, np.nan),
-    "keep": ("keep", np.bool_, True),
-    "entropy": ("entropy", np.float32, np.nan),
-    "kept_mass": ("kept_mass", np.float32, 1.0),
-    "versions": ("versions", np.int64, -1),
-    "kv_versions": ("kv_versions", np.int64, -1),
-    "flipped_layers": ("flipped_layers", np.int16, -1),
-}
-"""Field → column of the file, dtype, and what stands for a token without it."""
 _TEXTS = {"status": "status", "prompt_text": "prompt_text", "text": "text", "answer": "answer", "detail": "detail"}
 _NUMBERS = {"step": np.int64, "id": np.int64, "group": np.int64, "reward": np.float64}
 _ENGINE = ("engine", "dtype", "sampling")
@@ -94,7 +80,7 @@ class _Part:
 
 
 def _part(file: Path) -> _Part:
-    columns = [*{c for c, _, _ in _TOKENS.values()}, *_TEXTS.values(), *_NUMBERS, *_ENGINE]
+    columns = [*{c for c, _, _ in TOKENS.values()}, *_TEXTS.values(), *_NUMBERS, *_ENGINE]
     table = read_step(file, [*columns, "prompt_token_ids", "train_version"])
     # A column of nothing but null may have lost its type to the program that wrote it.
     table = table.select([c.name for c in table.schema if not pa.types.is_null(c.type)])
@@ -108,7 +94,7 @@ def _part(file: Path) -> _Part:
         prompt_length=_lengths(table["prompt_token_ids"]),
         tokens={
             name: _flat(table, column, dtype, missing)
-            for name, (column, dtype, missing) in _TOKENS.items()
+            for name, (column, dtype, missing) in TOKENS.items()
             if column in table.column_names
         },
         numbers=numbers,
@@ -128,7 +114,7 @@ def _trace(path: Path, parts: list[_Part], run: RunFiles | None, notes: list[str
     lengths = np.concatenate([p.lengths for p in parts])
     pieces = _pieces(parts)
     tokens: dict[str, Any] = {}
-    for name, (_, dtype, missing) in _TOKENS.items():
+    for name, (_, dtype, missing) in TOKENS.items():
         if any(name in p.tokens for p in parts):
             # Parts give up their arrays as they are joined: never two copies of more than one field.
             each = [p.tokens.pop(name, None) for p in parts]
@@ -167,8 +153,6 @@ def _lengths(column: pa.ChunkedArray) -> np.ndarray:
 def _flat(table: pa.Table, column: str, dtype: type[np.generic], missing: Any) -> np.ndarray:
     """Values of a list column token after token; a rollout without them gets `missing` for each of its tokens."""
     wanted = _lengths(table["token_ids"])
-    if column not in table.column_names:
-        return np.full(int(wanted.sum()), missing, dtype)
     have = _lengths(table[column])
     flat = pc.list_flatten(table[column])
     values = (pc.fill_null(flat, missing) if flat.null_count else flat).to_numpy().astype(dtype)

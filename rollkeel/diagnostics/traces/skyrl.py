@@ -22,9 +22,8 @@ from rollkeel.diagnostics.traces.build import (
     Notes,
     Response,
     Sequences,
+    dumped,
     integer,
-    number_in,
-    numbered,
     without_placeholders,
 )
 from rollkeel.diagnostics.traces.tensors_pickle import load, load_bytes, plain
@@ -42,7 +41,7 @@ _RESPONSE: Final = ("response_mask", "loss_mask", "rollout_logprobs", "action_lo
 def matches(path: Path) -> bool:
     """Whether this is such a file, their folder, or the export folder above it."""
     if path.is_dir():
-        return bool(_files(path, None))
+        return bool(dumped(path, FOLDER, FILES))
     return path.name.endswith("_training_input.pkl")
 
 
@@ -50,7 +49,7 @@ def read(path: Path, *, last: int | None = None) -> Trace:
     """`last`: only the last so many steps. Raises `BadInput` if nothing can be read."""
     notes = Notes()
     sequences = Sequences(SOURCE, path, notes)
-    for step, file in [(number_in(path, FILES), path)] if path.is_file() else _files(path, last):
+    for step, file in dumped(path, FOLDER, FILES, last):
         try:
             batch, metadata = _batch(load(file), file.name, notes)
         except Corrupt as error:
@@ -58,10 +57,6 @@ def read(path: Path, *, last: int | None = None) -> Trace:
             continue
         _add(sequences, file.name, step, batch, metadata)
     return sequences.trace()
-
-
-def _files(path: Path, last: int | None) -> list[tuple[int, Path]]:
-    return numbered(path / FOLDER if (path / FOLDER).is_dir() else path, FILES, last)
 
 
 def _batch(value: Any, where: str, notes: Notes) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

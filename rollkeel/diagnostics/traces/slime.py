@@ -209,30 +209,19 @@ def _add(sequences: Sequences, where: str, step: int, sample: dict[str, Any], ro
 
 def _add_trained(sequences: Sequences, where: str, step: int, index: int, row: dict[str, Any]) -> None:
     """A sequence of which there is only the train file."""
-    ids, length = numbers(row.get("tokens"), np.int64), integer(row.get("response_lengths"))
-    if ids is None or length is None or not 0 <= length <= len(ids):
-        sequences.notes.add("no tokens and response_lengths that fit each other; left out", where)
-        return
-    start = len(ids) - length
-    tokens = _trained_fields(sequences.notes, where, row, length)
-    q = row.get("rollout_log_probs")
-    if _is_part(q, length):
+    length, q = integer(row.get("response_lengths")), row.get("rollout_log_probs")
+    if length is not None and _is_part(q, length):
         sequences.notes.add("rollout_log_probs of a part of the response only; left out", where)
         q = None
-    tokens |= {"token_ids": ids[start:], "rollout_logprobs": without_placeholders(q, tokens.get("mask"))}
-    sequences.add(
-        Response(
-            where=where,
-            step=step,
-            length=length,
-            id=index,
-            group=ids[:start].tobytes(),
-            reward=number(row.get("raw_reward")),
-            prompt_length=start,
-            status=str(Status.LENGTH) if row.get("truncated") == 1 else "",
-            tokens=tokens,
-        )
-    )
+    sample = {
+        "index": index,
+        "tokens": row.get("tokens"),
+        "response_length": length,
+        "rollout_log_probs": q,
+        "reward": row.get("raw_reward"),
+        "status": "truncated" if row.get("truncated") == 1 else None,
+    }
+    _add(sequences, where, step, sample, {index: row})
 
 
 def _reward(notes: Notes, where: str, sample: dict[str, Any]) -> float:

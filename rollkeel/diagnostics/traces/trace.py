@@ -14,6 +14,22 @@ import numpy as np
 
 from rollkeel.types import FloatArray, IntArray
 
+TOKENS: dict[str, tuple[str, type[np.generic], Any]] = {
+    "token_ids": ("token_ids", np.int64, -1),
+    "mask": ("sampled", np.bool_, True),
+    "rollout_logprobs": ("logprobs", np.float32, np.nan),
+    "train_logprobs": ("train_logprobs", np.float32, np.nan),
+    "advantages": ("advantages", np.float32, np.nan),
+    "keep": ("keep", np.bool_, True),
+    "entropy": ("entropy", np.float32, np.nan),
+    "versions": ("versions", np.int64, -1),
+    "kept_mass": ("kept_mass", np.float32, 1.0),
+    "kv_versions": ("kv_versions", np.int64, -1),
+    "flipped_layers": ("flipped_layers", np.int16, -1),
+}
+"""Token field → column of rollkeel's own files, dtype, and what stands for a token without it."""
+PER_TOKEN = frozenset(TOKENS)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
@@ -175,18 +191,3 @@ class Trace:
 
 
 _NEITHER = {"source", "path", "facts", "starts", "pieces", "metrics", "notes"}
-PER_TOKEN = frozenset(
-    {
-        "token_ids",
-        "rollout_logprobs",
-        "train_logprobs",
-        "mask",
-        "advantages",
-        "keep",
-        "entropy",
-        "kept_mass",
-        "versions",
-        "kv_versions",
-        "flipped_layers",
-    }
-)

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollkeel.diagnostics.traces.build import Notes, Response, Sequences, integer, number, number_in, numbered, text
+from rollkeel.diagnostics.traces.build import Notes, Response, Sequences, dumped, integer, number, text
 from rollkeel.diagnostics.traces.trace import Trace
 
 FILES = r"completions_(\d{1,15})\.parquet"
@@ -27,7 +27,7 @@ _KNOWN = {"step", "prompt", "completion", "advantage"}
 def matches(path: Path) -> bool:
     """Whether this is such a file, their folder, or the output folder above it."""
     if path.is_dir():
-        return bool(_files(path, None))
+        return bool(dumped(path, FOLDER, FILES))
     return path.suffix == ".parquet" and path.name.startswith("completions_")
 
 
@@ -36,7 +36,7 @@ def read(path: Path, *, last: int | None = None) -> Trace:
     notes = Notes()
     sequences = Sequences(SOURCE, path, notes)
     previous: tuple[Any, ...] = ()
-    for step, file in [(number_in(path, FILES), path)] if path.is_file() else _files(path, last):
+    for step, file in dumped(path, FOLDER, FILES, last):
         try:
             table = pq.ParquetFile(file).read()
             columns: dict[str, list[Any]] = {
@@ -53,10 +53,6 @@ def read(path: Path, *, last: int | None = None) -> Trace:
         _add(sequences, file.name, step, columns, _reward_columns(table, file.name, notes))
     notes.add("TRL writes texts, rewards and advantages only: nothing about tokens can be examined")
     return sequences.trace()
-
-
-def _files(path: Path, last: int | None) -> list[tuple[int, Path]]:
-    return numbered(path / FOLDER if (path / FOLDER).is_dir() else path, FILES, last)
 
 
 def _reward_columns(table: pa.Table, where: str, notes: Notes) -> list[str]:

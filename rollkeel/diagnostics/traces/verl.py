@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rollkeel.diagnostics.traces.build import Notes, Response, Sequences, integer, number, number_in, numbered, text
+from rollkeel.diagnostics.traces.build import Notes, Response, Sequences, dumped, integer, number, numbered, text
 from rollkeel.diagnostics.traces.jsonl import first_record, records
 from rollkeel.diagnostics.traces.trace import Trace
 
@@ -31,7 +31,7 @@ def read(path: Path, *, last: int | None = None) -> Trace:
     """`last`: only the last so many steps. Raises `BadInput` if nothing can be read."""
     notes = Notes()
     sequences = Sequences(SOURCE, path, notes)
-    for step, file in [(number_in(path, FILES), path)] if path.is_file() else numbered(path, FILES, last):
+    for step, file in dumped(path, "", FILES, last):
         for where, row in records(file, notes):
             _add(sequences, where, step, row)
     notes.add("verl dumps texts and scores only: nothing about tokens can be examined")
