@@ -9,10 +9,10 @@ from rollkeel.diagnostics.doctor.causes_training import first_tokens, last_token
 from rollkeel.diagnostics.doctor.diagnosis import Cause
 from rollkeel.diagnostics.doctor.evidence import Evidence
 from rollkeel.diagnostics.doctor.repeats import contexts
-from rollkeel.diagnostics.doctor.series import known_mean, lost
+from rollkeel.diagnostics.doctor.series import extremes, known_mean, lost
 from rollkeel.diagnostics.doctor.tokens import Mean, clustered
 from rollkeel.diagnostics.traces.trace import Trace
-from rollkeel.types import FloatArray, IntArray
+from rollkeel.types import IntArray
 
 
 def no_reward_signal(e: Evidence) -> Cause | None:
@@ -41,17 +41,8 @@ def _groups(trace: Trace) -> tuple[int, int]:
     known = np.isfinite(trace.reward)
     if not known.any():
         return 0, 0
-    low, high, count = _extremes(trace.reward[known], trace.group[known])
+    low, high, count = extremes(trace.reward[known], trace.group[known])
     return int((count > 1).sum()), int((high > low).sum())
-
-
-def _extremes(values: FloatArray, group: IntArray) -> tuple[FloatArray, FloatArray, IntArray]:
-    """Least and largest of `values` and their count, by group."""
-    _, which, count = np.unique(group, return_inverse=True, return_counts=True)
-    low, high = np.full(len(count), np.inf), np.full(len(count), -np.inf)
-    np.minimum.at(low, which, values)
-    np.maximum.at(high, which, values)
-    return low, high, count
 
 
 def reward_lost(e: Evidence) -> Cause | None:
@@ -108,7 +99,7 @@ def _mixed(trace: Trace) -> np.ndarray:
     known = np.isfinite(trace.reward)
     out = np.zeros(trace.sequences, bool)
     if known.any():
-        low, high, _ = _extremes(trace.reward[known], trace.group[known])
+        low, high, _ = extremes(trace.reward[known], trace.group[known])
         out[known] = (high > low)[np.unique(trace.group[known], return_inverse=True)[1]]
     return out
 
@@ -136,12 +127,11 @@ def _no_change(e: Evidence) -> str | None:
         return None
     informed = (tokens.o > np.log(0.02)) & (tokens.o < np.log(0.98))
     index = tokens.index[informed]
-    _, prompt = np.unique(np.array(trace.prompt_text), return_inverse=True)
-    _, place = np.unique(contexts(trace, prompt)[index], return_inverse=True)
+    _, place = np.unique(contexts(trace, _numbered(trace))[index], return_inverse=True)
     if len(place) == 0:
         return None
-    first, last, _ = _extremes(trace.train_version[trace.sequence[index]].astype(float), place)
-    low, high, _ = _extremes(tokens.o[informed].astype(float), place)
+    first, last, _ = extremes(trace.train_version[trace.sequence[index]].astype(float), place)
+    low, high, _ = extremes(tokens.o[informed].astype(float), place)
     again = last - first >= limits.UNMOVED_VERSIONS
     if again.sum() < limits.MIN_INFORMED or (high - low)[again].max() > limits.UNMOVED:
         return None

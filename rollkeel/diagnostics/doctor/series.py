@@ -86,6 +86,15 @@ def known_mean(values: FloatArray) -> float:
     return float(known.mean()) if len(known) else float("nan")
 
 
+def extremes(values: FloatArray, group: IntArray) -> tuple[FloatArray, FloatArray, IntArray]:
+    """Least and largest of `values` and their count, by group."""
+    _, which, count = np.unique(group, return_inverse=True, return_counts=True)
+    low, high = np.full(len(count), np.inf), np.full(len(count), -np.inf)
+    np.minimum.at(low, which, values)
+    np.maximum.at(high, which, values)
+    return low, high, count
+
+
 def difference(s: Series, first: slice, second: slice) -> Mean:
     def mean(part: slice) -> Mean:
         values, errors = s.reward[part], s.reward_error[part]
@@ -140,12 +149,9 @@ def _same(trace: Trace, which: IntArray, size: int) -> FloatArray:
     known = np.isfinite(trace.reward)
     if not known.any():
         return np.full(size, np.nan)
-    _, first, group = np.unique(trace.group[known], return_index=True, return_inverse=True)
-    low, high = np.full(len(first), np.inf), np.full(len(first), -np.inf)
-    np.minimum.at(low, group, trace.reward[known])
-    np.maximum.at(high, group, trace.reward[known])
-    several = np.bincount(group) > 1
-    return _mean((low == high)[several].astype(float), which[known][first][several], size)
+    _, first = np.unique(trace.group[known], return_index=True)
+    low, high, count = extremes(trace.reward[known], trace.group[known])
+    return _mean((low == high)[count > 1].astype(float), which[known][first][count > 1], size)
 
 
 def _entropies(trace: Trace, which: IntArray, size: int) -> tuple[FloatArray, str]:
@@ -159,10 +165,7 @@ def _entropies(trace: Trace, which: IntArray, size: int) -> tuple[FloatArray, st
             continue
         known = np.isfinite(values) if trace.mask is None else np.isfinite(values) & trace.mask
         if known.any():
-            token_bin = np.repeat(which, trace.lengths)[known]
-            counts = np.bincount(token_bin, minlength=size)
-            sums = np.bincount(token_bin, values[known], size)
-            return sign * np.divide(sums, counts, out=np.full(size, np.nan), where=counts > 0), name
+            return sign * _mean(values[known], np.repeat(which, trace.lengths)[known], size), name
     return np.full(size, np.nan), "nothing"
 
 
