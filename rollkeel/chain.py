@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollkeel.config import Config, Node, parse_yaml
-from rollkeel.errors import BadInput, Corrupt
+from rollkeel.errors import BadInput, Corrupt, fault
 from rollkeel.events import write_atomic
 from rollkeel.recipe import RECIPES, from_tree, merge
 
@@ -82,11 +82,8 @@ def load_chain(folder: Path, out: Path) -> Chain:
     try:
         spec = ChainSpec.model_validate(_tupled(_yaml(folder / "pipeline.yaml")))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise BadInput(
-            f"{folder / 'pipeline.yaml'} {where}: {first['msg']}, got {str(first['input'])[:80]!r}"
-        ) from None
+        where, said = fault(error)
+        raise BadInput(f"{folder / 'pipeline.yaml'} {'.'.join(where)}: {said}") from None
     stages: dict[str, Stage] = {}
     digest = hashlib.sha256()
     for each in spec.stages:

@@ -6,7 +6,9 @@ An error message is one line: what was expected, what came, what to do.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
+from typing import Any
 
 
 class RollkeelError(Exception):
@@ -52,8 +54,35 @@ class Interrupted(RollkeelError):
 
 
 def nearest(key: str, known: Sequence[str], where: str = "") -> str:
-    """End of a message about an unknown `key` of section `where`: the nearest of `known`, or all of them."""
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    if close:
+    """End of a message about an unknown `key` of section `where`: the nearest of `known`, or all of them where they are few."""
+    if close := difflib.get_close_matches(key, known, n=1, cutoff=0.5):
         return f"; did you mean {where + '.' if where else ''}{close[0]}?"
-    return f"; known: {', '.join(known)}"
+    few = known if len(known) <= 30 else difflib.get_close_matches(key, known, n=5, cutoff=0)
+    return f"; {'known' if few is known else 'the nearest are'}: {', '.join(few) or 'none'}"
+
+
+_WORDS = (
+    (r"^(?:Input|String|Tuple|List|Dictionary) should (?:be |(?=have|match))", "expected "),
+    (r", (?:got|unable) .*| after validation, not \d+$", ""),
+    (r"greater than or equal to", "≥"),
+    (r"less than or equal to", "≤"),
+    (r"greater than", ">"),
+    (r"less than", "<"),
+    (r"a valid integer", "an integer"),
+    (r"a valid tuple|a valid list", "a list"),
+    (r"a valid dictionary.*", "a mapping"),
+    (r"a valid ", "a "),
+    (r"expected have", "expected"),
+    (r"expected match", "expected text that matches"),
+)
+"""From pydantic's words to ours."""
+
+
+def fault(error: Any) -> tuple[tuple[str, ...], str]:
+    """Place of the first fault that pydantic found, and what was expected there and what came."""
+    first = error.errors(include_url=False)[0]
+    said = "expected a value, got none" if first["type"] == "missing" else first["msg"].removeprefix("Value error, ")
+    if first["type"] not in ("missing", "value_error"):  # whose words are ours
+        for theirs, ours in _WORDS:
+            said = re.sub(theirs, ours, said)
+    return tuple(map(str, first["loc"])), said if ", got" in said else f"{said}, got {first['input']!r:.80}"

@@ -227,5 +227,5 @@ class OrOwn:
 
     def _checked(self, name: str) -> str:
         if name not in self.names and ":" not in name:
-            raise ValueError(f"expected {', '.join(self.names)} or your own file.py:name{nearest(name, self.names)}")
+            raise ValueError(f"expected {', '.join(self.names)} or your own file.py:name")
         return name

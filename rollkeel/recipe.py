@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from rollkeel import plugins
 from rollkeel.config import Config, ObjectiveConfig, parse_yaml
-from rollkeel.errors import BadInput, nearest
+from rollkeel.errors import BadInput, fault, nearest
 
 RECIPES = Path(__file__).resolve().parent / "recipes"
 
@@ -45,11 +45,8 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
         plugins.resolve(tree := _tuples(tree))
         config = Config.model_validate(tree)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(p) for p in first["loc"])
-        raise BadInput(
-            f"config {where}: {first['msg'].removeprefix('Value error, ')}, got {first['input']!r}"
-        ) from None
+        where, said = fault(error)
+        raise BadInput(f"config {'.'.join(where)}: {said}") from None
     if (config.data.task is None) == (config.data.path is None):
         raise BadInput("config data: expected exactly one of data.task and data.path; set the other to null")
     if "/" in config.run.name:
@@ -98,7 +95,8 @@ def _apply(tree: dict[str, Any], text: str, given: set[str]) -> None:
             hint = f"; write 'objective.{part}={{{parts[-1]}: {raw.strip()}}}'" if whole else ""
             raise BadInput(f"override {text!r}: {part!r} is a value, not a section{hint}")
         node = child
-    if key.strip() == "data.task" and value != node.get("task", Config().data.task) and "data.options" not in given:
+    task = plugins.short(str(node.get("task", Config().data.task)))  # a file that moved is the same task
+    if key.strip() == "data.task" and plugins.short(str(value)) != task and "data.options" not in given:
         options = node.get("options") or {}  # of the recipe's task; those typed before are of this one
         node["options"] = {k: v for k, v in options.items() if f"data.options.{k}" in given}
     if parts == ["objective", "name"] and value != node.get("name", ObjectiveConfig().name):

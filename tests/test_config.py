@@ -6,6 +6,7 @@ Not covered: whether a recipe trains well (tests/test_learning.py).
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollkeel.config import Config, parse_yaml
+from rollkeel.config_table import leaves
 from rollkeel.errors import BadInput
 from rollkeel.recipe import RECIPES, find_recipe, from_tree, load, merge
 
@@ -80,19 +82,23 @@ def test_later_overrides_win_and_the_rest_of_the_recipe_stays() -> None:
         ("trian.lr=1", "config trian: unknown key; did you mean train?"),
         ("rollout.sample=4", "did you mean rollout.samples?"),
         ("engine.zzzzzz=1", "known: kind, kv, dtype"),
-        ("run.steps=many", "config run.steps: Input should be a valid integer, got 'many'"),
+        ("run.steps=many", "config run.steps: expected an integer, got 'many'"),
         ("run.steps=1.5", "config run.steps"),
         ("run.steps=true", "config run.steps"),
-        ("run.steps=-1", "greater than or equal to 0, got -1"),
+        ("run.steps=-1", "config run.steps: expected ≥ 0, got -1"),
         ("run.name=12", "config run.name"),
         ("eval.greedy=1", "config eval.greedy"),
         ("engine.dtype=fp9", "config engine.dtype"),
-        ("train.betas=[0.9]", "config train.betas"),
+        ("train.betas=[0.9]", "config train.betas.1: expected a value, got none"),
+        ("train.betas=[1, 2, 3]", "config train.betas: expected at most 2 items, got (1, 2, 3)"),
+        ("train.betas=2", "config train.betas: expected a list, got 2"),
+        ("run.loop=foo", "config run.loop: expected 'sync', 'budgeted' or 'async', got 'foo'"),
+        ("engine.kind=foo", "expected local, vllm, sglang or your own file.py:name, got 'foo'"),
         ("train.lr=nan", "config train.lr"),
         ("train.lr=.inf", "config train.lr: expected a finite number, got inf"),
         ("objective.phi=-.inf", "config objective.phi: expected a finite number, got -inf"),
         ("data.options.x=[1, .nan]", "config data.options.x: expected a finite number, got nan"),
-        ("train.betas=[1.5, 2]", "config train.betas.0: Input should be less than 1, got 1.5"),
+        ("train.betas=[1.5, 2]", "config train.betas.0: expected < 1, got 1.5"),
         ('run.dir="a\\0b"', "config run.dir: expected Unicode text without null characters, got 'a\\x00b'"),
         ('run.dir="\\ud800"', "config run.dir: expected Unicode text"),
         ("run.name=../../evil", "config run.name: '../../evil' is a path, expected a name; run.dir takes a path"),
@@ -113,6 +119,31 @@ def test_bad_override_is_one_line_that_names_it(override: str, names: str) -> No
         load(None, [override])
     assert names in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("value", ["{a: 1}", "[a, {}]", "-3", "0.5", "yes", "''"])
+def test_every_setting_says_what_it_expected_in_our_words(value: str) -> None:
+    refusals = []
+    for leaf in leaves():
+        try:
+            load(None, [f"{leaf.key}={value}"])
+        except BadInput as error:
+            refusals.append(str(error))
+    assert len(refusals) > 20
+    pattern = (
+        r"^config \S+: (.+: )?expected .*, got [^,]|^config .*: unknown key|, expected a name|expected exactly one of"
+    )
+    assert [
+        said for said in refusals if not re.search(pattern, said) or re.search("should|valid|got.*, got", said)
+    ] == []
+
+
+@pytest.mark.parametrize(("section", "near"), [("nosuch", "run.schedule"), ("engine.kin", "did you mean engine.kind?")])
+def test_the_settings_nearest_to_a_wrong_one_are_few(section: str, near: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        leaves(section)
+    assert near in str(refused.value)
+    assert len(str(refused.value)) < 200
 
 
 def test_a_value_is_not_a_section() -> None:

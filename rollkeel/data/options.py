@@ -11,7 +11,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from rollkeel.config import Node, parse_yaml
-from rollkeel.errors import BadInput, nearest
+from rollkeel.errors import BadInput, fault, nearest
 from rollkeel.recipe import merge
 
 
@@ -142,17 +142,13 @@ def read_options(file: Path | None, words: Sequence[str] = ()) -> CleanOptions:
     try:
         options = CleanOptions.model_validate_json(json.dumps(merge(tree, words)))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
+        where, said = fault(error)
+        if error.errors()[0]["type"] == "extra_forbidden":
             section: Any = CleanOptions()
-            for part in first["loc"][:-1]:
-                section = getattr(section, str(part))
-            guess = nearest(
-                str(first["loc"][-1]), list(type(section).model_fields), ".".join(map(str, first["loc"][:-1]))
-            )
-            raise BadInput(f"data option {where}: unknown key{guess}") from None
-        raise BadInput(f"data option {where}: {first['msg']}, got {first['input']!r}") from None
+            for part in where[:-1]:
+                section = getattr(section, part)
+            said = f"unknown key{nearest(where[-1], list(type(section).model_fields), '.'.join(where[:-1]))}"
+        raise BadInput(f"data option {'.'.join(where)}: {said}") from None
     except TypeError as error:  # YAML has dates and sets, JSON has not
         raise BadInput(f"data options: expected text, numbers, lists and mappings: {error}") from None
     return _checked(options)

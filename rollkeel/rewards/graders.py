@@ -19,13 +19,13 @@ from functools import lru_cache
 from typing import Any
 
 from rollkeel import plugins
-from rollkeel.errors import BadInput
+from rollkeel.errors import BadInput, nearest
 from rollkeel.rewards import judge, programs
 from rollkeel.rewards.answers import NoAnswer, final_answer
 from rollkeel.rewards.choices import settled
 from rollkeel.tasks import TASKS, Task, TaskItem, family
 from rollkeel.tasks import get as get_task
-from rollkeel.tasks.base import excerpt, nearest
+from rollkeel.tasks.base import excerpt
 from rollkeel.tasks.environment import GRADER
 from rollkeel.tasks.members import key, members
 from rollkeel.types import GraderSpec, Rollout

@@ -12,7 +12,7 @@ import yaml
 from pydantic import Field, ValidationError
 
 from rollkeel.config import Node, parse_yaml
-from rollkeel.errors import BadInput
+from rollkeel.errors import BadInput, fault
 from rollkeel.recipe import RECIPES, _check_keys, find_recipe, merge
 
 POLICIES = ("sync", "oversample", "april", "c3po", "async")
@@ -148,9 +148,8 @@ def load_scenario(file: str | Path | None = None, overrides: Sequence[str] = ())
     try:
         scenario = Scenario.model_validate({k: v for k, v in tree.items() if v is not None})
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(p) for p in first["loc"])
-        raise BadInput(f"config {where}: {first['msg']}, got {first['input']!r}") from None
+        where, said = fault(error)
+        raise BadInput(f"config {'.'.join(where)}: {said}") from None
     if scenario.warmup >= scenario.iterations:
         raise BadInput(
             f"config warmup: expected fewer than iterations={scenario.iterations}, got {scenario.warmup}; nothing would "

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rollkeel import plugins
-from rollkeel.errors import BadInput
+from rollkeel.errors import BadInput, nearest
 from rollkeel.tasks.addition import Addition
 from rollkeel.tasks.algebra import Algebra
-from rollkeel.tasks.base import JUNK, SPLITS, Task, TaskItem, TaskOptions, keyed_rng, nearest
+from rollkeel.tasks.base import JUNK, SPLITS, Task, TaskItem, TaskOptions, keyed_rng
 from rollkeel.tasks.constraints.family import Constraints
 from rollkeel.tasks.countdown import Countdown
 from rollkeel.tasks.environment import Environment, EnvironmentOptions, Step

@@ -6,7 +6,6 @@ to exactly one split by the hash of what it asks, whatever the seed, so an evalu
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import random
@@ -18,7 +17,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rollkeel.errors import BadInput
+from rollkeel.errors import BadInput, fault, nearest
 from rollkeel.types import GraderSpec
 
 SPLITS = ("sft", "train", "eval")
@@ -207,22 +206,14 @@ def validate_options(task: str, kind: type[TaskOptions], options: Mapping[str, A
     try:
         return kind.model_validate(dict(options))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = " ".join(["option", *(str(p) for p in first["loc"])]) if first["loc"] else "options"
-        message = first["msg"].removeprefix("Value error, ")
-        raise BadInput(f"task {task}: {where}: {message}, got {first['input']!r}") from None
+        where, said = fault(error)
+        raise BadInput(f"task {task}: {' '.join(['option', *where]) if where else 'options'}: {said}") from None
 
 
 def check_split(split: str) -> None:
     """Raises `BadInput` for a split that does not exist."""
     if split not in SPLITS:
         raise BadInput(f"split {split!r}: unknown{nearest(split, SPLITS)}")
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """`; did you mean x?`, or `; known: …` when nothing is close."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known) or 'none'}"
 
 
 def digest(*parts: object) -> bytes:

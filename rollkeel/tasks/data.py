@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollkeel.config import DataConfig
-from rollkeel.errors import BadInput
-from rollkeel.tasks.base import hash_fraction, nearest
+from rollkeel.errors import BadInput, nearest
+from rollkeel.tasks.base import hash_fraction
 from rollkeel.tasks.lines import Lines
 
 SUFFIXES = (".jsonl", ".parquet", ".csv")

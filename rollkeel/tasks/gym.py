@@ -24,8 +24,8 @@ from typing import Any, final
 import numpy as np
 from pydantic import Field
 
-from rollkeel.errors import BadInput, GraderFailure
-from rollkeel.tasks.base import MAX_RESPONSE_CHARS, Task, TaskItem, TaskOptions, excerpt, nearest
+from rollkeel.errors import BadInput, GraderFailure, nearest
+from rollkeel.tasks.base import MAX_RESPONSE_CHARS, Task, TaskItem, TaskOptions, excerpt
 
 _ORDER = "makes other items in another process: it depends on the order of Python's hashes"
 _SILENT = "publishes no answer, so that nothing proves its scorer"

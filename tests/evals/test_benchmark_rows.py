@@ -224,7 +224,7 @@ def test_ifeval_numbers_of_tables_with_gaps_are_whole_again(tmp_path: Path) -> N
     [
         ({"kwargs": [{}]}, "ifeval row 1: expected as many kwargs as instructions, got 1 and 2"),
         ({"instruction_id_list": [], "kwargs": []}, "ifeval row 1: expected as many kwargs as instructions, got 0 and 0"),
-        ({"instruction_id_list": ["punctuation:no_coma", "x"]}, "ifeval row 1: .*did you mean 'punctuation:no_comma'"),
+        ({"instruction_id_list": ["punctuation:no_coma", "x"]}, "ifeval row 1: .*did you mean punctuation:no_comma"),
         ({"kwargs": [{"relation": "at least"}, {}]}, "ifeval row 1: .*number_words: .* num_words missing"),
     ],
 )  # fmt: skip
@@ -410,5 +410,5 @@ def test_every_entry_says_where_it_is_from_and_how_it_is_graded() -> None:
         assert any(paper in benchmark.reported for paper in ("Ring-1T", "DPPO", "AC-MIS-PO"))
         assert benchmark.k >= 1
         assert benchmark.license
-    with pytest.raises(BadInput, match="did you mean 'aime24'"):
+    with pytest.raises(BadInput, match="did you mean aime24"):
         get("aime_24")

@@ -72,7 +72,7 @@ def test_code_goes_to_the_sandbox_that_is_named(tmp_path: Path, capsys: pytest.C
     ("word", "message"),
     [
         ("reward.graders.deadlines=3", "reward.graders.deadlines: unknown key; did you mean reward.graders.deadline_s?"),
-        ("reward.graders.deadline_s=0", "config reward.graders.deadline_s: Input should be greater than 0, got 0"),
+        ("reward.graders.deadline_s=0", "config reward.graders.deadline_s: expected > 0, got 0"),
         ("reward.graders=3", "expected a section of keys, got 3"),
         ("workers", "recipe 'workers': no such file"),
     ],

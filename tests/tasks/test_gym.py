@@ -190,8 +190,8 @@ def test_global_random_states_and_output_stay_as_they_were(capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"generator": "chain_summ"}, "'chain_summ': unknown; did you mean 'chain_sum'"),
-        ({"config": {"min_term": 2}}, "chain_sum has no option 'min_term'; did you mean 'min_terms'"),
+        ({"generator": "chain_summ"}, "'chain_summ': unknown; did you mean chain_sum"),
+        ({"config": {"min_term": 2}}, "chain_sum has no option 'min_term'; did you mean min_terms"),
         ({"config": {"seed": 2}}, "no option 'seed'"),
         ({"config": {"min_terms": -2}}, "chain_sum refuses config {'min_terms': -2}: "),
         *(({"generator": name}, f"generator '{name}' ") for name in gym.REFUSED),

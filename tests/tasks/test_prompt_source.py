@@ -157,7 +157,7 @@ def test_special_text_in_answers_and_missing_eos(tmp_path: Path) -> None:
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(BadInput, match=r"split 'evl': unknown; did you mean 'eval'\?"):
+    with pytest.raises(BadInput, match=r"split 'evl': unknown; did you mean eval\?"):
         source(split="evl")
     with pytest.raises(BadInput, match="expected ≥ 0, got -1"):
         source().prompt(-1)

@@ -121,16 +121,16 @@ def test_reordered_operands_are_the_same_problem() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("runsum", {"digit": 3}, r"unknown option 'digit'; did you mean 'digits'\?"),
+        ("runsum", {"digit": 3}, r"unknown option 'digit'; did you mean digits\?"),
         ("runsum", {"zzz": 3}, r"unknown option 'zzz'; known: digits"),
-        ("runsum", {"digits": 0}, r"option digits: .*greater than or equal to 1, got 0"),
+        ("runsum", {"digits": 0}, r"option digits: expected ≥ 1, got 0"),
         ("runsum", {"digits": 201}, r"option digits: .*200, got 201"),
-        ("runsum", {"digits": "12"}, r"option digits: .*valid integer, got '12'"),
-        ("runsum", {"digits": 12.0}, r"option digits: .*valid integer, got 12.0"),
-        ("runsum", {"digits": True}, r"option digits: .*valid integer, got True"),
-        ("countdown", {"target_min": 9, "target_max": 3}, r"options: expected target_min ≤ target_max"),
+        ("runsum", {"digits": "12"}, r"option digits: expected an integer, got '12'"),
+        ("runsum", {"digits": 12.0}, r"option digits: expected an integer, got 12.0"),
+        ("runsum", {"digits": True}, r"option digits: expected an integer, got True"),
+        ("countdown", {"target_min": 9, "target_max": 3}, r"options: expected target_min ≤ target_max, got 9 > 3$"),
         ("countdown", {"use_all": 1}, r"option use_all: .*boolean, got 1"),
-        ("runsumm", {}, r"task 'runsumm': unknown; did you mean 'runsum'\?"),
+        ("runsumm", {}, r"task 'runsumm': unknown; did you mean runsum\?"),
     ],
 )
 def test_bad_names_and_knobs_are_one_line(name: str, options: dict[str, Any], message: str) -> None:
@@ -141,7 +141,7 @@ def test_bad_names_and_knobs_are_one_line(name: str, options: dict[str, Any], me
 
 def test_bad_split_and_index() -> None:
     task = tasks.get("runsum")
-    with pytest.raises(BadInput, match="did you mean 'train'"):
+    with pytest.raises(BadInput, match="did you mean train"):
         task.item(0, "trian", 0)
     with pytest.raises(BadInput, match="index ≥ 0"):
         task.item(0, "train", -1)

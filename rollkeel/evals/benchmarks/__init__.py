@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from rollkeel.errors import BadInput
+from rollkeel.errors import BadInput, nearest
 from rollkeel.evals.benchmarks import choices, instructions, maths, programs, reasoning
 from rollkeel.evals.benchmarks.base import Benchmark, Item, Loaded, Options
 from rollkeel.evals.graders import register_all
-from rollkeel.tasks.base import nearest
 
 __all__ = ["BENCHMARKS", "Benchmark", "Item", "Loaded", "Options", "get"]
 

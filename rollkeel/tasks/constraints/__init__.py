@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollkeel.errors import BadInput
-from rollkeel.tasks.base import nearest
+from rollkeel.errors import BadInput, nearest
 from rollkeel.tasks.constraints.kinds import KINDS, Found
 from rollkeel.tasks.looks import as_read
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rollkeel.errors import BadInput
-from rollkeel.tasks.base import nearest
+from rollkeel.errors import BadInput, nearest
 
 MAX_DEPTH = 64
 _IGNORED = {"$schema", "$id", "$comment", "title", "description", "default", "examples", "format"}
