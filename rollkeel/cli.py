@@ -196,11 +196,14 @@ def list_tasks(
     """Names of the task families."""
     from rollkeel import plugins, tasks
 
-    for name in tasks.names():
-        print(f"{name:12} {tasks.TASKS[name].summary}")
+    found = {name: tasks.TASKS[name] for name in tasks.names()}
     for file in files or []:
-        for name, kind in plugins.members(file, "tasks list", tasks.is_family).items():
-            print(f"{f'{file}:{name}':12} {kind.summary}")
+        own = plugins.members(file, "tasks list", tasks.is_family)
+        if not own:
+            raise BadInput(f"tasks list {file!r}: expected a subclass of rollkeel.tasks.Task, got none")
+        found |= {f"{file}:{name}": kind for name, kind in own.items()}
+    for name, kind in found.items():
+        print(f"{name:12} {kind.summary}")
 
 
 Options = Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]...", help="Difficulty knobs.")]

@@ -129,7 +129,7 @@ def _resume(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) -
         folder.truncate_after(-1)
         _begin(config, folder, view, stop)
         return
-    told = changes_on_resume(folder.config, config)
+    told = changes_on_resume(folder.config, config, folder.path)
     policy = _policy(config)
     run = assemble(config, folder, policy, view, stop)
     try:

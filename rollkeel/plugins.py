@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -36,9 +36,9 @@ PLACES = (
 )
 """Where a config may name it; the parts of a `mix` of graders may as well."""
 RECORD = "own_code.json"
-"""In a run folder: the files and their digests."""
+"""In a run folder: the files and their digests, by the module or file that the config names."""
 _PREFIX = f"{__name__}."
-_NOT_THEIRS = (str(Path(__file__).parent), str(Path(os.__file__).parent), "<frozen")
+_NOT_THEIRS = (f"{Path(__file__).parent}/", f"{Path(os.__file__).parent}/", "<frozen")
 
 __path__: list[str] = []  # files are loaded as modules below this one; what unpickles them imports this one first
 
@@ -83,9 +83,8 @@ def load(name: str, key: str, expected: str = "", fits: Callable[[Any], bool] = 
     attribute = name.rpartition(":")[2]
     module = module_of(name, key)
     if not hasattr(module, attribute):
-        raise BadInput(
-            f"{key} {name!r}: no {attribute!r} in {module.__file__}{nearest(attribute, list(_lines(module)))}"
-        )
+        guess = nearest(attribute, list(_lines(module)))
+        raise BadInput(f"{key} {name!r}: no {attribute!r} in {module.__file__}{guess}")
     thing = getattr(module, attribute)
     if not fits(thing):
         at = f"{module.__file__}:{_lines(module).get(attribute, 1)}"
@@ -95,23 +94,38 @@ def load(name: str, key: str, expected: str = "", fits: Callable[[Any], bool] = 
 
 def module_of(name: str, key: str) -> ModuleType:
     """The module of a name, loaded. Raises `BadInput` as `load` does."""
-    place = absolute(name).rpartition(":")[0]
-    if not place or (not place.endswith(".py") and "/" in place):
-        raise BadInput(f"{key} {name!r}: expected path/file.py:name or module:name")
-    if not place.endswith(".py"):
+    return _module(absolute(name).rpartition(":")[0], f"{key} {name!r}")
+
+
+def _module(place: str, asked: str) -> ModuleType:
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise BadInput(f"{asked}: no such file {place}; put it there, or name the file where it is")
+        wanted = _PREFIX + place.replace("%", "%25").replace(".", "%2E")
+    elif place and not {"/", ":"} & {*place}:
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
         wanted = place
-    elif Path(place).is_file():
-        wanted = _PREFIX + place.replace("%", "%25").replace(".", "%2E")
     else:
-        raise BadInput(f"{key} {name!r}: no such file {place}")
-    return tried(lambda: importlib.import_module(wanted), f"{key} {name!r}")
+        raise BadInput(f"{asked}: expected path/file.py:name or module:name")
+    if wanted not in sys.modules:
+        spec = tried(lambda: importlib.util.find_spec(wanted), asked)
+        if spec is None:
+            looked = [folder for folder in sys.path if not folder.startswith((sys.prefix, sys.base_prefix))]
+            raise BadInput(f"{asked}: no module {place} in {', '.join(looked)}; put it there")
+        if spec.has_location:
+            _refuse_namesakes(Path(spec.origin), _root(wanted, Path(spec.origin)), asked)
+    module = tried(lambda: importlib.import_module(wanted), asked)
+    if getattr(module, "__file__", None) is None:
+        raise BadInput(f"{asked}: expected a module that is a file, got {module!r}")
+    return module
 
 
 def members(file: str, key: str, fits: Callable[[Any], bool]) -> dict[str, Any]:
     """What a file defines that `fits`, by name."""
-    module = module_of(f"{file}:", key)
+    if is_own(file):
+        raise BadInput(f"{key} {file!r}: expected a file or module without :name")
+    module = _module(absolute(f"{file}:")[:-1], f"{key} {file!r}")
     return {name: thing for name in _lines(module) if fits(thing := getattr(module, name, None))}
 
 
@@ -154,42 +168,50 @@ def _shown(thing: Any) -> str:
 def _lines(module: ModuleType) -> dict[str, int]:
     """Line of every name that a module defines, but for what it imports."""
     found = dict[str, int]()
-    for node in ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")).body:
+    try:
+        source = inspect.getsource(module)
+    except (OSError, TypeError):  # compiled code has none
+        return found
+    for node in ast.parse(source).body:
         for target in node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]:
             if name := getattr(target, "name", None) or getattr(target, "id", None):
                 found[name] = node.lineno
     return found
 
 
-def resolve(tree: Mapping[str, Any], change: Callable[[str], str] = absolute) -> None:
-    """Put `change(name)` in the place of every name of somebody's own code in a config's tree, which is changed."""
+def resolve(tree: Mapping[str, Any], change: Callable[[str, str], str] = lambda name, key: absolute(name)) -> None:
+    """Put `change(name, key)` in the place of every name of somebody's own code in a config's tree, which is changed."""
 
-    def changed(value: Any) -> Any:
+    def changed(value: Any, key: str) -> Any:
         if isinstance(value, (list, tuple)):
-            return tuple(map(changed, value))
-        return change(value) if isinstance(value, str) and is_own(value) else value
+            return type(value)(changed(each, key) for each in value)
+        return change(value, key) if isinstance(value, str) and is_own(value) else value
 
     for section, key in PLACES:
         if isinstance(node := tree.get(section), dict) and key in node:
-            node[key] = changed(node[key])
+            node[key] = changed(node[key], f"{section}.{key}")
     options = node.get("grader_options") if isinstance(node := tree.get("data"), dict) else None
     for part in options.get("parts", ()) if isinstance(options, dict) else ():
         if isinstance(part, dict) and "grader" in part:
-            part["grader"] = changed(part["grader"])
+            part["grader"] = changed(part["grader"], "data.grader_options.parts")
 
 
-def digests(tree: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """SHA-256 and import root of every file that a config's tree names, by its path."""
-    names = set[str]()
-    resolve(tree, lambda name: names.add(name) or name)
-    found = {}
-    for name in sorted(names):
-        module = module_of(name, "config")
-        file = Path(str(module.__file__))
-        above = 0 if module.__name__.startswith(_PREFIX) else module.__name__.count(".") + hasattr(module, "__path__")
-        digest = hashlib.sha256(file.read_bytes()).hexdigest()
-        found[str(file)] = {"sha256": digest, "root": str(file.parents[above])}
-    return found
+# -- the files, for a run that goes on and for what is kept under the name of what made it ------------------------------
+
+
+def code(module: ModuleType) -> dict[str, Any]:
+    """Where a module is imported from, and SHA-256 of its file and of those below there that it imports, and they in turn."""
+    file = Path(str(module.__file__))
+    root = _root(module.__name__, file)
+    files = {str(f.relative_to(root)): hashlib.sha256(f.read_bytes()).hexdigest() for f in _reached(file, root)}
+    return {"root": str(root), "files": files}
+
+
+def digests(tree: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """`code` of every module or file that a config's tree names."""
+    names = dict[str, str]()
+    resolve(tree, lambda name, key: names.setdefault(name, key) and name)
+    return {name.rpartition(":")[0]: code(module_of(name, key)) for name, key in sorted(names.items())}
 
 
 def record(tree: Mapping[str, Any], folder: Path) -> list[str]:
@@ -197,20 +219,103 @@ def record(tree: Mapping[str, Any], folder: Path) -> list[str]:
     before, now = _recorded(folder), digests(tree)
     if now != before:
         write_atomic(folder / RECORD, json.dumps(now, indent=1) + "\n")
-    changed = [file for file in now if file in before and now[file]["sha256"] != before[file]["sha256"]]
-    return [f"{file} changed since this run last used it" for file in changed]
+    pairs = [(new["root"], before[place]["files"], new["files"]) for place, new in now.items() if place in before]
+    changed = [f"{root}/{f}" for root, old, new in pairs for f in {**old, **new} if old.get(f) != new.get(f)]
+    return [f"{file} changed since this run last used it" for file in dict.fromkeys(changed)]
+
+
+def as_recorded(tree: Mapping[str, Any], folder: Path) -> None:
+    """Put the name that a run knows in the place of every name of the same files elsewhere, in a config's tree."""
+    before, now = _recorded(folder), digests(tree)
+
+    def known(name: str, key: str) -> str:
+        place, _, attribute = name.rpartition(":")
+        same = [old for old, each in before.items() if each["files"] == now[place]["files"]]
+        return f"{same[0]}:{attribute}" if same and place not in before else name
+
+    resolve(tree, known)
 
 
 def recall(folder: Path) -> None:
     """Make importable what was when the run was made, wherever this process was started."""
-    sys.path.extend(r for r in dict.fromkeys(each["root"] for each in _recorded(folder).values()) if r not in sys.path)
+    roots = [each["root"] for place, each in _recorded(folder).items() if not place.endswith(".py")]
+    sys.path[:0] = [root for root in dict.fromkeys([*roots, os.getcwd()]) if roots and root not in sys.path]
 
 
-def _recorded(folder: Path) -> dict[str, dict[str, str]]:
+def _recorded(folder: Path) -> dict[str, dict[str, Any]]:
     try:
-        return json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        return {place: each for place, each in found.items() if "files" in each}
+    except (OSError, ValueError, AttributeError, TypeError):
         return {}
+
+
+def _root(name: str, file: Path) -> Path:
+    """The folder that a module is imported from, which its own imports see as well."""
+    return file.parents[0 if name.startswith(_PREFIX) else name.count(".") + (file.name == "__init__.py")]
+
+
+def _reached(file: Path, root: Path) -> list[Path]:
+    """The file, and all below `root` that it imports and they import, without what is installed there."""
+    inside = root / file.relative_to(root).parts[0] if "site-packages" in root.parts else root
+
+    def counts(taken: Path) -> bool:
+        own = taken.is_relative_to(inside) and not str(taken).startswith(_NOT_THEIRS)
+        return own and "site-packages" not in taken.relative_to(inside).parts
+
+    found = [
+        file,
+        *(f for parent in file.parents if root in parent.parents and (f := parent / "__init__.py").is_file()),
+    ]
+    for each in found:  # which grows
+        found += {taken: 0 for _, taken, _ in _imports(each, root) if taken not in found and counts(taken)}
+    return found
+
+
+def _imports(file: Path, root: Path) -> Iterator[tuple[int, Path, Path]]:
+    """Line, file that is taken, and file of that name below `root`, for all that a file imports, in its functions too."""
+    try:
+        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+    except (OSError, SyntaxError, ValueError):  # said by who imports it
+        return
+    for node in nodes:
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        level, stem = getattr(node, "level", 0), getattr(node, "module", None)
+        for name in [f"{stem}.{alias.name}" if stem else alias.name for alias in node.names]:
+            parts = name.split(".")
+            folders = [file.parents[min(level, len(file.parents)) - 1]] if level else _folders(parts[0])
+            for end in range(1, len(parts) + 1):
+                if taken := _source(folders, Path(*parts[:end])):
+                    beside = None if level else _source([root], Path(*parts[:end]))
+                    same = beside is None or taken.samefile(beside)
+                    yield node.lineno, beside if beside and same else taken, beside or taken
+
+
+def _folders(top: str) -> list[Path]:
+    """Where a name is imported from now: from one folder, but for packages without `__init__.py`."""
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return []
+    if spec is None or top == "rollkeel":
+        return []
+    if spec.submodule_search_locations is not None:
+        return [Path(place).parent for place in spec.submodule_search_locations]
+    return [Path(str(spec.origin)).parent] if spec.has_location else []
+
+
+def _source(folders: Sequence[Path], path: Path) -> Path | None:
+    places = (file for folder in folders for file in (folder / path / "__init__.py", folder / f"{path}.py"))
+    return next(filter(Path.is_file, places), None)
+
+
+def _refuse_namesakes(file: Path, root: Path, asked: str) -> None:
+    """Python keeps one module of a name: raises `BadInput` where that is not the one beside the file that asks for it."""
+    for each in _reached(file, root):
+        for line, taken, beside in _imports(each, root):
+            if taken != beside:
+                raise BadInput(f"{asked}: {each}:{line} would import {taken} and not {beside}; rename one of them")
 
 
 class OrOwn:

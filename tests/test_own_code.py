@@ -189,6 +189,25 @@ def test_a_preset_from_a_file_is_measured_in_a_worker(capsys: pytest.CaptureFixt
     assert '"mine"' in out
 
 
+@pytest.mark.usefixtures("here")
+def test_a_file_is_called_what_it_was_called(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("syntax.py").write_text("x = (\n")
+    Path("none.py").write_text("x = 1\n")
+    for command, wanted in (
+        ("tasks list", "a subclass of rollkeel.tasks.Task"),
+        ("lab", "a rollkeel.lab.preset.Preset"),
+    ):
+        for file, said in (
+            ("syntax.py", "SyntaxError: '(' was never closed"),
+            ("none.py", f"expected {wanted}, got none"),
+            ("no.py", "no such file"),
+        ):
+            code, out, err = cli(capsys, *command.split(), file)
+            assert (code, out, err.count("\n")) == (2, "", 1)
+            assert err.startswith(f"rollkeel: {command} '{file}': {said}")
+    assert "expected a file or module without :name" in cli(capsys, "tasks", "list", "mine.py:Reverse")[2]
+
+
 def test_a_judge_that_asks_for_what_there_is_not_is_refused_before_any_run(here: Path) -> None:
     (here / "unjudged.py").write_text(
         "from rollkeel.lab.preset import Arm, Preset\n"
@@ -216,6 +235,12 @@ def crash(groups):
     return groups.nothing
 def scalar(groups):
     return 1.0
+def nothing(groups):
+    groups.centred
+def few(groups):
+    return groups.rewards[:3] * 0 + 1
+def words(groups):
+    return list("abcd")
 def typo():
     import rollkeel.objectives as o
     from rollkeel.objectives.weights import Weight
@@ -245,8 +270,14 @@ BAD = [
     ("data.task=dir/bad:Half", "expected path/file.py:name or module:name"),
     ("advantages.name=bad.py:two", "expected a function of (groups), got two(a, b) ({file}:4)"),
     ("advantages.name=bad.py:crash", "no attribute 'nothing' ({file}:15)"),
-    ("advantages.name=bad.py:scalar", "expected 4 finite numbers, one for each rollout, got array(1.)"),
-    ("objective.name=bad.py:typo", "no attribute 'log_corr' ({file}:22)"),
+    ("advantages.name=bad.py:scalar", "expected 4 finite numbers, one for each rollout, got 1.0"),
+    ("advantages.name=bad.py:nothing", "expected 4 finite numbers, one for each rollout, got None"),
+    ("advantages.name=bad.py:few", "one for each rollout, got array([1., 1., 1.]) of shape [3]"),
+    ("advantages.name=bad.py:words", "one for each rollout, got ['a', 'b', 'c', 'd']"),
+    ("data.task=sys:T", "expected a module that is a file, got <module 'sys' (built-in)>"),
+    ("data.task=nosuch.mine:T", "No module named 'nosuch'"),
+    ("data.task=nosuch:T", "no module nosuch in {folder}"),
+    ("objective.name=bad.py:typo", "no attribute 'log_corr' ({file}:28)"),
     ("data.task=bad.py:Chance", "draw gave two items for one seed"),
     ("data.task=bad.py:Silent", "reset returned None, expected the prompt, item.text="),
     ("report.trackers=[bad.py:two]", "a class or function of (run folder, config, resume step), got two(a, b)"),

@@ -96,10 +96,16 @@ def find(name: str) -> Estimator:
 
 
 def _credit(name: str, estimator: Estimator, groups: Groups) -> np.ndarray:
-    credit = np.asarray(estimator(groups), dtype=np.float64)
+    came = estimator(groups)
+    try:
+        credit = np.asarray(came, dtype=np.float64)
+    except (TypeError, ValueError):
+        credit = np.empty(0)
     if credit.shape != groups.rewards.shape or not np.isfinite(credit).all():
+        shape = f" of shape {list(credit.shape)}" if isinstance(came, np.ndarray) else ""
         raise BadInput(
-            f"advantages.name {name!r}: expected {len(groups.rewards)} finite numbers, one for each rollout, got {credit!r:.80}"
+            f"advantages.name {name!r}: expected {len(groups.rewards)} finite numbers, one for each rollout, got"
+            f" {' '.join(repr(came).split()):.80}{shape}"
         )
     return credit
 

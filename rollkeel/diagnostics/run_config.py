@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rollkeel import plugins
 from rollkeel.config import Config
 from rollkeel.errors import BadInput
 
@@ -57,20 +58,24 @@ def _recorded(run: Path) -> set[str]:
     return found
 
 
-def changes(old: Config, new: Config) -> dict[str, list[Any]]:
-    """Old and new value of every leaf that differs, by its path."""
-    before, after = (_leaves(config.model_dump(mode="json")) for config in (old, new))
+def changes(old: Config, new: Config, run: Path | None = None) -> dict[str, list[Any]]:
+    """Old and new value of every leaf that differs, by its path; with `run`, somebody's own code of that run that only moved
+    does not."""
+    trees = old.model_dump(mode="json"), new.model_dump(mode="json")
+    if run is not None:
+        plugins.as_recorded(trees[1], run)
+    before, after = map(_leaves, trees)
     keys = dict.fromkeys([*before, *after])
     return {key: [before.get(key), after.get(key)] for key in keys if before.get(key) != after.get(key)}
 
 
-def changes_on_resume(old: Config, new: Config) -> list[str]:
-    """What to tell of a run that goes on with `new` settings, one line a leaf.
+def changes_on_resume(old: Config, new: Config, run: Path) -> list[str]:
+    """What to tell of the run in folder `run` that goes on with `new` settings, one line a leaf.
 
     Raises `BadInput` for the first that would make its rows those of another run.
     """
     told = []
-    for leaf, (before, after) in changes(old, new).items():
+    for leaf, (before, after) in changes(old, new, run).items():
         if _under(leaf, OWNED) and leaf not in MOVED:
             raise BadInput(
                 f"{leaf}: the run has {before!r}, got {after!r}; resume with the same {leaf.rsplit('.', 1)[-1]}, or start a"

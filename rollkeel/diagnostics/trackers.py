@@ -73,8 +73,9 @@ def open_trackers(
             tracker = plugins.tried(
                 lambda make=make: make(Path(run_dir), dict(config_dict), resume_step), f"report.trackers {name!r}"
             )
-            if not (hasattr(tracker, "log") and hasattr(tracker, "close")):
-                raise BadInput(f"report.trackers {name!r}: expected an object with log and close, got {tracker!r:.80}")
+            if lacks := [method for method in ("log", "close") if not hasattr(tracker, method)]:
+                got = f"{type(tracker).__name__} without {' and '.join(lacks)}"
+                raise BadInput(f"report.trackers {name!r}: expected an object with log and close, got {got}")
         trackers.append(tracker if on_failure is None else _Guarded(name, tracker, on_failure))
     return trackers
 

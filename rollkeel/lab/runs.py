@@ -9,12 +9,12 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
-import inspect
 import json
 import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,8 +86,8 @@ def plan(preset: Preset, seeds: Sequence[int], store: Path) -> list[Planned]:
 def _planned(preset: Preset, arm: Arm, seed: int, store: Path) -> Planned:
     if preset.measure is not None:
         words = (*preset.words, *arm.words)
-        own = Path(inspect.getfile(preset.measure)).read_text(encoding="utf-8")
-        name = _digest(preset.name, repr(words), str(seed), code_digest("lab"), own)
+        own = plugins.code(sys.modules[preset.measure.__module__])["files"]
+        name = _digest(preset.name, repr(words), str(seed), code_digest("lab"), repr(own))
         return Planned(
             arm=arm.name, seed=seed, folder=store / name, measure=functools.partial(preset.measure, words, seed)
         )

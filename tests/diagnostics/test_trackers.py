@@ -118,6 +118,9 @@ def test_a_tracker_of_ones_own_may_take_numbers_alone(tmp_path: Path) -> None:
         "    def __init__(self, *_): self.steps = []",
         "    def log(self, step, row): self.steps += [step]",
     ]
+    (tmp_path / "half.py").write_text("\n".join(lines))
+    with pytest.raises(BadInput, match=r"expected an object with log and close, got Log without close$"):
+        open_trackers([f"{tmp_path}/half.py:Log"], tmp_path, {})
     (tmp_path / "mine.py").write_text("\n".join([*lines, "    def close(self): pass", ""]))
     messages: list[str] = []
     (tracker,) = open_trackers([f"{tmp_path}/mine.py:Log"], tmp_path, {}, on_failure=messages.append)

@@ -26,7 +26,7 @@ def find(name: str) -> Preset:
         own = plugins.members(name, "lab", _is_preset)
         if len(own) != 1:
             known = f"{len(own)} ({', '.join(own)}); name one: {name}:{next(iter(own))}" if own else "none"
-            raise BadInput(f"lab {name}: expected a rollkeel.lab.preset.Preset, got {known}")
+            raise BadInput(f"lab {name!r}: expected a rollkeel.lab.preset.Preset, got {known}")
         return _judging(next(iter(own.values())), name)
     if plugins.is_own(name):
         return _judging(plugins.load(name, "lab", "a rollkeel.lab.preset.Preset", _is_preset), name)
