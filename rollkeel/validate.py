@@ -47,11 +47,8 @@ def validate(config: Config) -> None:
         raise BadInput(
             f"rollout.lag: expected 0 with run.loop={config.run.loop}, got {config.rollout.lag}; use run.loop=sync"
         )
-    if (
-        config.data.task
-        and config.run.loop != "sync"
-        and isinstance(get(config.data.task, config.data.options), Environment)
-    ):
+    task = get(config.data.task, config.data.options) if config.data.task else None
+    if config.run.loop != "sync" and isinstance(task, Environment):
         raise BadInput(
             f"run.loop: expected sync with data.task={config.data.task}, whose episodes are played in rounds, got"
             f" {config.run.loop}"

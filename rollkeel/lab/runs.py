@@ -27,7 +27,7 @@ from types import FrameType
 from rollkeel import plugins
 from rollkeel.config import Config
 from rollkeel.diagnostics.runfolder import CONFIG, METRICS, read_rows
-from rollkeel.errors import Interrupted, RollkeelError, RunStopped
+from rollkeel.errors import BadInput, Interrupted, RollkeelError, RunStopped
 from rollkeel.events import write_atomic
 from rollkeel.host import signals_blocked
 from rollkeel.lab.preset import Arm, Preset, Rows
@@ -80,7 +80,19 @@ class Planned:
 
 def plan(preset: Preset, seeds: Sequence[int], store: Path) -> list[Planned]:
     """Every run of the experiment, arm after arm. Raises `BadInput` for a config that cannot be."""
-    return [_planned(preset, arm, seed, store) for arm in preset.arms for seed in seeds]
+    runs = []
+    for arm in preset.arms:
+        try:
+            made = [_planned(preset, arm, seed, store) for seed in seeds]
+            config = made[0].config
+            if config is not None and not all(run.done for run in made):
+                from rollkeel.validate import validate  # which imports torch
+
+                validate(config)
+        except BadInput as error:
+            raise BadInput(f"lab arm {arm.name}: {error}") from None
+        runs += made
+    return runs
 
 
 def _planned(preset: Preset, arm: Arm, seed: int, store: Path) -> Planned:
@@ -198,14 +210,15 @@ class _Worker:
         send.close()
 
     def said(self) -> str:
-        """What the run came to. Raises `RunStopped` if it broke."""
+        """What the run came to. Raises `RunStopped` if it broke, `BadInput` if it was refused."""
         try:
             kind, text = self._receive.recv() if self._receive.poll() else ("broke", "")
         except EOFError:
             kind, text = "broke", ""
-        if kind == "broke":
+        if kind != "done":
             reason = text or f"its process ended with code {self.process.exitcode}"
-            raise RunStopped(f"lab run {self.run.arm}, seed {self.run.seed} ({self.run.folder}): {reason}")
+            raised = BadInput if kind == "refused" else RunStopped
+            raise raised(f"lab run {self.run.arm}, seed {self.run.seed} ({self.run.folder}): {reason}")
         return text
 
     def end(self) -> None:
@@ -226,7 +239,7 @@ def _work(run: Planned, send: connection.Connection) -> None:
     try:
         send.send(("done", _make(run)))
     except RollkeelError as error:
-        send.send(("broke", str(error)))
+        send.send(("refused" if isinstance(error, BadInput) else "broke", str(error)))
     except Exception as error:  # the parent says it: nothing here has a terminal
         send.send(("broke", f"{type(error).__name__}: {' '.join(str(error).split())}"))
 
@@ -263,7 +276,7 @@ def _only_here(folder: Path) -> Iterator[None]:
 
 
 def _train(config: Config, folder: Path) -> str:
-    from rollkeel.pipeline import train  # the parent does without torch
+    from rollkeel.pipeline import train
 
     saved = folder / "checkpoints"
     try:

@@ -13,7 +13,7 @@ import pytest
 import tiny_lab
 from tiny_lab import heard, measured
 
-from rollkeel.errors import RunStopped
+from rollkeel.errors import BadInput, RunStopped
 from rollkeel.lab import runs
 from rollkeel.lab.command import run_preset
 from rollkeel.lab.preset import Arm
@@ -72,6 +72,28 @@ def test_a_run_that_dies_or_fails_is_named_in_one_line_and_the_others_are_kept(t
         low, high = plan(preset, [0], tmp_path / "store")
         assert low.done
         assert not high.done
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("objective.name=nosuch", "objective.name 'nosuch': unknown"),
+        ("train.lrr=1", "config train.lrr: unknown key; did you mean train.lr?"),
+        ("data.options.digitz=3", "task runsum: unknown option 'digitz'"),
+        ("sampling.temperature=0", "sampling.temperature: expected > 0"),
+    ],
+)
+def test_an_arm_that_cannot_be_is_refused_before_any_run(word: str, said: str, tmp_path: Path) -> None:
+    bad = dataclasses.replace(tiny_lab.TRAINED, arms=(*tiny_lab.TRAINED.arms, Arm(name="bad", words=(word,))))
+    with pytest.raises(BadInput) as refused:
+        run_preset(bad, out=tmp_path / "out", store=tmp_path / "store")
+    assert str(refused.value).startswith(f"lab arm bad: {said}")
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+def test_a_run_that_refuses_its_input_is_no_run_that_broke(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"^lab run high, seed 0 \(\S+\): expected another word, got refuse$"):
+        run_preset(measured(more="refuse"), out=tmp_path / "out", store=tmp_path / "store", jobs=1, seeds=1)
 
 
 def test_a_run_that_a_rule_stopped_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

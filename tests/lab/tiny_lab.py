@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from tiny_run import TINY
 
+from rollkeel.errors import BadInput
 from rollkeel.lab.claims import over_last
 from rollkeel.lab.preset import Arm, Finding, Preset, Readings, apart, compared, over_steps
 
@@ -27,6 +28,8 @@ def count(words: Sequence[str], seed: int) -> Mapping[str, float]:
         os.kill(os.getpid(), signal.SIGKILL)
     if "hang" in words:
         signal.pause()
+    if "refuse" in words:
+        raise BadInput("expected another word, got refuse")
     if "fail" in words:
         raise ValueError("nothing\nto see")
     return {"value": float(len(words)) + seed / 100}
