@@ -72,7 +72,7 @@ def short(name: str) -> str:
 def absolute(name: str) -> str:
     """The same name, good in every folder: a relative file is one of the working folder."""
     place, colon, attribute = name.rpartition(":")
-    return f"{Path(place).expanduser().absolute()}:{attribute}" if colon and place.endswith(".py") else name
+    return f"{os.path.abspath(os.path.expanduser(place))}:{attribute}" if colon and place.endswith(".py") else name
 
 
 def load(name: str, key: str, expected: str = "", fits: Callable[[Any], bool] = lambda thing: True) -> Any:

@@ -309,6 +309,7 @@ def test_the_same_file_twice_is_one_module_and_another_of_that_name_is_another(h
     (here / "sub.dir" / "mine.py").write_text("from helper import answer\n")
     (here / "sub.dir" / "helper.py").write_text("answer = 42\n")
     assert plugins.load("mine.py:Reverse", "x") is plugins.load(f"{here}/mine.py:Reverse", "x")
+    assert plugins.load("sub.dir/../mine.py:Reverse", "x") is plugins.load("mine.py:Reverse", "x")
     assert plugins.load("sub.dir/mine.py:answer", "x") == 42  # with the file beside it
 
 

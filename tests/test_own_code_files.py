@@ -222,7 +222,11 @@ def test_a_run_that_moved_with_its_file_goes_on_under_the_new_name(
     assert f"no such file {old}/mine.py; put it there, or name the file where it is" in said
     (new / "helper.py").write_text(HELPER + "# another\n")
     code, said = resumed(f"data.task={new}/mine.py:Twice")
-    assert (code, f"the run has '{old}/mine.py:Twice', got '{new}/mine.py:Twice'" in said) == (2, True), said
+    assert (
+        code,
+        f"the run has '{old}/mine.py:Twice', got '{new}/mine.py:Twice'; resume with the same task, its files unchanged"
+        in said,
+    ) == (2, True), said
     (new / "helper.py").write_text(HELPER)
     code, said = resumed(f"data.task={new}/mine.py:Twice")
     assert (code, "until here" in said, "changed since" in said) == (0, False, False), said

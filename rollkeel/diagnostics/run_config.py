@@ -77,10 +77,9 @@ def changes_on_resume(old: Config, new: Config, run: Path) -> list[str]:
     told = []
     for leaf, (before, after) in changes(old, new, run).items():
         if _under(leaf, OWNED) and leaf not in MOVED:
-            raise BadInput(
-                f"{leaf}: the run has {before!r}, got {after!r}; resume with the same {leaf.rsplit('.', 1)[-1]}, or start a"
-                " new run"
-            )
+            own = isinstance(after, str) and plugins.is_own(after)
+            same = f"the same {leaf.rsplit('.', 1)[-1]}{', its files unchanged' if own else ''}"
+            raise BadInput(f"{leaf}: the run has {before!r}, got {after!r}; resume with {same}, or start a new run")
         if not _under(leaf, FREE):
             told.append(f"{leaf}: {before!r} until here, {after!r} from here on")
     return told
