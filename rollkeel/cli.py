@@ -233,23 +233,12 @@ def show(
 
 def _through(graders: Any, task: Any) -> Callable[[Any, str], tuple[float, str]]:
     """A score by the grader that a run would use, which for code is the sandbox."""
-    import numpy as np
-
-    from rollkeel import types as t
+    from rollkeel.rewards.trial import rollout_of
+    from rollkeel.tasks.source import Problem
 
     def score(item: Any, response: str) -> tuple[float, str]:
-        common: dict[str, Any] = {"index": 0, "text": item.text, "answer": item.answer, "metadata": item.metadata}
-        prompt = t.Prompt(
-            id="check", token_ids=np.zeros(1, np.int64), grader=task.grader(item), task=task.name, **common
-        )
-        facts: dict[str, Any] = {
-            "span": t.TokenSpan.empty(),
-            "sampling": t.SamplingParams(),
-            "engine": "check",
-            "dtype": "text",
-        }
-        rollout = t.Rollout(id=0, group=0, member=0, prompt=prompt, status=t.Status.FINISHED, text=response, **facts)
-        graded = graders.grade([rollout])[0]
+        problem = Problem(text=item.text, answer=item.answer, grader=task.grader(item), metadata=item.metadata)
+        graded = graders.grade([rollout_of(task.name, problem, response)])[0]
         if graded.reward is None:
             raise RollkeelError(graded.detail)
         return graded.reward, graded.detail

@@ -18,20 +18,22 @@ import rollkeel
 from rollkeel import plugins
 from rollkeel.config import Config
 from rollkeel.diagnostics.analyzer.record import check_layers
-from rollkeel.diagnostics.checks import tell, too_small, unreached
+from rollkeel.diagnostics.checks import tell, too_small, unreached, untold
 from rollkeel.diagnostics.live import LiveView
 from rollkeel.diagnostics.run_config import changes_on_resume
 from rollkeel.diagnostics.run_files import nothing_to_do
 from rollkeel.diagnostics.runfolder import RunFolder
 from rollkeel.diagnostics.stopping import StopFlag
-from rollkeel.errors import BadInput, Corrupt, Interrupted, RollkeelError
+from rollkeel.errors import BadInput, Corrupt, Interrupted, RollkeelError, RunStopped
 from rollkeel.events import EventLog
 from rollkeel.loop import train_async, train_budgeted, train_sync
 from rollkeel.models.loading import PRESET_PREFIX, Policy, load_policy, quiet_transformers, resolve_device, save_policy
 from rollkeel.objectives.described import in_words
 from rollkeel.play import equipped
+from rollkeel.rewards.trial import trial
 from rollkeel.rollout.collect import collect, issue
 from rollkeel.run import Run, assemble, eval_prompts, prompt_source, sampling_params, serve
+from rollkeel.tasks.source import problems_of
 from rollkeel.train import checkpoint
 from rollkeel.train.sft import run_sft
 from rollkeel.train.unfinished import Unfinished
@@ -94,13 +96,16 @@ def default_folder(config: Config) -> str:
 def _begin(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) -> None:
     """A new run: refuse unusable data before anything is trained, warm-start, then RL."""
     view.note(f"run folder {folder.path}")
+    problems = problems_of(config.data, config.run.seed, "train")
+    warm = config.sft.enabled and config.sft.steps > 0
+    odd = trial(problems, config.reward.graders, sampling_params(config, ()), warm_start=warm)
     policy = _policy(config)
     eval_prompts(config, policy)
-    prompt_source(config, policy, "train").prompts(range(config.rollout.prompts))
+    prompt_source(config, policy, "train", problems).prompts(range(config.rollout.prompts))
     if config.alarms.on_alarm != "off":
         found = too_small(list(policy.model.parameters()), config.train.lr)
-        tell([*found, *unreached(policy.model)], folder.events, view.note)
-    if config.sft.enabled and config.sft.steps > 0:
+        tell([*untold(odd), *found, *unreached(policy.model)], folder.events, view.note)
+    if warm:
         kept = Unfinished(folder.warm_start, warm_start_key(config))
         warm_start(policy, config, view, stop, folder.events, kept)
         kept.remove()
@@ -177,7 +182,12 @@ def _reinforce(run: Run, first: int) -> None:
         run.alarms.observe(row)
         run.checks.observe(row)
     run.view.phase("rl", run.config.run.steps)
-    {"sync": train_sync, "budgeted": train_budgeted, "async": train_async}[run.config.run.loop](run, first)
+    try:
+        {"sync": train_sync, "budgeted": train_budgeted, "async": train_async}[run.config.run.loop](run, first)
+    except BadInput as error:
+        if not run.folder.metrics():
+            raise
+        raise RunStopped(str(error)) from error  # what was done before is kept, and the run can go on from it
     checkpoint.replace_folder(run.folder.model, lambda path: save_policy(run.policy, path))
     _last_word(run)
 

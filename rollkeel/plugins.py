@@ -23,7 +23,7 @@ from urllib.parse import unquote
 
 from pydantic_core import core_schema
 
-from rollkeel.errors import BadInput, nearest
+from rollkeel.errors import BadInput, RollkeelError, nearest
 from rollkeel.events import write_atomic
 
 PLACES = (
@@ -38,7 +38,7 @@ PLACES = (
 RECORD = "own_code.json"
 """In a run folder: the files and their digests, by the module or file that the config names."""
 _PREFIX = f"{__name__}."
-_NOT_THEIRS = (f"{Path(__file__).parent}/", f"{Path(os.__file__).parent}/", "<frozen")
+_NOT_THEIRS = (f"{Path(__file__).parent}/", f"{Path(os.__file__).parent}/", "<frozen", "<string>")
 
 __path__: list[str] = []  # files are loaded as modules below this one; what unpickles them imports this one first
 
@@ -130,7 +130,9 @@ def members(file: str, key: str, fits: Callable[[Any], bool]) -> dict[str, Any]:
 
 
 def takes(function: Any, count: int) -> bool:
-    """True if `function` can be called with so many positional arguments."""
+    """True if `function` can be called with so many positional arguments, and gives its result at once."""
+    if inspect.iscoroutinefunction(function):
+        return False
     try:
         inspect.signature(function).bind(*range(count))
     except (TypeError, ValueError):
@@ -143,26 +145,45 @@ def tried(call: Callable[[], Any], what: str) -> Any:
     try:
         return call()
     except (Exception, SystemExit) as error:  # their code can fail in any way
-        if isinstance(error, BadInput):
+        if isinstance(error, RollkeelError):
             raise
         raise BadInput(f"{what}: {trouble(error)}") from error
 
 
-def trouble(error: BaseException) -> str:
-    """Kind and message of an error, and the last line of somebody's own code that led to it."""
-    frames = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+def trouble(error: BaseException, called: Any = None) -> str:
+    """Kind and message of an error, the last line of somebody's own code that led to it, and their function that we called.
+
+    `called`: whose place it is where the error is ours, about what that function returned."""
+    frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
-        frames.append((error.filename or "", error.lineno))
+        frames.append((error.filename or "", error.lineno, "<module>"))
     theirs = [f for f in frames if not f[0].startswith(_NOT_THEIRS) and "site-packages" not in f[0]]
     message = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
-    return f"{type(error).__name__}: {message}" + (f" ({theirs[-1][0]}:{theirs[-1][1]})" if theirs else "")
+    line = message if isinstance(error, BadInput) else f"{type(error).__name__}: {message:.160}"
+    if not theirs:
+        return line + ("" if called is None else place(called))
+    name = f" in {theirs[0][2]}" if theirs[0][2] != "<module>" else ""
+    return f"{line} ({theirs[-1][0]}:{theirs[-1][1]}{name})"
+
+
+def place(function: Any) -> str:
+    """` (file:line in name)` of a function of somebody's own, or of what is loaded from its name; empty of ours."""
+    try:
+        function = load(function, "own code") if isinstance(function, str) else function
+    except BadInput:
+        return ""
+    code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    if code is None or code.co_filename.startswith(_NOT_THEIRS):
+        return ""
+    return f" ({code.co_filename}:{code.co_firstlineno} in {code.co_name})"
 
 
 def _shown(thing: Any) -> str:
     if isinstance(thing, type):
         missing = sorted(getattr(thing, "__abstractmethods__", ()))
         return f"class {thing.__name__}" + (f" without {', '.join(missing)}" if missing else "")
-    return f"{thing.__name__}{inspect.signature(thing)}" if inspect.isfunction(thing) else f"{thing!r:.80}"
+    waits = "async " if inspect.iscoroutinefunction(thing) else ""
+    return f"{waits}{thing.__name__}{inspect.signature(thing)}" if inspect.isfunction(thing) else f"{thing!r:.80}"
 
 
 def _lines(module: ModuleType) -> dict[str, int]:

@@ -292,6 +292,12 @@ def too_small(parameters: Sequence[torch.Tensor], lr: float) -> list[Finding]:
     return [Finding(check=check.name, step=0, evidence=evidence, advice=check.advice)]
 
 
+def untold(evidence: str) -> list[Finding]:
+    """Before anything is trained: rewards that do not tell right from wrong (`reward_untold`), where there is `evidence`."""
+    advice = "A policy that learns from it need not answer: look at the grader and the answers."
+    return [Finding(check="reward_untold", step=0, evidence=evidence, advice=advice)] if evidence else []
+
+
 def tell(findings: Sequence[Finding], events: EventLog, note: Callable[[str], None]) -> None:
     """Log and say each; those that stop the run are said by its end. Raises `RunStopped` for the first of those."""
     for f in findings:

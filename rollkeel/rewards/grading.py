@@ -16,7 +16,7 @@ import math
 import numbers
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -255,8 +255,8 @@ class Graders:
         began = time.perf_counter()
         try:
             outcome = _checked(run(part.rollout))
-        except Exception as error:  # data here: counted, and never an end of the run by itself
-            outcome = Outcome(reward=None, detail=_reason(part.name, error))
+        except (Exception, SystemExit) as error:  # data here: counted, and never an end of the run by itself
+            outcome = Outcome(reward=None, detail=_reason(part, error))
             if (part.entry.sound or isinstance(error, NoVerdict)) and self._reads_gold(part, run):
                 outcome = _undecided(outcome.detail)
         return replace(outcome, began=began, ended=time.perf_counter())
@@ -294,7 +294,7 @@ class Graders:
                 for part in some:
                     self._score_batch(path, [part])
                 return
-            outcomes = [Outcome(reward=None, detail=_reason(some[0].name, error))]
+            outcomes = [Outcome(reward=None, detail=_reason(some[0], error))]
         each = (time.perf_counter() - began) / len(some)
         for i, (part, outcome) in enumerate(zip(some, outcomes, strict=True)):
             part.outcome = replace(outcome, began=began + i * each, ended=began + (i + 1) * each)
@@ -365,8 +365,10 @@ def _of(part: Part) -> Outcome:
     return part.outcome
 
 
-def _reason(name: str, error: Exception) -> str:
-    return f"grader {name}: {' '.join(str(error).split()) if isinstance(error, Broken) else plugins.trouble(error)}"
+def _reason(part: Part, error: BaseException) -> str:
+    own = None if part.entry.sound else part.entry.run
+    said = " ".join(str(error).split()) if isinstance(error, Broken) else plugins.trouble(error, own)
+    return f"grader {part.name}: {said}"
 
 
 def _undecided(reason: str) -> Outcome:
@@ -380,6 +382,8 @@ def _checked(result: Any) -> Outcome:
     if value is None and detail:
         return _undecided(detail)
     if not isinstance(value, numbers.Real):
+        if isinstance(value, Coroutine):
+            value.close()
         raise TypeError(f"expected a real number as reward, got {type(value).__name__}")
     reward = float(value)
     if not math.isfinite(reward):

@@ -36,11 +36,11 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _answer(asked: dict[str, Any], functions: dict[str, Any], memory_mb: int) -> dict[str, Any]:
+    from rollkeel import plugins  # now that the path is known where it lies
+
     name = asked["function"]
     try:
         if name not in functions:
-            from rollkeel import plugins  # now that the path is known where it lies
-
             functions[name] = plugins.load(name, "grader")
             _limit(memory_mb)
         if "text" not in asked:
@@ -51,7 +51,7 @@ def _answer(asked: dict[str, Any], functions: dict[str, Any], memory_mb: int) ->
     except MemoryError:
         return {"memory": True}
     except Exception as error:  # whatever a grader throws is an answer here: the caller counts it as a failure
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": plugins.trouble(error, functions.get(name))}
     return {"value": value, "detail": str(detail), "rss_mb": _pages()[1] * resource.getpagesize() / 2**20}
 
 

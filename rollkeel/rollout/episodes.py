@@ -20,11 +20,12 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from typing import Any, Protocol, final
 
+from rollkeel import plugins
 from rollkeel.errors import BadInput, Interrupted
 from rollkeel.protocols import Engine, Grader
 from rollkeel.rollout.collect import completed, decode
 from rollkeel.tasks.base import TaskItem
-from rollkeel.tasks.environment import Environment, Step, ToolLost
+from rollkeel.tasks.environment import Environment, Step, ToolLost, taken
 from rollkeel.tasks.turns import Dialogue
 from rollkeel.types import Rollout, Status
 
@@ -140,7 +141,7 @@ class _Episode:
 
     def act(self, action: str) -> None:
         self._actions.append(action)
-        self._guarded(lambda: self._environment.step(action))
+        self._guarded(lambda: taken(self._environment, action))
 
     def _guarded(self, call: Callable[[], Step | None]) -> None:
         """Whatever an environment throws is data; a lost tool is replaced once, and the episode played again in it."""
@@ -158,16 +159,16 @@ class _Episode:
                 self._step, self._reward = step, self._reward + step.reward
             if step is not None and step.done:
                 self._environment.close()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if self._hung:
                 return
-            self._fail(f"{type(error).__name__}: {' '.join(str(error).split())}")
+            self._fail(plugins.trouble(error))
 
     def _again(self) -> Step | None:
         """From the start to where it was."""
         self._environment.close()
         self._environment.reset(self._item)
-        return [self._environment.step(action) for action in self._actions][-1] if self._actions else None
+        return [taken(self._environment, action) for action in self._actions][-1] if self._actions else None
 
     def _fail(self, reason: str) -> None:
         detail = f"environment {self._environment.name}: turn {len(self._actions)}: {reason}"[:300]

@@ -34,6 +34,8 @@ from rollkeel.tasks.runsum import Runsum
 from rollkeel.tasks.science import Science
 
 R = TypeVar("R")
+WRONG = "???"
+"""A response that is plainly wrong; a verifier must have an answer to it."""
 Score = Callable[[TaskItem, str], tuple[float, str]]
 """`(item, response)` → reward and detail. Raising means that the grader failed."""
 
@@ -86,6 +88,7 @@ def get(name: str, options: Mapping[str, Any] | None = None) -> Task[Any]:
     if name in TASKS:
         return TASKS[name](options)
     kind = family(name)
+    _check_async(name, kind)
 
     def made() -> Task[Any]:
         task = kind(options)
@@ -93,15 +96,30 @@ def get(name: str, options: Mapping[str, Any] | None = None) -> Task[Any]:
         item = task.item(0, "sft", 0)
         if task.item(0, "sft", 0) != item:
             raise BadInput(f"task {name!r}: draw gave two items for one seed; take randomness from its argument alone")
-        if isinstance(task, Environment) and not task.uses_tool and (said := task.fresh().reset(item)) != item.text:
-            raise BadInput(f"task {name!r}: reset returned {said!r}, expected the prompt, item.text={item.text!r}")
-        reward, detail = (1.0, "") if getattr(task, "uses_tool", False) else task.score(item, task.gold(item))
+        task.noisy(item, keyed_rng(name), 0.5)
+        if getattr(task, "uses_tool", False):
+            return task
+        if isinstance(task, Environment) and (said := task.fresh().reset(item)) != item.text:
+            where = plugins.place(task.reset)
+            raise BadInput(
+                f"task {name!r}: reset returned {said!r}, expected the prompt, item.text={item.text!r}{where}"
+            )
+        reward, detail = task.score(item, task.gold(item))
         if reward != 1.0:
             raise BadInput(f"task {name!r}: its answer to {item.text!r} scores {reward}, expected 1 ({detail})")
-        task.noisy(item, keyed_rng(name), 0.5)
+        task.score(item, WRONG)
+        if (reward := task.score(item, "")[0]) == 1.0:
+            where = plugins.place(task.verify)
+            raise BadInput(f"task {name!r}: an empty response to {item.text!r} scores {reward:g}, expected less{where}")
         return task
 
     return plugins.tried(made, f"task {name!r}")
+
+
+def _check_async(name: str, kind: type[Task[Any]]) -> None:
+    for method in vars(Environment) | vars(Task):
+        if inspect.iscoroutinefunction(own := getattr(kind, method, None)):
+            raise BadInput(f"task {name!r}: expected a plain method, got async {method}{plugins.place(own)}")
 
 
 def is_family(thing: Any) -> bool:

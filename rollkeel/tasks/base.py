@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import numbers
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -17,6 +19,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from rollkeel import plugins
 from rollkeel.errors import BadInput, fault, nearest
 from rollkeel.types import GraderSpec
 
@@ -58,6 +61,10 @@ class TaskItem:
     """Gold answer in canonical form."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """What scoring needs beside the answer."""
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.text, str) and isinstance(self.answer, str)):
+            raise TypeError(f"TaskItem: expected text and answer as str, got {self.text!r:.40} and {self.answer!r:.40}")
 
     def to_json(self) -> dict[str, Any]:
         return {"text": self.text, "answer": self.answer, "metadata": dict(self.metadata)}
@@ -157,20 +164,37 @@ class Task(ABC, Generic[O]):
     def item(self, seed: int, split: str, index: int) -> TaskItem:
         """Item `index` of `split`: redrawn until its content hash falls into the split.
 
-        Raises `BadInput` for an unknown split, a negative index, or knobs that leave too few different problems.
+        Raises `BadInput` for an unknown split, a negative index, or a family of too few different problems.
         """
         check_split(split)
         if index < 0:
             raise BadInput(f"task {self.name}: expected an index ≥ 0, got {index}")
         low, high = SPLIT_EDGES[split]
         rng = keyed_rng(self._key, seed, split, index)
+        seen, mine = set[str](), 0
         for _ in range(MAX_ATTEMPTS):
             item = self.draw(rng)
-            if low <= hash_fraction(self.name, self.identity(item)) < high and (done := self.finish(item, rng)):
-                return done
+            if not isinstance(item, TaskItem):
+                raise BadInput(
+                    f"task {self.name}: draw returned {item!r:.80}, expected a TaskItem{plugins.place(self.draw)}"
+                )
+            seen.add(identity := self.identity(item))
+            if low <= hash_fraction(self.name, identity) < high:
+                mine += 1
+                if done := self.finish(item, rng):
+                    if self.address and not self.gold(done).strip():
+                        where = plugins.place(self.draw)
+                        raise BadInput(
+                            f"task {self.name}: the answer to {done.text!r} is empty, and so is silence{where}"
+                        )
+                    return done
+        found = f"{MAX_ATTEMPTS} draws gave {len(seen)} different problem{'s' * (len(seen) > 1)}"
+        if mine:
+            raise BadInput(f"task {self.name}: {found}, and finish refused all {mine} of split {split!r}")
+        knobs = self.describe()
+        advice = f"raise the difficulty by data.options ({knobs})" if knobs else "let draw make fifty or more"
         raise BadInput(
-            f"task {self.name}: no problem of split {split!r} in {MAX_ATTEMPTS} draws with {self.describe() or 'no options'}; "
-            "there are too few different problems, so raise the difficulty"
+            f"task {self.name}: {found}, none in split {split!r}, which has {high - low:.0%} of all; {advice}"
         )
 
     def demonstration(self, item: TaskItem, rng: random.Random, label_noise: float = 0.0) -> str:
@@ -181,7 +205,15 @@ class Task(ABC, Generic[O]):
         """Exact verification of a whole response: reward in [0, 1] and one line of detail. Never raises on any text."""
         if len(response) > MAX_RESPONSE_CHARS:
             return 0.0, f"longer than {MAX_RESPONSE_CHARS} characters"
-        return self.verify(item, response)
+        said = self.verify(item, response)
+        reward, detail = said if isinstance(said, tuple) and len(said) == 2 else (said, "")
+        undecided = reward is None and detail
+        if not undecided and not (isinstance(reward, numbers.Real) and math.isfinite(reward)):
+            raise BadInput(
+                f"task {self.name}: verify returned {said!r:.80}, expected a reward from 0 to 1, or one and a line of detail"
+                f"{plugins.place(self.verify)}"
+            )
+        return reward, detail  # type: ignore[return-value]
 
     def split_of(self, item: TaskItem) -> str:
         """The one split an item may appear in."""

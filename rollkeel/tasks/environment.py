@@ -9,6 +9,8 @@ way, and a recorded episode can be checked. Where a tool is needed (a terminal),
 from __future__ import annotations
 
 import copy
+import math
+import numbers
 import random
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from pydantic import Field
 
+from rollkeel import plugins
 from rollkeel.errors import BadInput, RunStopped
 from rollkeel.tasks.base import Task, TaskItem, TaskOptions
 from rollkeel.types import GraderSpec
@@ -36,6 +39,12 @@ class Step:
     done: bool = False
     detail: str = ""
     """One line for people."""
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.text, str) and isinstance(self.reward, numbers.Real) and math.isfinite(self.reward)):
+            raise TypeError(
+                f"Step: expected text as str and a finite reward, got {self.text!r:.40} and {self.reward!r:.40}"
+            )
 
 
 class Tool(Protocol):
@@ -151,13 +160,23 @@ class Environment(Task[E]):
         return GraderSpec(name=GRADER, options=super().grader(item).options)
 
 
+def taken(episode: Environment[Any], action: str) -> Step:
+    """What `step` makes of an action. Raises `BadInput` where that is no `Step`."""
+    step = episode.step(action)
+    if not isinstance(step, Step):
+        raise BadInput(
+            f"task {episode.name}: step returned {step!r:.80}, expected Step(text=…, reward=…, done=…){plugins.place(episode.step)}"
+        )
+    return step
+
+
 def play(environment: Environment[Any], item: TaskItem, actions: Sequence[str]) -> list[Step]:
     """Steps of an episode from its start, up to the one that ends it; at least one action."""
     episode, steps = environment.fresh(), list[Step]()
     try:
         episode.reset(item)
         for action in actions:
-            steps.append(episode.step(action))
+            steps.append(taken(episode, action))
             if steps[-1].done:
                 break
     finally:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 
+from rollkeel import plugins
 from rollkeel.config import DataConfig
 from rollkeel.errors import BadInput
 from rollkeel.tasks import get
 from rollkeel.tasks.base import Task, TaskItem, check_split, content_hash, excerpt, keyed_rng
 from rollkeel.tasks.data import Row, load_rows, side
-from rollkeel.tasks.environment import Environment
+from rollkeel.tasks.environment import Environment, taken
 from rollkeel.tasks.tests_form import CodeRow, load_code_rows
 from rollkeel.tasks.turns import Dialogue, as_chat
 from rollkeel.types import GraderSpec, IntArray, Prompt
 
+R = TypeVar("R")
 Example = tuple[IntArray, ...]
 """Prompt ids and response ids; of an episode also, as bool, which of the response are the model's."""
 
@@ -68,13 +70,15 @@ class GeneratedProblems(Problems):
         return self._last[1]
 
     def problem(self, index: int) -> Problem:
-        item = self._item(index)
-        return Problem(text=item.text, answer=item.answer, grader=self.task.grader(item), metadata=item.metadata)
+        def made() -> Problem:
+            item = self._item(index)
+            return Problem(text=item.text, answer=item.answer, grader=self.task.grader(item), metadata=item.metadata)
+
+        return tried(self.task, made)
 
     def response(self, index: int, label_noise: float) -> str:
-        item = self._item(index)
         rng = keyed_rng("demonstration", self.name, self._options, self.seed, self.split, index)
-        return self.task.demonstration(item, rng, label_noise)
+        return tried(self.task, lambda: self.task.demonstration(self._item(index), rng, label_noise))
 
 
 @final
@@ -129,6 +133,18 @@ class FileProblems(Problems):
         return row.answer
 
 
+def problems_of(config: DataConfig, seed: int, split: str) -> Problems:
+    """Those that `config` names. Raises `BadInput` for unusable data or options."""
+    if config.task is not None:
+        return GeneratedProblems(get(config.task, config.options), seed, split)
+    return FileProblems(config, seed, split)
+
+
+def tried(task: Task[Any], call: Callable[[], R]) -> R:
+    """`call()`; what somebody's own family throws there is bad input with its place."""
+    return plugins.tried(call, f"task {task.name}") if task.address else call()
+
+
 class PromptSource:
     """Tokenised prompts and demonstrations of one split, addressed by index alone, so that resuming needs one integer.
 
@@ -159,12 +175,7 @@ class PromptSource:
             raise BadInput(
                 "data.chat_template: expected a tokenizer with a chat template, this one has none; set it to false"
             )
-        if problems is not None:
-            self.problems: Problems = problems
-        elif config.task is not None:
-            self.problems = GeneratedProblems(get(config.task, config.options), seed, split)
-        else:
-            self.problems = FileProblems(config, seed, split)
+        self.problems: Problems = problems_of(config, seed, split) if problems is None else problems
 
     @property
     def size(self) -> int | None:
@@ -216,8 +227,8 @@ class PromptSource:
         """Several demonstrations with one tokenizer call; much faster than one by one."""
         if self.eos_token_id is None:
             raise BadInput("demonstrations: expected a tokenizer with an EOS token, this one has none")
-        if self.environment is not None:
-            return [self._episode(self.environment.fresh(), i, label_noise) for i in indices]
+        if (played := self.environment) is not None:
+            return [tried(played, partial(self._episode, played.fresh(), i, label_noise)) for i in indices]
         texts = [(self._render(self._problem(i)), self.problems.response(i, label_noise)) for i in indices]
         encoded = self._encode([text for pair in texts for text in pair])
         pairs = zip(indices, encoded[::2], encoded[1::2], strict=True)
@@ -230,7 +241,7 @@ class PromptSource:
             for action in self.problems.response(index, label_noise).split("\n"):
                 parts.append([*self._encode([action])[0], self.eos_token_id])
                 own.append(True)
-                if (step := environment.step(action)).done:
+                if (step := taken(environment, action)).done:
                     break
                 parts.append(self.dialogue.between(step.text, self.eos_token_id))
                 own.append(False)

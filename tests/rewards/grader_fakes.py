@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
 import random
 import sys
@@ -60,3 +61,8 @@ def patient(text: str, answer: str, options: Mapping[str, Any]) -> tuple[float, 
     """What `digits` in test_overlapped_run.py says, after a while that differs from response to response."""
     time.sleep(0.002 * (len(text) % 4))
     return float(sum(map(ord, text)) % 3 == 0), text[:9]
+
+
+_RAISES = by_command.__code__.co_firstlineno + inspect.getsource(by_command).partition("raise Value")[0].count("\n")
+AT = f"({__file__}:{_RAISES} in by_command)"
+"""Place of what `raise` raises."""

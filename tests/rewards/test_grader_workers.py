@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grader_fakes import AT
 
 from rollkeel.errors import BadInput
 from rollkeel.rewards.workers import Broken, Workers
@@ -54,7 +55,7 @@ def alive(pid: int) -> bool:
         ("exit", "worker died by exit code 3"),
         ("crash", "worker died by signal 11"),
         ("greedy", "worker out of memory"),
-        ("raise", "ValueError: two\nlines"),
+        ("raise", f"ValueError: two lines {AT}"),
     ],
 )
 def test_a_fault_is_a_reason_and_the_next_grading_is_served(workers: Workers, text: str, reason: str) -> None:

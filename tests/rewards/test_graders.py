@@ -180,8 +180,8 @@ def _raises(kind: type[Exception]) -> Any:
     return fn
 
 
-AT = f"({__file__}:{_raises.__code__.co_firstlineno + 2})"
-"""A grader's own line that failed."""
+AT = f"({__file__}:{_raises.__code__.co_firstlineno + 2} in fn)"
+"""A grader's own line that failed, and its function."""
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,8 @@ AT = f"({__file__}:{_raises.__code__.co_firstlineno + 2})"
 def test_a_broken_grader_is_a_failure_and_never_a_zero(fn: Any, reason: str) -> None:
     rewards.register("mine", fn)
     out = grade(rollout("4", grader="mine"))
-    assert (out.status, out.reward, out.detail) == (Status.GRADER_FAILURE, None, reason)
+    place = "" if AT in reason else f" ({__file__}:{fn.__code__.co_firstlineno} in <lambda>)"
+    assert (out.status, out.reward, out.detail) == (Status.GRADER_FAILURE, None, reason + place)
 
 
 @pytest.mark.usefixtures("registry")

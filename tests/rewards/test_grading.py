@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from grader_fakes import AT, by_command
 from test_graders import rollout
 
 from rollkeel import rewards
 from rollkeel.config import GradersConfig
 from rollkeel.errors import BadInput, GraderFailure
+from rollkeel.plugins import place
 from rollkeel.protocols import OverlappedGrader
 from rollkeel.rewards import FailureBudget, Graders, graders
 from rollkeel.types import GraderSpec, Rollout, Status
@@ -97,8 +99,8 @@ def test_what_is_begun_is_ready_later_and_its_time_is_hidden(plain: Graders) -> 
         ("hang", "grader worker: no answer in 1 s"),
         ("exit", "grader worker: worker died by exit code 3"),
         ("crash", "grader worker: worker died by signal 11"),
-        ("nan", "grader worker: ValueError: expected a finite reward, got nan"),
-        ("raise", "grader worker: ValueError: two lines"),
+        ("nan", f"grader worker: ValueError: expected a finite reward, got nan{place(by_command)}"),
+        ("raise", f"grader worker: ValueError: two lines {AT}"),
     ],
 )
 def test_a_fault_in_a_worker_is_a_failure_and_the_others_go_on(plain: Graders, text: str, detail: str) -> None:
@@ -126,9 +128,9 @@ def test_who_is_to_blame_for_a_grading_without_a_result(plain: Graders) -> None:
         for why in ("no answer in 1 s", "worker died by exit code 3", "worker out of memory")
     ]
     assert [(r.reward, r.detail) for r in found[3:6]] == [
-        (None, "grader worker: ValueError: two lines"),
+        (None, f"grader worker: ValueError: two lines {AT}"),
         (0.0, "undecided: two readings"),
-        (None, "grader none: TypeError: expected a real number as reward, got NoneType"),
+        (None, f"grader none: TypeError: expected a real number as reward, got NoneType{place(silent)}"),
     ]
     assert (found[6].reward, found[6].detail.split(":")[0]) == (0.0, "undecided")
     assert plain.report()[0]["reward/undecided"] == 5.0
@@ -150,7 +152,7 @@ def test_a_random_grader_is_named_and_a_steady_one_is_not() -> None:
         ]
         assert events[0]["values"][0] == found[0].reward != events[0]["values"][1]
         twice.grade([rollout("a", grader="moody", id=6)])
-        at = f"({__file__}:{_every_second_call_fails.__code__.co_firstlineno + 6})"
+        at = f"({__file__}:{_every_second_call_fails.__code__.co_firstlineno + 6} in fn)"
         assert twice.report()[1][0]["values"] == [1.0, f"grader moody: ValueError: not today {at}"]
 
 

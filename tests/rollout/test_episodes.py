@@ -220,7 +220,8 @@ def test_a_broken_environment_is_no_reward_and_stops_nobody() -> None:
 
     one, two, three = play(toy(before=broken), Says("a", "b", "c"), 3)
     assert (two.status, two.reward) == (Status.GRADER_FAILURE, None)
-    assert two.detail == "environment toy: turn 2: KeyError: 'board\\nlost'"
+    at = f"{__file__}:{broken.__code__.co_firstlineno + 2} in step"
+    assert two.detail == f"environment toy: turn 2: KeyError: 'board\\nlost' ({at})"
     assert [r.reward for r in (one, three)] == [6 / 8] * 2
     assert rewards.FailureBudget(0.5).check([one, two, three])["failures/grader"] == 1
     with pytest.raises(GraderFailure, match="environment toy: turn 2: KeyError"):
@@ -310,7 +311,7 @@ def test_a_tool_lost_twice_is_a_failure() -> None:
     environment.tools = FakeTools({"b": 2})
     done = play(environment, Says("a", "b", "c"), 1)[0]
     assert (done.status, done.reward) == (Status.GRADER_FAILURE, None)
-    assert done.detail == "environment shell: turn 2: ToolLost: the cage died"
+    assert done.detail.startswith("environment shell: turn 2: ToolLost: the cage died (")
     assert done.text == "a<eos>setup ab"
 
 
