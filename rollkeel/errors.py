@@ -23,6 +23,10 @@ class BadInput(RollkeelError):
     exit_code = 2
 
 
+class OwnCodeBroke(BadInput):
+    """Somebody's own code raised an error."""
+
+
 class RunStopped(RollkeelError):
     """A rule ended the run: an alarm, a failure budget, steps that could not be done."""
 

@@ -24,7 +24,7 @@ from rollkeel.diagnostics.run_config import changes_on_resume
 from rollkeel.diagnostics.run_files import nothing_to_do
 from rollkeel.diagnostics.runfolder import RunFolder
 from rollkeel.diagnostics.stopping import StopFlag
-from rollkeel.errors import BadInput, Corrupt, Interrupted, RollkeelError, RunStopped
+from rollkeel.errors import BadInput, Corrupt, Interrupted, OwnCodeBroke, RollkeelError, RunStopped
 from rollkeel.events import EventLog
 from rollkeel.loop import train_async, train_budgeted, train_sync
 from rollkeel.models.loading import PRESET_PREFIX, Policy, load_policy, quiet_transformers, resolve_device, save_policy
@@ -184,7 +184,7 @@ def _reinforce(run: Run, first: int) -> None:
     run.view.phase("rl", run.config.run.steps)
     try:
         {"sync": train_sync, "budgeted": train_budgeted, "async": train_async}[run.config.run.loop](run, first)
-    except BadInput as error:
+    except OwnCodeBroke as error:
         if not run.folder.metrics():
             raise
         raise RunStopped(str(error)) from error  # what was done before is kept, and the run can go on from it

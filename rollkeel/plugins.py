@@ -23,7 +23,7 @@ from urllib.parse import unquote
 
 from pydantic_core import core_schema
 
-from rollkeel.errors import BadInput, RollkeelError, nearest
+from rollkeel.errors import BadInput, OwnCodeBroke, RollkeelError, nearest
 from rollkeel.events import write_atomic
 
 PLACES = (
@@ -147,7 +147,7 @@ def tried(call: Callable[[], Any], what: str) -> Any:
     except (Exception, SystemExit) as error:  # their code can fail in any way
         if isinstance(error, RollkeelError):
             raise
-        raise BadInput(f"{what}: {trouble(error)}") from error
+        raise OwnCodeBroke(f"{what}: {trouble(error)}") from error
 
 
 def trouble(error: BaseException, called: Any = None) -> str:
