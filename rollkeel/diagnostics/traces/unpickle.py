@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, Final, final
 
-MAX_OBJECTS: Final = 4_000_000
-"""Containers, marks, names, calls and remembered values in one pickle; under a gigabyte of empty ones."""
+MAX_OBJECTS: Final = 2_500_000
+"""Containers, marks, names, calls and values remembered by one byte in one pickle; half a gigabyte of empty ones."""
 MAX_INT_BYTES: Final = 16
 MAX_NAME: Final = 300
 
@@ -181,8 +181,8 @@ class _Machine(pickle._Unpickler):
 
     dispatch: ClassVar[dict[int, _Step]] = {  # pyright: ignore[reportIncompatibleVariableOverride]
         # Constants, bytes, text, what is remembered, persistent ids, lists: as Python has them.
-        **{code: _PYTHONS[code] for code in b"\x80.012N\x88\x89)CB\x8eUT\x8cX\x8dhjQtae"},
-        **{code: _counted(_PYTHONS[code]) for code in b"(]}\x8f\x85\x86\x87qr\x94c\x93"},
+        **{code: _PYTHONS[code] for code in b"\x80.012N\x88\x89)CB\x8eUT\x8cX\x8dqrhjQtae"},
+        **{code: _counted(_PYTHONS[code]) for code in b"(]}\x8f\x85\x86\x87\x94c\x93"},
         ord("s"): _keyed(_PYTHONS[ord("s")], -2, 2),
         ord("u"): _keyed(_PYTHONS[ord("u")], 0, 2),
         **{code: _keyed(_PYTHONS[code], 0, 1) for code in b"\x90\x91"},
