@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollkeel.config import Config, EngineConfig, ServerConfig
+from rollkeel.config import Config
 from rollkeel.diagnostics.analyzer.capture import Capture, Tokens, load_capture, spread, trim
 from rollkeel.diagnostics.analyzer.compare import Analysis, compare, compare_logprobs
 from rollkeel.diagnostics.analyzer.module_reference import ModuleReference
@@ -20,7 +20,7 @@ from rollkeel.diagnostics.analyzer.sides import EngineSide, Progress, TrainerSid
 from rollkeel.diagnostics.rollout_store import read_step, to_rollouts
 from rollkeel.diagnostics.runfolder import CONFIG, RunFolder, rollout_files
 from rollkeel.engines.keeper import client_library
-from rollkeel.engines.open import open_backend
+from rollkeel.engines.vllm import VllmBackend
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.forward import supports
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers, resolve_device
@@ -61,7 +61,6 @@ class Asked:
     sequences: int = 8
     limit: int = 2048
     """Most sequences, and most tokens in all of them."""
-    server: str = "vllm"
 
 
 def analyze(asked: Asked, progress: Progress | None = None) -> Analysis:
@@ -257,24 +256,20 @@ def _against_server(
     """Log-probs of a running server, which serves weights that nobody here has proven."""
     assert asked.against is not None
     a = _capture(spec, policy, config, asked, tokens, progress)
-    tell(progress, f"{asked.server} at {asked.against}: scoring")
+    tell(progress, f"vllm at {asked.against}: scoring")
     scores = asyncio.run(_scores(asked, tokens))
     response, mode = tokens.response, asked.dtype or config.engine.dtype
-    names = (a.name, f"{asked.server} {asked.against}")
+    names = (a.name, f"vllm {asked.against}")
     coarser = mode if mode != "fp32" else a.mode
     return compare_logprobs(names, a.served_logprobs[response], spread(tokens, scores)[response], coarser)
 
 
 async def _scores(asked: Asked, tokens: Tokens) -> list[FloatArray]:
-    if asked.server not in ("vllm", "sglang"):
-        raise BadInput(f"--server {asked.server}: expected vllm or sglang")
-    client = client_library(asked.server)
-    settings = {"kind": asked.server, "server": ServerConfig(url=asked.against)}
-    backend = open_backend(EngineConfig().model_copy(update=settings))
+    client, backend = client_library(), VllmBackend()
     async with client.AsyncClient(base_url=str(asked.against).rstrip("/"), timeout=SERVER_S, trust_env=False) as http:
         try:
             return [await backend.score(http, ids.tolist()) for ids in tokens.sequences]
         except client.HTTPError as error:
             raise EngineFailure(
-                f"{asked.server} at {asked.against}: no answer ({type(error).__name__}); start it or name another address"
+                f"vllm at {asked.against}: no answer ({type(error).__name__}); start it or name another address"
             ) from None

@@ -63,7 +63,7 @@ def analyze(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of its config.")
     ] = None,
     against: Annotated[
-        str | None, typer.Option(help="Other weights, recorded tensors (.safetensors) or a server's address.")
+        str | None, typer.Option(help="Other weights, recorded tensors (.safetensors) or the address of a vLLM server.")
     ] = None,
     sides: Annotated[
         str | None, typer.Option(help="Two of trainer, engine[:DTYPE], prefill[:DTYPE], FILE.safetensors.")
@@ -73,7 +73,6 @@ def analyze(
     prompts: Annotated[int, typer.Option(min=1, help="Prompts to sample where no tokens are at hand.")] = 4,
     sequences: Annotated[int, typer.Option(min=1, help="Most sequences.")] = 8,
     limit: Annotated[int, typer.Option("--max-tokens", min=2, help="Most tokens in all sequences.")] = 2048,
-    server: Annotated[str, typer.Option(help="What runs at --against http://…: vllm or sglang.")] = "vllm",
     every: Annotated[bool, typer.Option("--all", help="Show every layer's operations.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
@@ -93,7 +92,6 @@ def analyze(
         prompts=prompts,
         sequences=sequences,
         limit=limit,
-        server=server,
     )
     with Console(stderr=True).status("loading") as status:
         found = analyze(asked, status.update)

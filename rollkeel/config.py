@@ -15,6 +15,9 @@ from rollkeel.yaml_numbers import dump_yaml, parse_yaml
 __all__ = ["Config", "Node", "parse_yaml"]
 
 
+_PARKED = "SGLang's client never ran against a live server and is kept on the branch parked-sglang"
+
+
 class Node(BaseModel):
     """Base of every config section: unknown keys and lossy conversions are errors."""
 
@@ -109,7 +112,7 @@ class SftConfig(Node):
 
 
 class ServerConfig(Node):
-    """The inference server behind `engine.kind=vllm` or `sglang`: one that is started here, or one that runs already."""
+    """The inference server behind `engine.kind=vllm`: one that is started here, or one that runs already."""
 
     url: str | None = None
     """Address of a running server, which is never started, restarted or ended; None starts one."""
@@ -134,9 +137,9 @@ class ServerConfig(Node):
 class EngineConfig(Node):
     """What samples. The numeric mode is independent of the trainer's."""
 
-    kind: Annotated[str, OrOwn("local", "vllm", "sglang")] = "local"
-    """`local` is the embedded engine, `vllm` and `sglang` are servers (see `server`); its `block_size`, `prefill_tokens`, `forward`,
-    `prefix_sharing` and `processes` have no meaning there."""
+    kind: Annotated[str, OrOwn("local", "vllm", sglang=_PARKED)] = "local"
+    """`local` is the embedded engine, `vllm` a server (see `server`); its `block_size`, `prefill_tokens`, `forward`, `prefix_sharing`
+    and `processes` have no meaning there."""
     kv: Literal["recompute", "keep"] = "recompute"
     """KV of sequences that new weights find unfinished: computed again under them, or kept as older weights computed it."""
     dtype: Literal["fp32", "bf16", "fp8", "fp8_weights", "int8", "int4"] = "fp32"

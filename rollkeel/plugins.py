@@ -342,8 +342,8 @@ def _refuse_namesakes(file: Path, root: Path, asked: str) -> None:
 class OrOwn:
     """Type of a string: one of `names`, or somebody's own code as `module:name` or `path/file.py:name`."""
 
-    def __init__(self, *names: str) -> None:
-        self.names = names
+    def __init__(self, *names: str, **parked: str) -> None:
+        self.names, self.parked = names, parked
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         return core_schema.no_info_after_validator_function(self._checked, handler(source))
@@ -352,6 +352,8 @@ class OrOwn:
         return {"anyOf": [{"enum": list(self.names)}, {"type": "string", "pattern": ".:."}]}
 
     def _checked(self, name: str) -> str:
+        if name in self.parked:
+            raise ValueError(f"expected {' or '.join(self.names)}; {self.parked[name]}")
         if name not in self.names and ":" not in name:
             raise ValueError(f"expected {', '.join(self.names)} or your own file.py:name")
         return name

@@ -7,7 +7,7 @@ import os
 from rollkeel import advantages, rewards
 from rollkeel.config import Config
 from rollkeel.diagnostics.trackers import check_installed
-from rollkeel.engines.open import BACKENDS, check_engine
+from rollkeel.engines.open import check_engine
 from rollkeel.errors import BadInput
 from rollkeel.models.loading import resolve_device
 from rollkeel.objectives.kl import PLAIN
@@ -106,10 +106,8 @@ def _validate_async(config: Config) -> None:
 
 def _validate_budgeted(config: Config) -> None:
     pool_rules(config)
-    if config.engine.kind in BACKENDS:
-        raise BadInput(
-            f"run.loop=budgeted: expected engine.kind=local, which is advanced by decode steps, got {config.engine.kind}"
-        )
+    if config.engine.kind == "vllm":
+        raise BadInput("run.loop=budgeted: expected engine.kind=local, which is advanced by decode steps, got vllm")
     if config.rollout.dynamic_rounds:
         raise BadInput(
             f"rollout.dynamic_rounds: expected 0 with run.loop=budgeted, got {config.rollout.dynamic_rounds}; the budget"

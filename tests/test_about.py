@@ -47,7 +47,7 @@ def test_a_section_a_key_and_a_typing_mistake(capsys: pytest.CaptureFixture[str]
     assert [line.split("\t")[0] for line in out.splitlines()] == [
         f"sampling.{key}" for key in Config().sampling.model_dump()
     ]
-    assert cli(capsys, "config", "engine.kind")[1].split("\t")[1:3] == ["local", "local | vllm | sglang | file.py:name"]
+    assert cli(capsys, "config", "engine.kind")[1].split("\t")[1:3] == ["local", "local | vllm | file.py:name"]
     code, _, err = cli(capsys, "config", "trian")
     assert (code, "did you mean train?" in err) == (2, True)
 

@@ -80,7 +80,7 @@ OF_FOUNDATIONS = {
     "events": {"errors"},
     "models": {"errors", "types", "config", "events"},
 }
-ONLY_IN = {"ray": "cluster/", "vllm": "engines/vllm", "sglang": "engines/sglang"}
+ONLY_IN = {"ray": "cluster/", "vllm": "engines/vllm"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -167,7 +167,7 @@ def test_heavy_libraries_stay_in_their_place() -> None:
     assert [(library, user) for library, user in sorted(users) if not user.startswith(ONLY_IN[library])] == []
 
 
-ENGINES = ("vllm", "sglang", "ray")
+ENGINES = ("vllm", "ray")
 
 
 @pytest.mark.parametrize(

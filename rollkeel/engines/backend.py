@@ -45,12 +45,8 @@ class Chunk:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     """Under the distribution that sampled them (after temperature)."""
-    kept_mass: Sequence[float] = ()
-    """Empty means 1 for each token: nothing was cut off."""
     topk_ids: Sequence[Sequence[int]] = ()
     topk_logprobs: Sequence[Sequence[float]] = ()
-    experts: np.ndarray | None = None
-    """`[n, layers, k]` int16, from servers that return routed experts."""
     finish: str = ""
     """`stop`, `length`, `abort`; empty while more is to come."""
     version_starts: Sequence[tuple[int, int]] = ()
@@ -83,12 +79,8 @@ class Backend(Protocol):
     """One kind of inference server. `http` is an asynchronous client bound to the server's address."""
 
     name: str
-    keeps_kv: bool
-    """Whether `pause(keep_kv=True)` leaves running sequences and their KV in the server."""
     returns_topk: bool
     """Whether `Chunk.topk_ids` and `topk_logprobs` are filled on request."""
-    returns_experts: bool
-    """Whether `Chunk.experts` is filled on request."""
 
     def check(self, dtype: str) -> None:
         """Raises `BadInput` for a numeric mode (`engine.dtype`) that the server cannot be started in."""
@@ -119,12 +111,12 @@ class Backend(Protocol):
         ...
 
     async def pause(self, http: Any, keep_kv: bool) -> None:
-        """Stop decoding so that weights can change."""
+        """Stop decoding so that weights can change; `keep_kv` leaves running sequences and their KV in the server."""
         ...
 
-    async def load(self, http: Any, folder: Path, version: int) -> int | None:
+    async def load(self, http: Any, folder: Path, version: int) -> int:
         """Take the weights of a Hugging Face folder (safetensors) that this machine and the server both see, drop every
-        cached prefix. Returns the checksum of what the server received, where it can compute one."""
+        cached prefix. Returns the checksum of what the server received."""
         ...
 
     async def resume(self, http: Any) -> None:

@@ -39,7 +39,6 @@ class Flight:
     kv_versions: list[int] = field(default_factory=list)
     topk_ids: list[Sequence[int]] = field(default_factory=list)
     topk_logprobs: list[Sequence[float]] = field(default_factory=list)
-    experts: list[np.ndarray] = field(default_factory=list)
     interrupted: bool = False
     fruitless: int = 0
     """Stays in a row that ended without the server's word and without a token, and when the first of them did."""
@@ -80,8 +79,7 @@ class Flight:
             raise EngineFailure(
                 f"request {self.request.id}: the server sent more than the {self.room} tokens asked for"
             )
-        beside = (chunk.logprobs, chunk.kept_mass or chunk.logprobs)
-        if any(len(part) != count for part in beside):
+        if len(chunk.logprobs) != count:
             raise EngineFailure(
                 f"request {self.request.id}: the server sent {count} tokens with another number of log-probs"
             )
@@ -103,20 +101,16 @@ class Flight:
                 raise EngineFailure(
                     f"request {self.request.id}: expected {sampling.return_topk} likely tokens for each"
                 )
-        if sampling.return_experts and (chunk.experts is None or len(chunk.experts) != count):
-            raise EngineFailure(f"request {self.request.id}: the server sent tokens without their experts")
         logprobs = [min(value, 0.0) for value in chunk.logprobs]
-        greedy = sampling.temperature == 0 and not chunk.kept_mass
+        greedy = sampling.temperature == 0
         self.tokens += chunk.token_ids
         self.logprobs += [0.0] * count if greedy else logprobs
-        self.kept_mass += [math.exp(x) for x in logprobs] if greedy else chunk.kept_mass or [1.0] * count
+        self.kept_mass += [math.exp(x) for x in logprobs] if greedy else [1.0] * count
         self.versions += [version] * count
         self.kv_versions += [self.began_at] * count
         if sampling.return_topk:
             self.topk_ids += chunk.topk_ids
             self.topk_logprobs += chunk.topk_logprobs
-        if sampling.return_experts and chunk.experts is not None:
-            self.experts.append(chunk.experts)
 
     def settle(self, starts: Sequence[tuple[int, int]], version: int) -> str:
         """Compare the stamps of the stay with the server's own count, at its end. Empty, or what is wrong with them.
@@ -139,8 +133,6 @@ class Flight:
 
     def cut(self, length: int) -> None:
         """Forget tokens from `length` on; they are sampled again."""
-        if self.experts:
-            self.experts = [np.concatenate(self.experts)[:length]]
         names = ("tokens", "logprobs", "kept_mass", "versions", "kv_versions", "topk_ids", "topk_logprobs")
         for name in names:
             del getattr(self, name)[length:]
@@ -171,7 +163,6 @@ class Flight:
             kept_mass=np.clip(np.array(self.kept_mass, np.float32), np.finfo(np.float32).tiny, 1.0),
             versions=np.array(self.versions, np.int64),
             kv_versions=np.array(self.kv_versions, np.int64),
-            experts=np.concatenate(self.experts).astype(np.int16) if sampling.return_experts else None,
             topk_ids=np.array(self.topk_ids, np.int64) if sampling.return_topk else None,
             topk_logprobs=np.minimum(np.array(self.topk_logprobs, np.float32), 0) if sampling.return_topk else None,
         )

@@ -18,7 +18,6 @@ import numpy as np
 from rollkeel.config import EngineConfig
 from rollkeel.engines.backend import Backend, Refused, ServerSettings
 from rollkeel.engines.server import ServerProcess, free_port
-from rollkeel.engines.weight_folder import folder_checksum
 from rollkeel.errors import BadInput, EngineFailure
 
 READY_POLL_S = 0.1
@@ -55,7 +54,7 @@ class Keeper:
     ) -> None:
         self._backend, self._config, self._settings = backend, config, settings
         self._log, self._scratch = log, scratch
-        self._client = client_library(backend.name)
+        self._client = client_library()
         self._process: ServerProcess | None = None
         self._restarts = 0
         self.http: Any = None
@@ -214,7 +213,7 @@ class Keeper:
         checksum = await self._timed(loading, self._config.deadline_s, "to load weights")
         await self._timed(self._backend.resume(self.http), CONTROL_S, "to resume")
         self.epoch += 1
-        return await asyncio.to_thread(folder_checksum, weights.folder) if checksum is None else checksum
+        return checksum
 
     async def _timed(self, answer: Any, limit_s: float, what: str) -> Any:
         try:
@@ -239,10 +238,10 @@ class Keeper:
                 )
 
 
-def client_library(name: str) -> Any:
-    """The HTTP library. Raises `BadInput` if it is not installed; `name`: of the engine, for the message."""
+def client_library() -> Any:
+    """The HTTP library. Raises `BadInput` if it is not installed."""
     try:
         import httpx2
     except ImportError:
-        raise BadInput(f"engine.kind={name}: needs httpx2; install rollkeel[{name}]") from None
+        raise BadInput("engine.kind=vllm: needs httpx2; install rollkeel[vllm]") from None
     return httpx2

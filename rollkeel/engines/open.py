@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,17 +15,14 @@ import torch
 import rollkeel
 from rollkeel import plugins
 from rollkeel.config import EngineConfig
-from rollkeel.engines.backend import Backend
 from rollkeel.engines.local import LocalEngine
 from rollkeel.engines.served import ServedEngine
-from rollkeel.engines.sglang_stream import routed_layers
+from rollkeel.engines.vllm import VllmBackend
 from rollkeel.engines.workers import WorkerEngine
 from rollkeel.errors import BadInput
 from rollkeel.protocols import Engine
 from rollkeel.types import SamplingParams
 
-BACKENDS = {"vllm": "VllmBackend", "sglang": "SglangBackend"}
-"""Class in `rollkeel.engines.<kind>`, imported when it is asked for."""
 _FOUND = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
 _LOOK_S = 60.0
 CONNECT_S = 5.0
@@ -50,13 +46,12 @@ def open_engine(
         if not isinstance(engine, Engine):
             raise BadInput(f"engine.kind {config.kind!r}: expected a rollkeel.protocols.Engine, got {engine!r:.80}")
         return engine
-    if config.kind != "local":
-        backend = open_backend(config, hf_config)
+    if config.kind == "vllm":
         python = sys.executable if config.server.url else server_python(config)
         return ServedEngine(
             hf_config,
             config,
-            backend,
+            VllmBackend(),
             device=str(device),
             max_length=max_length,
             python=python,
@@ -72,23 +67,13 @@ def _own(name: str) -> Callable[..., Engine]:
     return plugins.load(name, "engine.kind", wanted, lambda f: plugins.takes(f, 4))
 
 
-def open_backend(config: EngineConfig, hf_config: Any = None) -> Backend:
-    """The backend of `engine.kind`, for the architecture `hf_config` if that is known already."""
-    module = import_module(f"rollkeel.engines.{config.kind}")
-    options: dict[str, Any] = {}
-    if config.kind == "sglang":
-        options["silence_s"] = config.server.silence_s
-        options["experts"] = None if hf_config is None else routed_layers(hf_config)
-    return getattr(module, BACKENDS[config.kind])(**options)
-
-
 def check_engine(config: EngineConfig, sampling: SamplingParams) -> None:
     """Refuse early what an inference server cannot do. Raises `BadInput`; nothing is said about the embedded engine."""
     if plugins.is_own(config.kind):
         _own(config.kind)
-    if config.kind not in BACKENDS:
+    if config.kind != "vllm":
         return
-    backend = open_backend(config)
+    backend = VllmBackend()
     backend.check(config.dtype)
     if complaint := backend.objection(sampling):
         raise BadInput(complaint)

@@ -65,7 +65,6 @@ class ServedEngine:
             dtype=config.dtype,
             max_length=length,
             returns_topk=backend.returns_topk,
-            returns_experts=backend.returns_experts,
         )
         self._version = -1
         self._scratch = scratch_folder()
@@ -337,7 +336,7 @@ class ServedEngine:
         await self._down(lambda: [f for f in self._running if f.interrupted])
 
     async def _publish(self, weights: Weights) -> int:
-        keep = self._config.kv == "keep" and self._backend.keeps_kv
+        keep = self._config.kv == "keep"
         self._landing = True
         try:
             if not keep:

@@ -37,9 +37,7 @@ class VllmBackend:
     """Implements `rollkeel.engines.backend.Backend`."""
 
     name = "vllm"
-    keeps_kv = True
     returns_topk = True
-    returns_experts = False
 
     def check(self, dtype: str) -> None:
         vllm_dtype(dtype)
@@ -152,7 +150,7 @@ class VllmBackend:
         mode = "keep" if keep_kv else "abort"
         _check(await http.post("/pause", params={"mode": mode, "clear_cache": str(not keep_kv).lower()}), "pause")
 
-    async def load(self, http: Any, folder: Path, version: int) -> int | None:
+    async def load(self, http: Any, folder: Path, version: int) -> int:
         # Without a label while weights are half there: a label says that they are whole.
         _check(await http.post("/update_weight_version", json={"new_version": str(_UNKNOWN)}), "label weights")
         body = {"method": "rollkeel_load", "args": [str(folder)]}

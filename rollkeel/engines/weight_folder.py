@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rollkeel.errors import BadInput, EngineFailure
-from rollkeel.models.checksum import MASK, tensor_checksum
+from rollkeel.models.checksum import tensor_checksum
 from rollkeel.types import WeightSlice, WeightUpdate
 
 FILE_BYTES = 2 * 2**30
@@ -55,15 +54,6 @@ def write_weights(update: WeightUpdate, hf_config: Any, folder: Path) -> None:
         raise EngineFailure(
             f"weight update {update.version}: cannot write {folder}: {error.strerror or error}; free some space"
         ) from None
-
-
-def folder_checksum(folder: Path) -> int:
-    """Of the weights as they are on disk, for servers that cannot tell what they read; probes prove the rest of the way."""
-    total = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(str(file), framework="pt") as weights:
-            total += sum(tensor_checksum(name, weights.get_tensor(name)) for name in weights.keys())  # noqa: SIM118
-    return total & MASK
 
 
 def _named(hf_config: Any) -> Any:

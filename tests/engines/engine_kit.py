@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 
 from rollkeel.config import EngineConfig
 from rollkeel.engines.local import LocalEngine
+from rollkeel.models.checksum import MASK, tensor_checksum
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.presets import build_preset
 from rollkeel.sync.publish import full_update
@@ -85,3 +88,12 @@ def reference_logprobs(model: Any, prompt: np.ndarray, response: Iterable[int]) 
     ids = torch.tensor([[*prompt.tolist(), *answer]])
     logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1)[torch.arange(len(answer)), torch.tensor(answer)].numpy()
+
+
+def folder_checksum(folder: Path) -> int:
+    """Of the weights as they are on disk."""
+    total = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as weights:
+            total += sum(tensor_checksum(name, weights.get_tensor(name)) for name in weights.keys())  # noqa: SIM118
+    return total & MASK

@@ -30,9 +30,7 @@ class FakeBackend:
     """Also remembers the port, so that a test can ask the server how far it is."""
 
     name = "fake"
-    keeps_kv = True
     returns_topk = False
-    returns_experts = False
 
     def __init__(self, faults: Path) -> None:
         self.faults, self.port = faults, 0
@@ -94,7 +92,7 @@ class FakeBackend:
     async def pause(self, http: Any, keep_kv: bool) -> None:
         await http.post("/pause", json={})
 
-    async def load(self, http: Any, folder: Path, version: int) -> int | None:
+    async def load(self, http: Any, folder: Path, version: int) -> int:
         answer = await http.post("/load", json={"folder": str(folder), "version": version})
         return int(answer.json()["checksum"])
 

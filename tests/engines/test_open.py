@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from engine_kit import folder_checksum
 
 from rollkeel.config import Config, EngineConfig
 from rollkeel.engines.open import check_engine, server_python
 from rollkeel.engines.vllm import _words
 from rollkeel.engines.vllm_worker import tensor_checksum as worker_checksum
-from rollkeel.engines.weight_folder import folder_checksum, write_weights
+from rollkeel.engines.weight_folder import write_weights
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.checksum import tensor_checksum
 from rollkeel.models.names import checkpoint_views
@@ -79,6 +80,15 @@ def test_a_run_is_refused_before_it_begins() -> None:
     with pytest.raises(BadInput, match="decode steps"):
         validate(load("default", [*words, "run.loop=budgeted"]))
     assert Config().engine.kind == "local"
+
+
+def test_the_parked_engine_is_refused_with_where_it_is() -> None:
+    with pytest.raises(BadInput) as refused:
+        load("default", ["engine.kind=sglang"])
+    said = str(refused.value)
+    assert "engine.kind: expected local or vllm; SGLang's client" in said
+    assert "branch parked-sglang" in said
+    assert "\n" not in said
 
 
 def test_an_environment_beside_the_working_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

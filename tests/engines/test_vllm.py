@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_kit import drain, model_of, prompts_of, reference_logprobs, requests_of, resumed
+from engine_kit import drain, folder_checksum, model_of, prompts_of, reference_logprobs, requests_of, resumed
 
 from rollkeel.config import EngineConfig
 from rollkeel.engines.open import server_python
 from rollkeel.engines.served import ServedEngine
 from rollkeel.engines.vllm import VllmBackend
-from rollkeel.engines.weight_folder import folder_checksum
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.names import checkpoint_views
 from rollkeel.sync.proof import Probes, compare, probe_sequences
@@ -290,7 +289,7 @@ def test_kill_9_in_the_middle_costs_no_rollout(victim: str) -> None:
 class Uncured(VllmBackend):
     """Publishes by vLLM's own reload, and vouches for it."""
 
-    async def load(self, http: Any, folder: Path, version: int) -> int | None:
+    async def load(self, http: Any, folder: Path, version: int) -> int:
         if version == 1:
             return await super().load(http, folder, version)
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
@@ -302,7 +301,7 @@ class Uncured(VllmBackend):
 class Stale(VllmBackend):
     """Vouches for weights that never reach the model."""
 
-    async def load(self, http: Any, folder: Path, version: int) -> int | None:
+    async def load(self, http: Any, folder: Path, version: int) -> int:
         if version == 1:
             return await super().load(http, folder, version)
         await http.post("/update_weight_version", json={"new_version": str(version)})
@@ -312,7 +311,7 @@ class Stale(VllmBackend):
 class Corrupting(VllmBackend):
     """Flips one bit of one file on its way."""
 
-    async def load(self, http: Any, folder: Path, version: int) -> int | None:
+    async def load(self, http: Any, folder: Path, version: int) -> int:
         if version > 1:
             file = folder / "model.safetensors"
             data = bytearray(file.read_bytes())

@@ -316,15 +316,15 @@ def test_packed_tests_run_nothing_and_stay_small(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evil = base64.b64encode(zlib.compress(pickle.dumps(Evil()))).decode()
-    with pytest.raises(ValueError, match="expected a list of tests"):
+    with pytest.raises(ValueError, match="a list of tests cannot be unpacked"):
         _tests(evil)
     assert capsys.readouterr().out == ""
     for broken in ("###", base64.b64encode(b"x").decode(), base64.b64encode(zlib.compress(b"\x80")).decode()):
         with pytest.raises(ValueError, match=r"packed|damaged|cut short|not a pickle"):
             _tests(broken)
-    monkeypatch.setattr("rollkeel.evals.benchmarks.programs.MAX_TESTS_BYTES", 1 << 16)
+    monkeypatch.setattr("rollkeel.tasks.tests_form.MAX_UNPACKED", 1 << 16)
     bomb = base64.b64encode(zlib.compress(b"\0" * (1 << 20))).decode()
-    with pytest.raises(ValueError, match="larger"):
+    with pytest.raises(ValueError, match="packed beyond"):
         _tests(bomb)
 
 

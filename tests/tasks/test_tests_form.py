@@ -124,6 +124,31 @@ def test_a_packed_column_that_unfolds_without_end_is_refused(monkeypatch: pytest
         code_row({"prompt": "x", "private_test_cases": bomb})
 
 
+@pytest.mark.parametrize("protocol", range(1, 6))
+@pytest.mark.parametrize("n", [1, 100, 10_000])
+def test_every_way_to_pickle_a_text_is_read(protocol: int, n: int) -> None:
+    data = pickle.dumps(json.dumps([STDIN] * n), protocol)
+    row = code_row({"prompt": "x", "private_test_cases": base64.b64encode(zlib.compress(data)).decode()})
+    assert row.grader.options["tests"] == [{"input": "2\n", "output": "4\n"}] * n
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x02X\x02\x00\x00\x00[]r\xff\xff\xff\x7f.",  # asks for sixteen gigabytes of memo
+        b"\x80\x02})" + b"\x85" * 200_000 + b"Ns.",  # hashing it takes more stack than there is
+        b"\x80\x04" + b"\x94" * 1_000_000,
+        b"\x80\x04\x8d" + b"\xff" * 7 + b"\x3f[].",
+        pickle.dumps([STDIN]),
+    ],
+    ids=["memo", "deep key", "memoize", "size", "a list"],
+)
+def test_a_pickle_of_anything_else_is_refused_unread(data: bytes) -> None:
+    packed_column = base64.b64encode(zlib.compress(data)).decode()
+    with pytest.raises(Refused, match="cannot be unpacked"):
+        code_row({"prompt": "x", "private_test_cases": packed_column})
+
+
 def test_the_report_counts_rows_and_reasons() -> None:
     records = [(1, FORMS[0][1]), (2, {"prompt": "x"}), (3, None), (5, {"prompt": "x"})]
     rows, report = convert(records)

@@ -36,7 +36,7 @@ class Facts:
     """What a run says about itself; None where it does not say. A statement is not a proof: the doctor tests some of them."""
 
     engine: str | None = None
-    """Name of the engine that sampled: `local`, `vllm`, `sglang`."""
+    """Name of the engine that sampled: `local`, `vllm`."""
     engine_dtype: str | None = None
     """Numeric mode of the engine: `fp32`, `bf16`, `fp16`, `fp8`, `fp8_weights`, `int8`, `int4`."""
     train_dtype: str | None = None

@@ -1,29 +1,27 @@
-"""Pickles read as data: a small machine for the pickle opcodes that builds plain values and runs nothing.
+"""Pickles read as data: Python's own unpickler with every step that could call, import or set something replaced.
 
-Python's own `pickle` calls whatever a file names. This machine has no way to call, import or set an attribute: a name
-becomes a `Name`, a call of it an inert `Record` of its arguments, except for the few names in `builders`, which are
-functions of this package. Written from the opcode tables of CPython's `pickletools` (protocols 2 to 5, which is all that
-`torch.save` and `pickle.dump` have written for years); opcodes that only older protocols or code need are refused.
+A name becomes a `Name`, a call of it an inert `Record` of its arguments, except for the few names in `builders`, which are
+functions of this package. Opcodes are those that pickle writes in protocols 2 to 5; others (INST, OBJ, EXT, those of
+protocols 0 and 1) are refused. The unpickler is the one in Python: that in C makes room for any memo index and byte count
+that a file claims, and hashes keys before anyone can look at them.
 
-A small file cannot grow: all sizes are checked against the bytes that are left before anything is allocated, containers
-are counted, memo entries must be written before they are read, integers are short, and dictionary keys are such that
-they cannot be made to collide.
+A small file cannot grow: what one byte can make is counted, integers are short, and dictionary keys are such that they
+cannot be made to collide.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 import re
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, final
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, ClassVar, Final, final
 
-import numpy as np
-
-MAX_CONTAINERS: Final = 2_000_000
-"""Lists, tuples, dicts, sets and records in one pickle; about half a gigabyte of empty ones."""
-MAX_MEMO: Final = 4_000_000
-"""Values that a pickle remembers to name them again."""
+MAX_OBJECTS: Final = 2_500_000
+"""Containers, marks, names, calls and values remembered by one byte in one pickle; half a gigabyte of empty ones."""
 MAX_INT_BYTES: Final = 16
 MAX_NAME: Final = 300
 
@@ -45,13 +43,11 @@ class Name:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """What a pickle would have built by calling `kind`: its arguments, and what would have been put into it."""
+    """What a pickle would have built by calling `kind`: its arguments and its state. Items that it would hold are dropped."""
 
     kind: str
     args: tuple[Any, ...] = ()
     state: Any = None
-    items: dict[Any, Any] = field(default_factory=dict)
-    elements: list[Any] = field(default_factory=list)
 
     @property
     def attributes(self) -> Mapping[str, Any]:
@@ -60,6 +56,12 @@ class Record:
         if isinstance(state, tuple) and len(state) == 2 and isinstance(state[0], dict):
             state = state[0]
         return state if isinstance(state, dict) else {}
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def append(self, values: Any) -> None: ...
+
+    extend = append
 
 
 Builder = Callable[[tuple[Any, ...]], Any]
@@ -74,300 +76,122 @@ def loads(
     `storage`: makes values of persistent ids, which `torch.save` writes; without it they are refused.
     Raises `Refused` for anything damaged or not read here, and nothing else.
     """
+    if data[:1] != b"\x80":
+        raise Refused("not a pickle of protocol 2 to 5")
     try:
-        return _Machine(data, builders or {}, storage).run()
-    except (IndexError, struct.error) as error:
-        raise Refused("cut short or damaged") from error
-    except (UnicodeDecodeError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise Refused(f"damaged ({type(error).__name__})") from error
+        return _Machine(data, builders or {}, storage).load()
+    except Refused:
+        raise
+    except Exception as error:  # whatever damage leads to
+        raise Refused(f"cut short, damaged or not of a kind that is read ({type(error).__name__})") from error
 
 
-_MARK: Final = object()
-_SHORT_INTS = re.compile(rb"(?:K.|M..|J....)++", re.DOTALL)
-_U16, _I32, _U32, _U64, _F64 = (struct.Struct(code).unpack_from for code in ("<H", "<i", "<I", "<Q", ">d"))
-_PROTO, _FRAME, _STOP = 0x80, 0x95, ord(".")
+def honest_key(value: Any) -> None:
+    """Keys with honest hashes only: a file must not be able to make a dict slow, or a hash recurse."""
+    if value is None or isinstance(value, str | bytes | float | Name | Record):
+        return
+    if isinstance(value, int) and abs(value) < 1 << 60:  # beyond it hashes wrap around
+        return
+    if isinstance(value, tuple) and len(value) < 10 and all(isinstance(v, str | float) or v is None for v in value):
+        return
+    raise Refused(f"a {type(value).__name__} as a key")
+
+
+_Step = Callable[[Any], None]
+_PYTHONS: Final[Mapping[int, _Step]] = pickle._Unpickler.dispatch
+_RUN = re.compile(rb"(?:K.)++|(?:M..)++|(?:J.{4})++|(?:G.{8})++", re.DOTALL)
+_NUMBERS: Final = {ord(c): struct.Struct(form) for c, form in (("K", "xB"), ("M", "<xH"), ("J", "<xi"), ("G", ">xd"))}
+
+
+def _counted(step: _Step) -> _Step:
+    def counted(machine: _Machine) -> None:
+        machine.objects += 1
+        if machine.objects > MAX_OBJECTS:
+            raise Refused(f"more than {MAX_OBJECTS} containers and names")
+        step(machine)
+
+    return counted
+
+
+def _keyed(step: _Step, first: int, every: int) -> _Step:
+    """`step` with honest keys: every so many values of the stack, which holds those above the last mark."""
+
+    def keyed(machine: _Machine) -> None:
+        for key in machine.stack[first::every]:
+            honest_key(key)
+        step(machine)
+
+    return keyed
 
 
 @final
-class _Machine:
+class _Machine(pickle._Unpickler):
+    stack: list[Any]
+
     def __init__(self, data: bytes, builders: Mapping[str, Builder], storage: Callable[[Any], Any] | None) -> None:
-        self.data, self.at = data, 0
-        self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
-        self.containers = 0
-        self.builders, self.storage = builders, storage
+        self.data, self.file = data, io.BytesIO(data)
+        super().__init__(self.file, encoding="latin-1")
+        self.builders, self.storage, self.objects = builders, storage, 0
 
-    def run(self) -> Any:
-        data, steps = self.data, _STEPS
-        if data[:1] != b"\x80" or data[1] > 5:
-            raise Refused("not a pickle of protocol 2 to 5")
-        while (code := data[self.at]) != _STOP:
-            self.at += 1
-            step = steps.get(code)
-            if step is None:
-                raise Refused(f"opcode 0x{code:02x} is not read here")
-            step(self)
-        if len(self.stack) != 1 or self.stack[0] is _MARK:
-            raise Refused("damaged (stack)")
-        return self.stack[0]
-
-    # reading
-
-    def take(self, n: int) -> bytes:
-        start = self.at
-        if n > len(self.data) - start:
-            raise Refused("cut short")
-        self.at = start + n
-        return self.data[start : self.at]
-
-    def number(self, unpack: Callable[[bytes, int], tuple[Any, ...]], size: int) -> Any:
-        (value,) = unpack(self.data, self.at)
-        self.at += size
-        return value
-
-    def count(self) -> None:
-        self.containers += 1
-        if self.containers > MAX_CONTAINERS:
-            raise Refused(f"more than {MAX_CONTAINERS} containers")
-
-    # stack
-
-    def pop(self) -> Any:
-        value = self.stack.pop()
-        if value is _MARK:
-            raise Refused("damaged (mark)")
-        return value
-
-    def top(self) -> Any:
-        value = self.stack[-1]
-        if value is _MARK:
-            raise Refused("damaged (mark)")
-        return value
-
-    def marked(self) -> list[Any]:
-        """Everything above the last mark."""
-        stack = self.stack
-        at = len(stack) - 1
-        while stack[at] is not _MARK:
-            at -= 1
-            if at < 0:
-                raise Refused("damaged (no mark)")
-        found = stack[at + 1 :]
-        del stack[at:]
-        return found
-
-    def put(self, value: Any) -> None:
-        self.count()
-        self.stack.append(value)
-
-    def remember(self, index: int) -> None:
-        if len(self.memo) >= MAX_MEMO:
-            raise Refused(f"more than {MAX_MEMO} remembered values")
-        self.memo[index] = self.top()
-
-    # runs of numbers, which are most of a dump
-
-    def short_ints(self) -> None:
-        """One or more ints; the opcode at `at - 1` is the first."""
-        data, at, push = self.data, self.at - 1, self.stack.append
-        run = _SHORT_INTS.match(data, at)
-        end = run.end() if run else at + 1
-        while at < end:
-            code = data[at]
-            if code == 0x4D:
-                push(data[at + 1] | data[at + 2] << 8)
-                at += 3
-            elif code == 0x4B:
-                push(data[at + 1])
-                at += 2
-            else:
-                push(_I32(data, at + 1)[0])
-                at += 5
-        self.at = at
-
-    def floats(self) -> None:
-        """One or more floats; the opcode at `at - 1` is the first."""
-        start, left = self.at - 1, (len(self.data) - self.at + 1) // 9
-        if left < 8 or self.data[start + 9] != 0x47 or self.data[start + 18] != 0x47:
-            self.stack.append(self.number(_F64, 8))
-            return
-        n = 8
-        while True:
-            codes = np.frombuffer(self.data, np.uint8, min(n, left) * 9, start)[::9]
-            other = np.flatnonzero(codes != 0x47)
-            if other.size or n >= left:
-                break
-            n *= 8
-        n = int(other[0]) if other.size else left
-        run = np.frombuffer(self.data, np.dtype([("code", "u1"), ("value", ">f8")]), n, start)
-        self.stack.extend(run["value"].tolist())
-        self.at = start + n * 9
-
-    # what names and calls become
-
-    def named(self, module: Any, name: Any) -> None:
-        if not isinstance(module, str) or not isinstance(name, str) or len(module) + len(name) > MAX_NAME:
+    def find_class(self, module: str, name: str) -> Name:
+        if len(module) + len(name) > MAX_NAME:
             raise Refused("damaged (name)")
-        self.put(Name(module, name))
+        return Name(module, name)
 
-    def line(self) -> str:
-        end = self.data.find(b"\n", self.at, self.at + MAX_NAME)
-        if end < 0:
-            raise Refused("damaged (name)")
-        text = self.data[self.at : end].decode()
-        self.at = end + 1
-        return text
-
-    def call(self, name: Any, args: Any) -> None:
-        if not isinstance(args, tuple):
-            raise Refused("damaged (arguments)")
-        if not isinstance(name, Name):
-            raise Refused("calls what is not a name")
-        build = self.builders.get(str(name))
-        self.put(build(args) if build else Record(str(name), args))
-
-    def persistent(self) -> None:
+    def persistent_load(self, pid: Any) -> Any:
         if self.storage is None:
             raise Refused("persistent id outside a torch file")
-        self.put(self.storage(self.pop()))
+        return self.storage(pid)
+
+    def call(self) -> None:
+        args, name = self.stack.pop(), self.stack.pop()
+        if not isinstance(name, Name) or not isinstance(args, tuple):
+            raise Refused("calls what is not a name")
+        build = self.builders.get(str(name))
+        self.stack.append(build(args) if build else Record(str(name), args))
+
+    def call_with_keywords(self) -> None:
+        self.stack.pop()  # no reader asks for them
+        self.call()
 
     def build(self) -> None:
-        state, value = self.pop(), self.top()
+        state, value = self.stack.pop(), self.stack[-1]
         if isinstance(value, Record):
             value.state = state
         elif not isinstance(value, dict):
             # A built value stays as it was built. A dict is what an OrderedDict became.
             raise Refused("sets the state of what is not an object")
 
-    def append(self, values: list[Any]) -> None:
-        target = self.top()
-        if isinstance(target, Record):
-            target.elements.extend(values)
-        elif isinstance(target, list):
-            target.extend(values)
-        else:
-            raise Refused("damaged (append)")
+    def numbers(self) -> None:
+        """Numbers are most of a dump, and come in runs; the opcode just read is the first."""
+        run = _RUN.match(self.data, at := self.file.tell() - 1)
+        if run is None:
+            raise Refused("cut short")
+        while run:
+            found = run.group()
+            self.stack.extend(chain.from_iterable(_NUMBERS[found[0]].iter_unpack(found)))
+            run = _RUN.match(self.data, at := run.end())
+        self.file.seek(at)
 
-    def set_items(self, values: list[Any]) -> None:
-        target = self.top()
-        into = target.items if isinstance(target, Record) else target
-        if not isinstance(into, dict) or len(values) % 2:
-            raise Refused("damaged (items)")
-        for key, value in zip(values[::2], values[1::2], strict=True):
-            into[honest_key(key)] = value
+    def integer(self) -> None:
+        size = self.file.read(1)[0]
+        if size > MAX_INT_BYTES:
+            raise Refused("an integer that is too long")
+        self.stack.append(int.from_bytes(self.file.read(size), "little", signed=True))
 
-
-def honest_key(value: Any) -> Any:
-    """Keys with honest hashes only: a file must not be able to make a dict slow, or a hash recurse."""
-    if value is None or isinstance(value, str | bytes | float | Name | Record):
-        return value
-    if isinstance(value, int) and abs(value) < 1 << 60:  # beyond it hashes wrap around
-        return value
-    if isinstance(value, tuple) and len(value) < 10 and all(isinstance(v, str | float) or v is None for v in value):
-        return value
-    raise Refused(f"a {type(value).__name__} as a key")
-
-
-def _integer(m: _Machine, size: int) -> None:
-    if size > MAX_INT_BYTES:
-        raise Refused("an integer that is too long")
-    m.stack.append(int.from_bytes(m.take(size), "little", signed=True))
-
-
-def _text(m: _Machine, size: int) -> None:
-    m.stack.append(m.take(size).decode("utf-8", "surrogatepass"))
-
-
-def _pair(m: _Machine, act: Callable[[Any, Any], None]) -> None:
-    second, first = m.pop(), m.pop()
-    act(first, second)
-
-
-def _tuple(m: _Machine, n: int) -> None:
-    m.put(tuple(m.pop() for _ in range(n))[::-1])
-
-
-def _dict(m: _Machine) -> None:
-    values = m.marked()
-    m.put({})
-    m.set_items(values)
-
-
-def _set_marked(m: _Machine) -> None:
-    values = m.marked()
-    target = m.top()
-    if not isinstance(target, set):
-        raise Refused("damaged (set)")
-    target.update(honest_key(v) for v in values)
-
-
-def _new_with_keywords(m: _Machine) -> None:
-    keywords, args, name = m.pop(), m.pop(), m.pop()
-    if not isinstance(keywords, dict):
-        raise Refused("damaged (keywords)")
-    if keywords and isinstance(name, Name):
-        m.put(Record(str(name), (args, keywords)))  # joining them would copy what a file can name again and again
-    else:
-        m.call(name, args)
-
-
-def _global(m: _Machine) -> None:
-    module = m.line()
-    m.named(module, m.line())
-
-
-_STEPS: Final[dict[int, Callable[[_Machine], object]]] = {
-    _PROTO: lambda m: m.take(1),
-    _FRAME: lambda m: m.take(8),
-    ord("("): lambda m: m.stack.append(_MARK),
-    ord("0"): lambda m: m.stack.pop(),
-    ord("1"): lambda m: m.marked(),
-    ord("2"): lambda m: m.stack.append(m.top()),
-    ord("N"): lambda m: m.stack.append(None),
-    0x88: lambda m: m.stack.append(True),
-    0x89: lambda m: m.stack.append(False),
-    ord("K"): _Machine.short_ints,
-    ord("M"): _Machine.short_ints,
-    ord("J"): _Machine.short_ints,
-    0x8A: lambda m: _integer(m, m.take(1)[0]),
-    0x8B: lambda m: _integer(m, m.number(_U32, 4)),
-    ord("G"): _Machine.floats,
-    ord("C"): lambda m: m.stack.append(m.take(m.take(1)[0])),
-    ord("B"): lambda m: m.stack.append(m.take(m.number(_U32, 4))),
-    0x8E: lambda m: m.stack.append(m.take(m.number(_U64, 8))),
-    0x96: lambda m: m.stack.append(m.take(m.number(_U64, 8))),
-    ord("U"): lambda m: m.stack.append(m.take(m.take(1)[0]).decode("latin-1")),
-    ord("T"): lambda m: m.stack.append(m.take(m.number(_U32, 4)).decode("latin-1")),
-    0x8C: lambda m: _text(m, m.take(1)[0]),
-    ord("X"): lambda m: _text(m, m.number(_U32, 4)),
-    0x8D: lambda m: _text(m, m.number(_U64, 8)),
-    ord("]"): lambda m: m.put([]),
-    ord("a"): lambda m: m.append([m.pop()]),
-    ord("e"): lambda m: m.append(m.marked()),
-    ord("l"): lambda m: m.put(m.marked()),
-    ord(")"): lambda m: m.stack.append(()),
-    0x85: lambda m: _tuple(m, 1),
-    0x86: lambda m: _tuple(m, 2),
-    0x87: lambda m: _tuple(m, 3),
-    ord("t"): lambda m: m.put(tuple(m.marked())),
-    ord("}"): lambda m: m.put({}),
-    ord("d"): _dict,
-    ord("s"): lambda m: m.set_items([m.pop(), m.pop()][::-1]),
-    ord("u"): lambda m: m.set_items(m.marked()),
-    0x8F: lambda m: m.put(set()),
-    0x90: _set_marked,
-    0x91: lambda m: m.put(frozenset(honest_key(v) for v in m.marked())),
-    ord("q"): lambda m: m.remember(m.take(1)[0]),
-    ord("r"): lambda m: m.remember(m.number(_U32, 4)),
-    0x94: lambda m: m.remember(len(m.memo)),
-    ord("h"): lambda m: m.stack.append(m.memo[m.take(1)[0]]),
-    ord("j"): lambda m: m.stack.append(m.memo[m.number(_U32, 4)]),
-    ord("c"): _global,
-    0x93: lambda m: _pair(m, m.named),
-    ord("R"): lambda m: _pair(m, m.call),
-    0x81: lambda m: _pair(m, m.call),
-    0x92: _new_with_keywords,
-    ord("b"): _Machine.build,
-    ord("Q"): _Machine.persistent,
-}
-"""Opcode → what it does. What is not here (INST, OBJ, EXT, protocol 0 and 1) is refused."""
+    dispatch: ClassVar[dict[int, _Step]] = {  # pyright: ignore[reportIncompatibleVariableOverride]
+        # Constants, bytes, text, what is remembered, persistent ids, lists: as Python has them.
+        **{code: _PYTHONS[code] for code in b"\x80.012N\x88\x89)CB\x8eUT\x8cX\x8dqrhjQtae"},
+        **{code: _counted(_PYTHONS[code]) for code in b"(]}\x8f\x85\x86\x87\x94c\x93"},
+        ord("s"): _keyed(_PYTHONS[ord("s")], -2, 2),
+        ord("u"): _keyed(_PYTHONS[ord("u")], 0, 2),
+        **{code: _keyed(_PYTHONS[code], 0, 1) for code in b"\x90\x91"},
+        **dict.fromkeys(b"R\x81", _counted(call)),
+        **dict.fromkeys(b"KMJG", numbers),
+        0x92: _counted(call_with_keywords),
+        ord("b"): build,
+        0x8A: integer,
+        0x95: lambda machine: machine.file.read(8),  # frames: only how a pickle was written
+        0x96: _PYTHONS[0x8E],  # a bytearray as bytes; Python's makes room before it reads
+    }
+    """Opcode → what it does; all that is not here is refused."""

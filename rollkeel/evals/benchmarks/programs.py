@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
-import zlib
 from typing import Any
 
-from rollkeel.diagnostics.traces import unpickle
 from rollkeel.evals.benchmarks.base import Benchmark, Item, Options, text_of
 from rollkeel.tasks.rows import Row
+from rollkeel.tasks.tests_form import packed_cases
 from rollkeel.types import GraderSpec
 
 TEMPLATE = "{question}\n\n{how}\n\nReason step by step, and end with the whole program in one ```python code block."
@@ -30,7 +27,6 @@ PRELUDE = "".join(
 """The names that the benchmark's own runner gives to every program, in its order: later ones hide earlier ones."""
 SINCE, UNTIL = "2024-08", "2025-05"
 """The window of release 6 that the Ring-1T report evaluates."""
-MAX_TESTS_BYTES = 1 << 28
 
 
 def livecodebench(row: Row, number: int, options: Options) -> list[Item]:
@@ -66,20 +62,8 @@ def livecodebench(row: Row, number: int, options: Options) -> list[Item]:
 
 def _tests(packed: str) -> list[dict[str, str]]:
     """Test cases as JSON, or as base64 of zlib of a pickled JSON text. Raises `ValueError` for anything else."""
-    try:
-        return json.loads(packed or "[]")
-    except ValueError:
-        pass
-    try:
-        unpacker = zlib.decompressobj()
-        data = unpacker.decompress(base64.b64decode(packed, validate=True), MAX_TESTS_BYTES)
-        if unpacker.unconsumed_tail:
-            raise ValueError("the tests are larger than 256 MiB")
-        found = unpickle.loads(data)
-        tests = json.loads(found) if isinstance(found, str) else found
-    except (binascii.Error, zlib.error) as error:
-        raise ValueError(f"the tests are not packed as published: {error}") from None
-    if not isinstance(tests, list) or not all(isinstance(t, dict) and {"input", "output"} <= set(t) for t in tests):
+    tests = packed_cases(packed or "[]", "a list of tests")
+    if not all(isinstance(t, dict) and {"input", "output"} <= set(t) for t in tests):
         raise ValueError("expected a list of tests with input and output")
     return tests
 

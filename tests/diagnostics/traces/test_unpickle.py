@@ -1,8 +1,8 @@
 """Pickles from strangers: whatever they name is never imported, called or set, and no small file takes memory or time.
 
-`torch.save` and `pickle.dump` of other frameworks are read by a machine of our own. Tested here: what it must read, each way
-a pickle can run code (all must leave the canary alone), sizes that lie, and random damage at every offset. The canary is a
-file that any executed payload would make. Not covered: bugs of the interpreter and of zipfile themselves.
+`torch.save` and `pickle.dump` of other frameworks are read by Python's unpickler with its dangerous steps replaced. Tested
+here: what it must read, each way a pickle can run code (all must leave the canary alone), sizes that lie, and random damage
+at every offset. The canary is a file that any executed payload would make. Not covered: bugs of the interpreter and of zipfile themselves.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import builtins
 import codecs
 import collections
 import contextlib
+import copyreg
 import io
 import os
 import pickle
@@ -32,7 +33,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollkeel.diagnostics.traces.tensors_pickle import Tensor, load, load_bytes, plain
-from rollkeel.diagnostics.traces.unpickle import MAX_CONTAINERS, Record, Refused, loads
+from rollkeel.diagnostics.traces.unpickle import MAX_OBJECTS, Record, Refused, loads
 from rollkeel.errors import Corrupt
 
 P = b"\x80\x02"
@@ -168,6 +169,7 @@ def attacks(canary: Path) -> dict[str, bytes]:
     text = repr(shell).encode()
     code = f"open({str(canary)!r},'w').close()"
     quoted = repr(code).encode()
+    call = b"X" + struct.pack("<I", len(shell)) + shell.encode() + b"\x85R."
     persistent = P + b"cposix\nsystem\nX" + struct.pack("<I", len(shell)) + shell.encode() + b"\x85RQ."
     out = {
         "os.system": pickle.dumps(Call(os.system, shell)),
@@ -187,8 +189,22 @@ def attacks(canary: Path) -> dict[str, bytes]:
         "protocol 0": b"cos\nsystem\n(S" + text + b"\ntR.",
         "protocol 0 eval": b"c__builtin__\neval\n(S" + quoted + b"\ntR.",
         "persistent id": persistent,
+        "persistent id of a persistent id": P + b"cposix\nsystem\nQX" + struct.pack("<I", len(shell)) + shell.encode() + b"\x85RQ.",
         "persistent text": P + b"Pposix.system\n.",
         "extension": P + b"\x82\x01(" + b"tR.",
+        "known extension": P + b"\x82\xfa" + call,
+        "known extension, two bytes": P + b"\x83\xfa\x00" + call,
+        "known extension, four bytes": P + b"\x84\xfa\x00\x00\x00" + call,
+        "add an extension": pickle.dumps(Call(copyreg.add_extension, "os", "system", 251)),
+        "reconstructor": pickle.dumps(Call(copyreg._reconstructor, subprocess.Popen, object, None)),  # type: ignore[attr-defined]
+        "attribute of a module": P + b"ccopyreg\ndispatch_table\ncos\nsystem\ncos\nsystem\ns.",
+        "slots": P + b"cos\nsystem\n)RN}X\x07\x00\x00\x00__doc__cos\nsystem\ns\x86b.",
+        "slots of a class": P + b"cos\nsystem\nN}X\x08\x00\x00\x00__call__cos\nsystem\ns\x86b.",
+        "setstate of a record": P + b"cfunctools\npartial\ncos\nsystem\n\x85R(cos\nsystem\nX"
+        + struct.pack("<I", len(shell)) + shell.encode() + b"\x85}NtbX\x01\x00\x00\x00a\x85R.",
+        "append": P + b"cos\nsystem\n)RX" + struct.pack("<I", len(shell)) + shell.encode() + b"a.",
+        "item": P + b"cos\nsystem\n)RX" + struct.pack("<I", len(shell)) + shell.encode() + b"Ns.",
+        "buffers": b"\x80\x05\x97\x98.",
         "call of a call": P + b"cbuiltins\ngetattr\ncos\nsystem\nX\x04\x00\x00\x00nameq\x00\x86R)R.",
         "call of a record": P + b"cos\nsystem\n)R)R.",
         "build on a name": P + b"cos\nsystem\n}X\x01\x00\x00\x00aK\x01sb.",
@@ -226,6 +242,19 @@ def test_a_malicious_pickle_does_nothing(name: str, canary: Path, tmp_path: Path
     assert not callable(found)
     assert not canary.exists()
     assert set(sys.modules) - before == set()
+
+
+def test_extensions_that_python_knows_are_not_asked_for(canary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own unpickler takes a known one from a cache, past any check of its name."""
+    monkeypatch.setitem(copyreg._inverted_registry, 250, ("os", "system"))  # type: ignore[attr-defined]
+    monkeypatch.setitem(copyreg._extension_cache, 250, os.system)  # type: ignore[attr-defined]
+    made = attacks(canary)
+    for name in (n for n in made if "known extension" in n):
+        with pytest.raises(Refused):
+            load_bytes(made[name])
+        assert not canary.exists()
+    pickle.loads(made["known extension"])
+    assert canary.exists()
 
 
 @pytest.mark.parametrize("name", ["os.system", "eval", "exec", "INST", "protocol 0", "nested", "inside a torch file"])
@@ -297,6 +326,15 @@ def tensor_of(offset: int, size: tuple[int, ...], stride: tuple[int, ...], data:
     return archive({"a/data.pkl": buffer.getvalue(), "a/data/0": data})
 
 
+def swollen(made: bytes) -> bytes:
+    """The archive with two gigabytes claimed for its first entry, in its header and in the directory."""
+    out = bytearray(made)
+    for header, at in ((b"PK\x03\x04", 18), (b"PK\x01\x02", 20)):
+        start = made.index(header) + at
+        out[start : start + 8] = struct.pack("<II", 2**31 - 1, 2**31 - 1)
+    return bytes(out)
+
+
 HUGE = 2**39
 LIES = {
     "billion laughs": laughs(),
@@ -304,14 +342,18 @@ LIES = {
     "memo unwritten": P + b"j\xff\xff\xff\x7f.",
     "bytes": b"\x80\x04\x8e" + struct.pack("<Q", 2**62) + b"abc.",
     "bytearray": b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b"abc.",
+    "bytearray of two gigabytes": b"\x80\x05\x96" + struct.pack("<Q", 2**31) + b"abc.",
     "text": b"\x80\x04\x8d" + struct.pack("<Q", 2**62) + b"abc.",
     "integer": P + b"\x8b" + struct.pack("<I", 2**31) + b"\x01" * 100_000 + b".",
     "frame": b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b"N.",
-    "containers": P + b"]" * (MAX_CONTAINERS + 2) + b".",
+    "containers": P + b"]" * (MAX_OBJECTS + 2) + b".",
     "marks": P + b"(" * 500_000 + b".",
     "pops": P + b"0" * 10 + b".",
     "sets of lists": b"\x80\x04\x8f(](\x90.",
     "deep key": P + b"})" + b"\x85" * 200_000 + b"Ns.",
+    "a key of 10^60 texts": P + b"}X\x01\x00\x00\x00xq\x00" + b"".join(b"0(" + bytes([0x68, i]) * 10 + b"t" + bytes([0x71, i + 1]) for i in range(60)) + b"Ns.",
+    "colliding tuples": b"\x80\x04\x8f(" + b"".join(b"J" + struct.pack("<i", i) + b"\x85" for i in range(30_000)) + b"\x90.",
+    "remembered": b"\x80\x04N" + b"\x94" * (MAX_OBJECTS + 1) + b".",
     "deep value": P + b"N" + b"\x85" * 200_000 + b".",
     "colliding keys": P + b"}(" + b"".join(b"\x8a\x0a" + (k * (2**61 - 1)).to_bytes(10, "little") + b"N" for k in range(1, 30_000)) + b"u.",
     "one list made a set a million times": P + b"](" + b"".join(b"J" + struct.pack("<i", 70_000 + i) for i in range(20_000)) + b"eq\x000c__builtin__\nset\nq\x010h\x00\x85q\x020]" + b"h\x01h\x02Ra" * 20_000 + b".",
@@ -329,6 +371,7 @@ LIES = {
     "short storage": tensor_of(0, (16,), (1,), b"\0" * 30),
     "no storage": archive({"a/data.pkl": P + b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x009X\x03\x00\x00\x00cpuK\x01tQ."}),
     "zip bomb": archive({"a/data.pkl": b"\0" * 50_000_000}, zipfile.ZIP_DEFLATED),
+    "entry said to be large": swollen(archive({"a/data.pkl": P + b"N.", "a/data/0": b"1234"})),
     "two pickles": archive({"a/data.pkl": P + b"N.", "b/data.pkl": P + b"N."}),
     "no pickle": archive({"a/data/0": b""}),
     "big-endian": archive({"a/data.pkl": P + b"N.", "a/byteorder": b"big"}),
