@@ -72,7 +72,7 @@ def test_values_come_as_they_are_and_what_is_printed_goes_nowhere(workers: Worke
 
 
 def test_a_grader_that_is_not_there_is_a_reason(workers: Workers) -> None:
-    with pytest.raises(Broken, match="ModuleNotFoundError: No module named 'nowhere'"):
+    with pytest.raises(Broken, match="no module nowhere in "):
         workers.run("nowhere:f", "", "", {})
     with pytest.raises(Broken, match=r"no 'nobody' in .*grader_fakes.py"):
         workers.run("grader_fakes:nobody", "", "", {})
