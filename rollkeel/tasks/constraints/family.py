@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -14,6 +14,7 @@ from pydantic import Field
 from rollkeel.tasks.base import Task, TaskItem, TaskOptions
 from rollkeel.tasks.constraints import check, describe
 from rollkeel.tasks.constraints.breaking import changes
+from rollkeel.tasks.constraints.extras import require
 from rollkeel.tasks.constraints.kinds import ANSWERS, KINDS, paragraphs, sentences, words
 
 TOPICS = (
@@ -76,6 +77,11 @@ class Constraints(Task[ConstraintsOptions]):
     options_type = ConstraintsOptions
     junk = ()  # most instructions allow more text
 
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        """Raises `BadInput` without the extra `constraints`."""
+        super().__init__(options)
+        require()
+
     def draw(self, rng: random.Random) -> TaskItem:
         kinds = _kinds(rng, self.options.constraints)
         topic = rng.choice(TOPICS)
@@ -103,9 +109,9 @@ class Constraints(Task[ConstraintsOptions]):
         """For each instruction, as far as there is one, the smallest change found that breaks it and no other."""
         asked, out = item.metadata["constraints"], []
         for i, constraint in enumerate(asked):
+            others = [*asked[:i], *asked[i + 1 :]]
             for text in changes(item.answer, constraint):
-                verdicts = [ok for ok, _ in check(text, asked)]
-                if verdicts[i] is False and all(verdicts[:i] + verdicts[i + 1 :]):
+                if check(text, [constraint])[0][0] is False and all(ok for ok, _ in check(text, others)):
                     out.append(text)
                     break
         return out

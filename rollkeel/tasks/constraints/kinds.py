@@ -14,8 +14,7 @@ from typing import Any
 
 from rollkeel.errors import BadInput
 from rollkeel.tasks.base import excerpt
-from rollkeel.tasks.constraints import schema
-from rollkeel.tasks.constraints.language import LANGUAGES, identify
+from rollkeel.tasks.constraints.extras import fault, identify, languages
 from rollkeel.tasks.looks import blocks
 
 Found = tuple[bool | None, str]
@@ -104,7 +103,7 @@ def _letters(text: str, a: Arguments) -> Found:
 
 def _language(text: str, a: Arguments) -> Found:
     wanted = a["language"].split("-")[0].lower()
-    if wanted not in LANGUAGES:
+    if wanted not in languages():
         return None, f"language {wanted!r} cannot be told apart here"
     found, why = identify(text)
     return (None if found is None else found == wanted), f"{found or 'no language'}: {why}"
@@ -172,8 +171,8 @@ def _json(text: str, a: Arguments) -> Found:
         value = json.loads(bare, parse_constant=_refused, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         return False, f"not JSON: {excerpt(str(error))}"
-    fault = schema.fault(value, a["schema"]) if "schema" in a else ""
-    return not fault, fault or "valid JSON"
+    wrong = fault(value, a["schema"]) if "schema" in a else ""
+    return not wrong, wrong or "valid JSON"
 
 
 def _refused(constant: str) -> Any:
