@@ -126,7 +126,7 @@ def code_row(record: Any, *, number: int = 0, prompt_column: str = "prompt") -> 
         raise Refused("tests without a function name must be text in and text out")
     return CodeRow(
         number=number, prompt=f"{prompt}\n\n{starter}" if starter and starter not in prompt else prompt,
-        answer=_solution(record), grader=GraderSpec(name="code", options=options),
+        answer=next(iter(solutions(record)), ""), grader=GraderSpec(name="code", options=options),
     )  # fmt: skip
 
 
@@ -304,8 +304,8 @@ def _plain(value: Any) -> Any:
     raise ValueError(f"no JSON value: {excerpt(repr(value))}")
 
 
-def _solution(record: Mapping[str, Any]) -> str:
-    """The first reference solution; HumanEval's continue their prompt."""
+def solutions(record: Mapping[str, Any]) -> list[str]:
+    """Reference solutions of the first column that has any; HumanEval's continue their prompt."""
     for column in SOLUTIONS:
         value = record.get(column)
         if column == "solutions" and isinstance(value, str):
@@ -313,10 +313,10 @@ def _solution(record: Mapping[str, Any]) -> str:
                 value = json.loads(value)
             except (ValueError, RecursionError):
                 continue
-        value = value[0] if isinstance(value, list) and value else value
-        if isinstance(value, str) and value.strip():
-            return record.get("prompt", "") + value if column == "canonical_solution" else value
-    return ""
+        values = value if isinstance(value, list) else [value]
+        if found := [v for v in values if isinstance(v, str) and v.strip()]:
+            return [record.get("prompt", "") + v for v in found] if column == "canonical_solution" else found
+    return []
 
 
 def _records(config: DataConfig) -> Iterator[tuple[int, Any]]:
