@@ -70,9 +70,7 @@ class ExpressionTask(Task[O]):
 class Countdown(ExpressionTask[CountdownOptions]):
     """The gold answer is one solution of many; it is built forward from the numbers, so a solution exists."""
 
-    name = "countdown"
     summary = "reach a target with the given numbers and + - * /"
-    options_type = CountdownOptions
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         super().__init__(options)

@@ -31,9 +31,7 @@ class Game24Options(TaskOptions):
 class Game24(ExpressionTask[Game24Options]):
     """Any expression that uses every card exactly once and is worth the target scores 1 (`ExpressionTask`)."""
 
-    name = "game24"
     summary = "make 24 of all cards with + - * /"
-    options_type = Game24Options
 
     def draw(self, rng: random.Random) -> TaskItem:
         o = self.options
