@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rollkeel.errors import BadInput, Corrupt
+from rollkeel.errors import BadInput, Corrupt, RunStopped
 
 app = typer.Typer(
     no_args_is_help=True, help="Clean training data, open multiple choice questions, add tests to programming problems."
@@ -55,6 +55,11 @@ def open_form(
     from rollkeel.tasks.open_form import convert
 
     kept, refused = convert((row for _, row in _rows(inputs)), question=question, choices=choices, answer=answer)
+    if not kept:
+        reason = max(refused, key=lambda reason: len(refused[reason]), default="there are no rows")
+        raise BadInput(
+            f"data open: none of the questions can be opened, most often since: {reason}; columns are options"
+        )
     for grader in ("quantity", "set"):
         forms = [{"prompt": form.question, "answer": form.answer} for form in kept if form.grader == grader]
         _write(out / f"{grader}.jsonl", forms)
@@ -73,6 +78,7 @@ def more_tests(
     """Add tests to programming problems: inputs on which all their solutions agree, in the sandbox."""
     from rollkeel.rewards.programs import CodeProblem
     from rollkeel.rewards.synthesis import synthesize
+    from rollkeel.rewards.workers import Broken
     from rollkeel.sandbox import Sandbox
     from rollkeel.tasks import tests_form as form
 
@@ -85,9 +91,13 @@ def more_tests(
             except (form.Refused, BadInput) as reason:
                 print(f"row {number}: {reason}")
                 continue
+            except Broken as error:
+                raise RunStopped(f"data tests: row {number}: {error}") from None
             added += made.added
             tests = [test.model_dump() for test in made.problem.tests]
             lines.append({"prompt": row.prompt, "fn_name": made.problem.function, "tests": tests, "solutions": right})
+    if not lines:
+        raise BadInput(f"data tests: none of {number} problems has solutions that pass its tests; nothing written")
     _write(out, lines)
     print(f"{len(lines)} of {number} problems written, {added} tests added: data.path={out} data.form=tests")
 

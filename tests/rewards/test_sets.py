@@ -148,8 +148,11 @@ def test_the_command_writes_rows_whose_answers_are_graded_as_right(
         [row] = load_rows(DataConfig(path=str(tmp_path / "open" / f"{grader}.jsonl"), grader=grader))
         assert row.prompt == prompt
         assert grade(rollout(response, row.answer, grader)).reward == 1.0
-    code, _, err = cli(capsys, "data", "open", tmp_path / "none.jsonl", "--out", tmp_path / "open")
-    assert (code, err.count("\n")) == (2, 1)
+    for name, wanted in (("none.jsonl", "no such file"), ("in.jsonl", "most often since: malformed: no question")):
+        code, _, err = cli(capsys, "data", "open", tmp_path / name, "--out", tmp_path / "other")
+        assert (code, err.count("\n")) == (2, 1)
+        assert wanted in err
+    assert not (tmp_path / "other").exists()
 
 
 @given(

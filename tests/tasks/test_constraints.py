@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import sys
 from typing import Any
 
 import pytest
@@ -292,6 +293,12 @@ def test_long_texts_stay_cheap(piece: str) -> None:
     text = piece * (200_000 // len(piece))
     for constraint in {kind: {"kind": kind, **arguments} for kind, arguments, _, _ in CASES}.values():
         check(text, [constraint])
+
+
+def test_without_its_libraries_the_family_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "langdetect", None)  # as Python marks a module that cannot be imported
+    with pytest.raises(BadInput, match=r"pip install 'rollkeel\[constraints\]'"):
+        tasks.get("constraints")
 
 
 class TestFamily:
