@@ -246,7 +246,7 @@ def _intervals(a: Form, b: Form, rules: Rules) -> bool:
         return bool(sets[0] == sets[1])
     pieces = [form.parts if form.kind == "union" else (form,) for form in (a, b)]
     marks = [sorted((p.left, p.right) for p in some) for some in pieces]
-    plain = [[replace(p, kind="seq", variable="") for p in some] for some in pieces]
+    plain = [[replace(p, kind="seq", variable="", unit="", percent=False) for p in some] for some in pieces]
     if len(plain[0]) == len(plain[1]) and _matched(plain[0], plain[1], rules):
         return True
     if len(plain[0]) == len(plain[1]) == 1 and (marks[0] == marks[1] or a.variable == b.variable):
