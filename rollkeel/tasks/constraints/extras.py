@@ -8,8 +8,8 @@ from functools import cache, lru_cache
 from itertools import chain
 from typing import Any
 
-from rollkeel.errors import BadInput
-from rollkeel.tasks.base import excerpt, nearest
+from rollkeel.errors import BadInput, nearest
+from rollkeel.tasks.base import excerpt
 
 MIN_LETTERS, SURE = 20, 0.9
 _SHARED = re.compile("[A-Za-zÀ-ɏḀ-ỿЀ-ӿ؀-ۿ]")
