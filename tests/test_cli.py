@@ -72,6 +72,7 @@ BAD_TRAIN = [
     (["train.betas=[1.5,2]"], "config train.betas.0: expected < 1"),
     (["run.name=../../evil"], "run.name: '../../evil' is a path"),
     (["engine.kind=vllm", "engine.server.url=http://127.0.0.1:1"], "nothing listens at http://127.0.0.1:1"),
+    (["data.task=algebra"], "task 'algebra': removed; use data.task=gym data.options.generator=simple_equations"),
     (["data.task=runsumm"], "did you mean runsum?"),
     (["data.options.digitz=2"], "unknown option 'digitz'; did you mean digits?"),
     (["data.options.digits=0"], "option digits"),

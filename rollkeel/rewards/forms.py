@@ -6,8 +6,10 @@ Only single expressions are left to a LaTeX parser: which brackets are open, wha
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import accumulate
 from typing import Literal
 
 from rollkeel.rewards.spelling import normalised, unit, worded
@@ -17,7 +19,7 @@ MAX_CHARS, MAX_DEPTH, MAX_POWER = 1000, 30, 5000
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+(?!\d)|\d+)"
 _PLAIN = re.compile(
-    rf"(?P<sign>[-+]?)\s*(?P<int>{_DIGITS})?(?P<dec>\.\d*)?(?:\\overline\{{(?P<rep>\d+)\}})?(?:[eE](?P<exp>[-+]?\d+))?"
+    rf"(?P<sign>[-+]?)\s*(?=\.?\d|\.\\)(?P<int>{_DIGITS})?(?:\.(?P<dec>\d*)(?:\\overline\{{(?P<rep>\d+)\}})?)?(?:[eE](?P<exp>[-+]?\d+))?"
 )
 _POWER = re.compile(r"(?P<head>.+?)\s*(?:\\times|\\cdot)\s*10\s*\^\s*\{?\s*(?P<exp>[-+]?\d+)\s*\}?")
 _FRACTION = re.compile(
@@ -29,11 +31,21 @@ _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _UNITS = "mm|cm|dm|km|mg|kg|ml|mL|ft|in|yd|mi|lbs?|oz|mins?|secs?|hrs?|ms|mph|Hz|kHz|kW|kJ|m/s|km/h|days?"
 """Abbreviations that are units behind a number; other words are where they stand behind a space and have four letters."""
 _SUFFIX = re.compile(
-    r"(?P<head>.*?)\s*(?:\\text\s*\{(?P<text>[^{}]*)\}|(?<![A-Za-z\\])(?P<words>(?:UNITS)(?![A-Za-z])|(?<=\s)[A-Za-z]{4,}(?:[ /][A-Za-z]+)*))(?P<power>\s*\^\s*\{?[23]\}?)?\.?".replace(
-        "UNITS", _UNITS
-    )
+    r"(?P<head>.*?)\s*(?:\\text\s*\{(?P<text>[^{}]*)\}|(?<![A-Za-z\\])(?P<words>"
+    rf"(?:{_UNITS})(?![A-Za-z])|(?<=\s)[A-Za-z]{{4,}}(?:[ /][A-Za-z]+)*))(?P<power>\s*\^\s*\{{?[23]\}}?)?\.?"
 )
+_DRESS = [(re.compile(pattern), unit) for pattern, unit in [
+    (r"([-+]?)\s*\$\s*(.+)", "dollar"),
+    (r"([-+]?)\s*[€£]\s*(.+)", "currency"),
+    (r"()(.+?)\s*(?:%|(?:\\text\s*\{)?\s*per ?cent\s*\}?)", "%"),
+    (r"(?!.*\\(?:sin|cos|tan|cot|sec|csc))()(.+?)\s*(?:°\s*([CFK]?)|(?:\\text\s*\{)?\s*degrees?\s*\}?)", r"degree\3"),
+]]  # fmt: skip
+"""What may stand before or behind a number or expression, and the unit that it is."""
+_NO_WORDS = re.compile(r"\\(?:begin|end|text|overline|vec)\s*\{[^{}]*\}")
 _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
+_BRACKETED = re.compile(r"(?P<left>\\\{|[(\[])(?P<inner>.*)(?P<right>\\\}|[)\]])")
+_MARK = re.compile(r"\\.|[{}()\[\]]")
+_STEP = {"{": 1, "(": 1, "[": 1, r"\{": 1, "}": -1, ")": -1, "]": -1, r"\}": -1}
 _RELATION = re.compile(r"\\(?:le|ge|ne)(?![A-Za-z])|<|>")
 _NAME = re.compile(r"(?:\\?[A-Za-z]+|\\text\{[^{}]*\}|[|'\s]|_\{?\w+\}?|\([A-Za-z, ]*\)|\^\{?-1\}?)+")
 
@@ -77,23 +89,19 @@ def read(text: str) -> Form:
 def exact(text: str) -> tuple[Fraction, int | None] | None:
     """Value and decimals of a number in digits: thousands commas, decimals, fractions, mixed numbers, powers of ten."""
     text, shift = text.strip(), 0
-    if (found := _POWER.fullmatch(text)) and len(found["exp"]) < 6:
+    if found := _POWER.fullmatch(text):
         text, shift = found["head"], int(found["exp"])
     if found := (_FRACTION.fullmatch(text) or _SLASH.fullmatch(text)):
         a, b = exact(found["a"]), exact(found["b"])
         if a is None or b is None or b[0] == 0 or (found["whole"] and "-" in found["a"] + found["b"]):
             return None
         value, decimals = Fraction(found["whole"] or 0) + a[0] / b[0], None
-    elif (found := _PLAIN.fullmatch(text)) and (found["int"] or (found["dec"] or ".") != "." or found["rep"]):
-        if (found["rep"] and not found["dec"]) or len(text) > 4000:
-            return None
-        digits, dec = re.sub("[, ]", "", found["int"] or "0"), (found["dec"] or ".")[1:]
-        value, decimals = Fraction(int(digits + dec), 10 ** len(dec)), len(dec) if dec and not found["rep"] else None
-        if found["rep"]:
-            value += Fraction(int(found["rep"]), (10 ** len(found["rep"]) - 1) * 10 ** len(dec))
-        shift += int(found["exp"]) if found["exp"] and len(found["exp"]) < 6 else 0
-        if found["exp"] and len(found["exp"]) >= 6:
-            return None
+    elif found := _PLAIN.fullmatch(text):
+        dec, rep = found["dec"] or "", found["rep"]
+        digits = re.sub("[, ]", "", found["int"] or "0") + dec
+        value, decimals = Fraction(int(digits), 10 ** len(dec)), len(dec) if dec and not rep else None
+        value += Fraction(int(rep), (10 ** len(rep) - 1) * 10 ** len(dec)) if rep else 0
+        shift += int(found["exp"] or 0)
     else:
         return None
     if abs(shift) > MAX_POWER:
@@ -104,36 +112,34 @@ def exact(text: str) -> tuple[Fraction, int | None] | None:
 
 def split(text: str, pattern: str) -> list[str]:
     """Pieces between matches of `pattern` outside of all brackets."""
-    out, depth, start, i = [], 0, 0, 0
-    compiled = re.compile(pattern)
-    while i < len(text):
-        found = compiled.match(text, i) if depth == 0 else None
-        if found and found.end() > i:
+    out, depth, start = [], 0, 0
+    for found in re.finditer(rf"({pattern})|{_MARK.pattern}", text):
+        if found[1] is None:
+            depth += _STEP.get(found[0], 0)
+        elif depth == 0:
             out.append(text[start : found.start()])
-            i = start = found.end()
-            continue
-        if text[i] == "\\" and i + 1 < len(text):
-            depth += {"{": 1, "}": -1}.get(text[i + 1], 0)
-            i += 2
-            continue
-        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(text[i], 0)
-        i += 1
+            start = found.end()
     return [*out, text[start:]]
 
 
 def _check_brackets(text: str) -> None:
     """Braces pair with braces; round and square ones with each other, as in half-open intervals."""
     stack: list[str] = []
-    for mark in re.findall(r"\\.|[{}()\[\]]", text):
-        mark = {r"\{": "{", r"\}": "}"}.get(mark, mark)
-        if mark in ("{", "(", "["):
-            stack.append(mark)
-        elif mark in ("}", ")", "]") and (not stack or (stack.pop() == "{") != (mark == "}")):
+    for mark in _MARK.findall(text):
+        if _STEP.get(mark) == 1:
+            stack.append(mark[-1])
+        elif mark in _STEP and (not stack or (stack.pop() == "{") != (mark[-1] == "}")):
             raise Unreadable("brackets that do not close")
         if len(stack) > MAX_DEPTH:
             raise Unreadable(f"brackets nested deeper than {MAX_DEPTH}")
     if stack:
         raise Unreadable("brackets that do not close")
+
+
+def _whole(inner: str) -> bool:
+    """True if no bracket within closes one that stands before."""
+    depths = list(accumulate(_STEP.get(mark, 0) for mark in _MARK.findall(inner)))
+    return not depths or (min(depths) >= 0 and depths[-1] == 0)
 
 
 def _form(text: str) -> Form:
@@ -144,35 +150,55 @@ def _form(text: str) -> Form:
         return _form(text[1:-1])
     if not re.search(r"[(\[]|\\\{", text):
         text = _THOUSANDS.sub(lambda m: m[0].replace(",", ""), text)
-    if (value := worded(found[1] if (found := _TEXT.fullmatch(text)) else text)) is not None:
-        return Form(kind="number", source=text, value=Fraction(value))
-    if found:
-        number = _scalar(found[1].strip()) if found[1].strip()[:1].isdigit() else None
-        return number if number and number.kind == "number" else Form(kind="text", source=_plain(found[1]))
-    if (number := exact(text)) is not None:
-        return Form(kind="number", source=text, value=number[0], decimals=number[1])
     text = re.sub(r"^[A-Za-z]\s*\\in\s*(?=[(\[\\])", "", text)
-    if len(pieces := split(text, r"\\cup(?![A-Za-z])")) > 1:
-        return Form(kind="union", source=text, parts=tuple(map(_form, pieces)))
-    if len(pieces := [p for p in split(text, r"(?:,|;)\s*(?:and\b|or\b)?|\b(?:and|or)\b") if p.strip()]) > 1:
-        parts = tuple(map(_form, pieces))
-        interval = all(part.kind == "seq" and part.variable for part in parts)
-        return Form(kind="union" if interval else "list", source=text, parts=parts)
-    return _related(text) or _bracketed(text) or _scalar(text)
+    return next(form for reader in _READERS if (form := reader(text)))
 
 
-def _related(text: str) -> Form | None:
-    """An inequality or equation."""
+def _worded(text: str) -> Form | None:
+    """A number in words, or words in `\\text`, which may be a number with a unit."""
+    found = _TEXT.fullmatch(text)
+    if (value := worded(found[1] if found else text)) is not None:
+        return Form(kind="number", source=text, value=Fraction(value))
+    if found is None:
+        return None
+    number = _scalar(found[1].strip()) if found[1].strip()[:1].isdigit() else None
+    return number if number and number.kind == "number" else Form(kind="text", source=_plain(found[1]))
+
+
+def _number(text: str) -> Form | None:
+    number = exact(text)
+    return number and Form(kind="number", source=text, value=number[0], decimals=number[1])
+
+
+def _union(text: str) -> Form | None:
+    pieces = split(text, r"\\cup(?![A-Za-z])")
+    return Form(kind="union", source=text, parts=tuple(map(_form, pieces))) if len(pieces) > 1 else None
+
+
+def _list(text: str) -> Form | None:
+    """Values between commas, `and` or `or`; inequalities of one variable so are a union."""
+    pieces = [p for p in split(text, r"(?:,|;)\s*(?:and\b|or\b)?|\b(?:and|or)\b") if p.strip()]
+    if len(pieces) < 2:
+        return None
+    parts = tuple(map(_form, pieces))
+    interval = all(part.kind == "seq" and part.variable for part in parts)
+    return Form(kind="union" if interval else "list", source=text, parts=parts)
+
+
+def _inequality(text: str) -> Form | None:
     signs = [m.group().strip() for m in _RELATION.finditer(text)]
     sides = [side.strip() for side in split(text, _RELATION.pattern)]
     if len(sides) > 1 and len(signs) == len(sides) - 1:
         return _interval(text, sides, signs) or Form(kind="rel", source=text)
-    sides = [side.strip() for side in split(text, "=")]
-    if len(sides) > 1:
-        if not all(sides):
-            raise Unreadable("an equation without a side")
-        return Form(kind="eq", source=text, left=sides[0], right=sides[-1], parts=(_form(sides[-1]),))
     return None
+
+
+def _equation(text: str) -> Form | None:
+    sides = [side.strip() for side in split(text, "=")]
+    if len(sides) > 1 and not all(sides):
+        raise Unreadable("an equation without a side")
+    right = sides[-1]
+    return Form(kind="eq", source=text, left=sides[0], right=right, parts=(_form(right),)) if sides[1:] else None
 
 
 def _interval(text: str, sides: list[str], signs: list[str]) -> Form | None:
@@ -198,43 +224,26 @@ def _bracketed(text: str) -> Form | None:
     """A set, tuple or interval: brackets around all of it."""
     if text == r"\emptyset":
         return Form(kind="set", source=text)
-    for left, rights in ((r"\{", (r"\}",)), ("(", (")", "]")), ("[", (")", "]"))):
-        for right in rights:
-            inner = text[len(left) : len(text) - len(right)]
-            if text.startswith(left) and text.endswith(right) and len(text) >= len(left + right) and _whole(inner):
-                pieces = [p for p in split(inner, "[,;]") if p.strip()]
-                if left == "(" and right == ")" and len(pieces) == 1:
-                    return _form(inner)
-                if left == "[" and len(pieces) == 1:
-                    return None
-                parts = tuple(map(_form, pieces))
-                return Form(kind="set" if left == r"\{" else "seq", source=text, parts=parts, left=left, right=right)
-    return None
-
-
-def _whole(inner: str) -> bool:
-    """True if no bracket within closes one that stands before."""
-    depth = 0
-    for mark in re.findall(r"\\.|[{}()\[\]]", inner):
-        depth += {"{": 1, "(": 1, "[": 1, r"\{": 1, "}": -1, ")": -1, "]": -1, r"\}": -1}.get(mark, 0)
-        if depth < 0:
-            return False
-    return depth == 0
+    found = _BRACKETED.fullmatch(text)
+    if not found or (found["left"] == r"\{") != (found["right"] == r"\}") or not _whole(found["inner"]):
+        return None
+    pieces = [p for p in split(found["inner"], "[,;]") if p.strip()]
+    if len(pieces) == 1 and found["left"] != r"\{" and (found["left"] == "[" or found["right"] == ")"):
+        return _form(found["inner"]) if found["left"] == "(" else None
+    kind, parts = "set" if found["left"] == r"\{" else "seq", tuple(map(_form, pieces))
+    return Form(kind=kind, source=text, parts=parts, left=found["left"], right=found["right"])
 
 
 def _scalar(text: str) -> Form:
     """A number or expression with its percent sign, currency or unit; or words."""
-    if found := re.fullmatch(r"([-+]?)\s*[$€£]\s*(.+)", text):
-        return replace(_scalar(found[1] + found[2]), unit="dollar" if "$" in text else "currency")
-    if found := re.fullmatch(r"(.+?)\s*(?:%|(?:\\text\s*\{)?\s*per ?cent\s*\}?)", text):
-        return replace(_scalar(found[1]), percent=True)
-    trigonometric = re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text)
-    if not trigonometric and (
-        found := re.fullmatch(r"(.+?)\s*(?:°\s*([CFK]?)|(?:\\text\s*\{)?\s*degrees?\s*\}?)", text)
-    ):
-        return replace(_scalar(found[1]), unit="degree" + (found[2] or "").lower())
-    if (number := exact(text)) is not None:
-        return Form(kind="number", source=text, value=number[0], decimals=number[1])
+    for pattern, unit_of in _DRESS:
+        if found := pattern.fullmatch(text):
+            inner = _scalar(found[1] + found[2])
+            return (
+                replace(inner, percent=True) if unit_of == "%" else replace(inner, unit=found.expand(unit_of).lower())
+            )
+    if number := _number(text):
+        return number
     if text.endswith(r"\ldots"):
         raise Unreadable("dots that leave open what follows")
     if (found := _SUFFIX.fullmatch(text)) and found["head"].strip():
@@ -245,11 +254,17 @@ def _scalar(text: str) -> Form:
         return Form(kind="word", source=text)
     if (found := _BASED.fullmatch(text)) and found[1][0].isdigit():
         return Form(kind="based", source=text, left=found[1].lower(), right=found[2])
-    if re.search(r"(?<![\\A-Za-z])[A-Za-z]{3,}", re.sub(r"\\(?:begin|end|text|overline|vec)\s*\{[^{}]*\}", "", text)):
+    if re.search(r"(?<![\\A-Za-z])[A-Za-z]{3,}", _NO_WORDS.sub("", text)):
         raise Unreadable("words in a formula")
     if re.search(r"(?<![_^{\d])\d+ +\d", text):
         raise Unreadable("two numbers side by side")
     return Form(kind="expr", source=text)
+
+
+_READERS: tuple[Callable[[str], Form | None], ...] = (
+    _worded, _number, _union, _list, _inequality, _equation, _bracketed, _scalar,
+)  # fmt: skip
+"""Kinds of answers in the order in which they are tried; the first that knows a text decides. `_scalar` takes what is left."""
 
 
 def _measured(head: Form, text: str, suffix: re.Match[str]) -> Form:

@@ -199,12 +199,12 @@ _INLINE: dict[str, GraderFn] = {
     "choice": grade_choice,
     "set": grade_set,
     "quantity": grade_quantity,
-    "constraints": grade_constraints,
     GRADER: grade_environment,
 }
 _MATH = "rollkeel.rewards.mathematics:grade"
 _GRADERS: dict[str, Entry] = {name: Entry(lane=Lane.INLINE, run=fn, sound=True) for name, fn in _INLINE.items()} | {
     "math": Entry(lane=Lane.WORKER, run=_MATH, needs="math_verify", extra="math", sound=True),
+    "constraints": Entry(lane=Lane.INLINE, run=grade_constraints, needs="langdetect", extra="constraints", sound=True),
     "code": Entry(lane=Lane.SANDBOX, run=programs.grade),
     "judge": Entry(lane=Lane.SANDBOX, run=judge.grade),
     "reward_model": Entry(lane=Lane.MODEL),

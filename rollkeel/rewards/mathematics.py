@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -61,25 +61,16 @@ def grade(text: str, answer: str, options: Mapping[str, Any]) -> tuple[float | N
 
 def same(gold: Form, answer: Form, rules: Rules = Rules()) -> bool:
     """Whether two answers are one. Raises `Undecided`, `Unreadable` for the answer and `BadGold`."""
-    if gold.source == answer.source and (gold.percent, gold.unit, gold.kind) == (
-        answer.percent,
-        answer.unit,
-        answer.kind,
-    ):
+    written = [(form.source, form.percent, form.unit, form.kind) for form in (gold, answer)]
+    if written[0] == written[1] or _same(gold, answer, rules):
         return True
-    verdict = _same(gold, answer, rules)
-    if not verdict:
-        for text, other in ((gold, answer), (answer, gold)):
-            if text.kind != other.kind and text.commas:
-                raise Undecided("a comma that may separate thousands or numbers")
-            found = re.fullmatch(r"[-+]?\d+,\d{1,2}", text.source)
-            if (
-                found
-                and other.value is not None
-                and exact(text.source.replace(",", ".")) == (other.value, other.decimals)
-            ):
-                raise Undecided("a comma that may be a decimal one")
-    return verdict
+    for text, other in ((gold, answer), (answer, gold)):
+        if text.kind != other.kind and text.commas:
+            raise Undecided("a comma that may separate thousands or numbers")
+        pointed = text.source.replace(",", ".")
+        if re.fullmatch(r"[-+]?\d+,\d{1,2}", text.source) and exact(pointed) == (other.value, other.decimals):
+            raise Undecided("a comma that may be a decimal one")
+    return False
 
 
 def _same(a: Form, b: Form, rules: Rules) -> bool:
@@ -118,20 +109,17 @@ def _words(a: Form, b: Form) -> bool:
 
 
 def _based(a: Form, b: Form) -> bool:
-    if a.kind == b.kind:
-        try:
-            values = [int(f.left, int(f.right)) for f in (a, b)]
-        except ValueError:
-            raise Undecided("digits that the base does not have") from None
-        if (a.left, a.right) == (b.left, b.right):
-            return True
-        if a.right == b.right or values[0] != values[1]:
-            return values[0] == values[1]
+    if a.kind != b.kind:
+        if a.source == b.left or b.source == a.left:
+            raise Undecided("a number with and without its base")
+        return False
+    try:
+        equals = int(a.left, int(a.right)) == int(b.left, int(b.right))
+    except ValueError:
+        raise Undecided("digits that the base does not have") from None
+    if equals and a.right != b.right:
         raise Undecided("one value in two bases")
-    based, other = (a, b) if a.kind == "based" else (b, a)
-    if other.source == based.left:
-        raise Undecided("a number with and without its base")
-    return False
+    return equals
 
 
 # -- equations ---------------------------------------------------------------------------------------------------------
@@ -258,9 +246,7 @@ def _intervals(a: Form, b: Form, rules: Rules) -> bool:
         return bool(sets[0] == sets[1])
     pieces = [form.parts if form.kind == "union" else (form,) for form in (a, b)]
     marks = [sorted((p.left, p.right) for p in some) for some in pieces]
-    plain = [
-        [Form(kind="seq", source=p.source, parts=p.parts, left=p.left, right=p.right) for p in some] for some in pieces
-    ]
+    plain = [[replace(p, kind="seq", variable="", unit="", percent=False) for p in some] for some in pieces]
     if len(plain[0]) == len(plain[1]) and _matched(plain[0], plain[1], rules):
         return True
     if len(plain[0]) == len(plain[1]) == 1 and (marks[0] == marks[1] or a.variable == b.variable):
@@ -277,20 +263,15 @@ def _real_set(form: Form) -> Any:
         return None if None in parts else sympy.Union(*parts)
     ends = []
     for part in form.parts:
-        infinite = re.fullmatch(r"([-+]?)\s*\\infty", part.source)
-        if infinite:
+        if infinite := re.fullmatch(r"([-+]?)\s*\\infty", part.source):
             ends.append(-sympy.oo if infinite[1] == "-" else sympy.oo)
         elif part.value is not None:
             ends.append(sympy.Rational(part.value.numerator, part.value.denominator))
         else:
             return None
-    if form.kind == "set":
-        return sympy.FiniteSet(*ends)
-    return (
-        sympy.Interval(ends[0], ends[1], form.left == "(", form.right == ")")
-        if form.kind == "seq" and len(ends) == 2
-        else None
-    )
+    if form.kind == "seq" and len(ends) == 2:
+        return sympy.Interval(ends[0], ends[1], form.left == "(", form.right == ")")
+    return sympy.FiniteSet(*ends) if form.kind == "set" else None
 
 
 def _plus_minus(a: Form, b: Form, rules: Rules) -> bool:
@@ -301,9 +282,9 @@ def _plus_minus(a: Form, b: Form, rules: Rules) -> bool:
             return [value for part in form.parts for value in values(part)]
         if r"\mp" in form.source or form.source.count(r"\pm") > 1:
             raise Undecided("several signs ±")
-        return (
-            [read(form.source.replace(r"\pm", sign).lstrip("+ ")) for sign in "+-"] if r"\pm" in form.source else [form]
-        )
+        if r"\pm" not in form.source:
+            return [form]
+        return [read(form.source.replace(r"\pm", sign).lstrip("+ ")) for sign in "+-"]
 
     return _matched(values(a), values(b), rules)
 
@@ -338,12 +319,9 @@ def _values(a: Form, b: Form, rules: Rules, *, percent: bool = False) -> bool:
         alike = equal(u, v)
         if not alike and a.source.casefold() == b.source.casefold():
             raise Undecided("capital and small letters")
-        logs = [re.sub(r"\\log(?![A-Za-z]|\s*_)", r"\\ln", form.source) for form in (a, b)]
-        if (
-            not alike
-            and logs != [a.source, b.source]
-            and equal(*(_expression(t, g) for t, g in zip(logs, (True, False), strict=True)))
-        ):
+        first, second = (re.sub(r"\\log(?![A-Za-z]|\s*_)", r"\\ln", form.source) for form in (a, b))
+        changed = (first, second) != (a.source, b.source)
+        if not alike and changed and equal(_expression(first, True), _expression(second, False)):
             raise Undecided("a logarithm without its base")
         if not alike and {a.unit, b.unit} == {"degree", ""} and r"\pi" in (b if a.unit else a).source:
             raise Undecided("degrees and radians")
@@ -369,12 +347,8 @@ def _letter(a: Form, b: Form) -> str:
     """A letter that follows one number where the other answer is that number alone."""
     for x, y in ((a, b), (b, a)):
         found = re.fullmatch(r"(.+?) ?([A-DF-HJ-Za-df-hj-z])", x.source)
-        if (
-            found
-            and y.value is not None
-            and (number := exact(found[1])) is not None
-            and (y.unit or number[0] == y.value)
-        ):
+        number = exact(found[1]) if found and y.value is not None else None
+        if found and number and (y.unit or number[0] == y.value):
             return found[2]
     return ""
 

@@ -1,4 +1,4 @@
-"""More tests for a programming problem, from solutions that are known to be right.
+"""More tests for a programming problem, from solutions that are known to be right (`rollkeel data tests`).
 
 Inputs are made from those that are there: by type, at the edges, larger and smaller. One is kept if every verified solution takes it
 and all agree; with one solution there is nothing to agree with, and only what it fails on is left out. An input outside of the problem's
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,20 +34,12 @@ class Synthesis:
     added: int
     discarded: tuple[tuple[Any, str], ...]
     """Input and why it was not kept."""
-    strength: tuple[float, float] | None
-    """Share of the given wrong solutions that fail at least one test, before and after; None without any."""
 
 
 def synthesize(
-    run: Run,
-    problem: CodeProblem,
-    solutions: Sequence[str],
-    *,
-    count: int = 20,
-    seed: int = 0,
-    wrong: Sequence[str] = (),
+    run: Run, problem: CodeProblem, solutions: Sequence[str], *, count: int = 20, seed: int = 0
 ) -> Synthesis:
-    """Up to `count` more tests. `run`: of a sandbox, as `sandbox.run`. `solutions`: programs that are right, `wrong`: some that are not.
+    """Up to `count` more tests. `run`: of a sandbox, as `sandbox.run`. `solutions`: programs that are right.
 
     Raises `BadInput` when a solution fails a test that is there, `Broken` and what `run` raises when the sandbox fails.
     """
@@ -62,19 +54,17 @@ def synthesize(
     kept: list[Example] = []
     discarded: list[tuple[Any, str]] = []
     for draft, *row in zip(drafts, *columns, strict=True):
-        faults = [f"solution {i}: {answer.fault}" for i, answer in enumerate(row, 1) if answer.fault]
         output = row[0].value.decode("utf-8", "replace") if isinstance(row[0].value, bytes) else row[0].value
-        if not faults:
-            faults = [
-                f"solutions 1 and {i} disagree" for i, a in enumerate(row, 1) if not equal(problem, a.value, output)
-            ]
+        faults = [f"solution {i}: {answer.fault}" for i, answer in enumerate(row, 1) if answer.fault]
+        faults = faults or [
+            f"solutions 1 and {i} disagree" for i, a in enumerate(row, 1) if not equal(problem, a.value, output)
+        ]
         if faults:
             discarded.append((draft, faults[0]))
         else:
             kept.append(Example(input=draft, output=output))
     after = problem.model_copy(update={"tests": (*problem.tests, *kept)})
-    strength = (_killed(run, problem, wrong), _killed(run, after, wrong)) if wrong else None
-    return Synthesis(problem=after, added=len(kept), discarded=tuple(discarded), strength=strength)
+    return Synthesis(problem=after, added=len(kept), discarded=tuple(discarded))
 
 
 def _all_answers(run: Run, problem: CodeProblem, program: str, inputs: Sequence[Any]) -> list[Answer]:
@@ -85,10 +75,6 @@ def _all_answers(run: Run, problem: CodeProblem, program: str, inputs: Sequence[
     return out
 
 
-def _killed(run: Run, problem: CodeProblem, wrong: Sequence[str]) -> float:
-    return sum(not judge(run, problem, program)[0] for program in wrong) / len(wrong)
-
-
 def _drafts(inputs: Sequence[Any], count: int, rng: random.Random) -> Iterator[Any]:
     """Different inputs that are not there yet."""
     seen = {json.dumps(given, sort_keys=True) for given in inputs}
@@ -96,67 +82,56 @@ def _drafts(inputs: Sequence[Any], count: int, rng: random.Random) -> Iterator[A
         draft = rng.choice(inputs)
         for _ in range(rng.choice((1, 1, 2, 3))):
             draft = _text(draft, rng) if isinstance(draft, str) else _changed(draft, rng)
-        key = json.dumps(draft, sort_keys=True)
-        if key not in seen:
+        if (key := json.dumps(draft, sort_keys=True)) not in seen:
             seen.add(key)
-            count -= 1
             yield draft
-        if not count:
-            return
+            if (count := count - 1) == 0:
+                return
 
 
 def _changed(value: Any, rng: random.Random) -> Any:
     """A JSON value of the same type and shape, with one change."""
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, int):
-        return rng.choice(
-            (value + 1, value - 1, -value, 2 * value, value // 2, rng.randint(-100, 100), rng.choice(EDGES))
-        )
-    if isinstance(value, float):
-        return rng.choice((value + 0.5, -value, value / 2, 0.0, 1e-9, 1e9, round(rng.uniform(-100, 100), 3)))
-    if isinstance(value, str):
-        return _letters(value, rng)
-    if isinstance(value, list | tuple) and value:
-        return _sequence(list(value), rng)
-    if isinstance(value, Mapping) and value:
-        key = rng.choice(sorted(value))
-        return {**value, key: _changed(value[key], rng)}
-    return value
+    kind = next((kind for kind in _CHANGES if isinstance(value, kind)), None)
+    return _CHANGES[kind](value, rng) if kind and value not in ([], {}) else value
 
 
-def _sequence(values: list[Any], rng: random.Random) -> list[Any]:
+def _list(values: list[Any], rng: random.Random) -> list[Any]:
     """A list is an argument list or data: mostly one entry changes, sometimes the list itself where all entries are alike."""
-    i = rng.randrange(len(values))
-    alike = len({type(v) for v in values}) == 1 and not isinstance(values[0], list | Mapping)
-    how = "entry"
-    if alike and len(values) > 1:
-        how = rng.choice(("entry", "entry", "every", "drop", "repeat", "order", "empty", "longer"))
-    if how == "entry":
-        return [*values[:i], _changed(values[i], rng), *values[i + 1 :]]
-    if how == "every":
-        return [-v if isinstance(v, int | float) and not isinstance(v, bool) else _changed(v, rng) for v in values]
-    if how == "drop":
-        return values[:i] + values[i + 1 :]
-    if how == "repeat":
-        return [*values, values[i]]
-    if how == "order":
-        return rng.choice((sorted(values), sorted(values, reverse=True), values[::-1], rng.sample(values, len(values))))
-    return [] if how == "empty" else values * 8
+    i, n = rng.randrange(len(values)), len(values)
+    alike = n > 1 and len({type(v) for v in values}) == 1 and not isinstance(values[0], list | Mapping)
+    how: list[Callable[[], list[Any]]] = [lambda: [*values[:i], _changed(values[i], rng), *values[i + 1 :]]]
+    if alike:
+        how += [
+            *how,
+            lambda: [-v if type(v) in (int, float) else _changed(v, rng) for v in values],
+            lambda: values[:i] + values[i + 1 :],
+            lambda: [*values, values[i]],
+            lambda: rng.choice((sorted(values), sorted(values, reverse=True), values[::-1], rng.sample(values, n))),
+            list,
+            lambda: [_changed(v, rng) if rng.random() < 0.3 else v for v in values * 8],
+        ]
+    return rng.choice(how)()
+
+
+def _mapping(value: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
+    key = rng.choice(sorted(value))
+    return {**value, key: _changed(value[key], rng)}
 
 
 def _letters(text: str, rng: random.Random) -> str:
     i = rng.randrange(len(text) + 1)
-    return rng.choice(
-        (
-            text[:i] + text[i + 1 :],
-            text + text,
-            text[::-1],
-            "",
-            text.swapcase(),
-            text[:i] + rng.choice("aZ0 ") + text[i:],
-        )
-    )
+    more = text[:i] + rng.choice("aZ0 ") + text[i:]
+    return rng.choice((text[:i] + text[i + 1 :], text + text, text[::-1], "", text.swapcase(), more))
+
+
+_CHANGES: dict[type, Callable[[Any, random.Random], Any]] = {
+    bool: lambda v, rng: not v,
+    int: lambda v, rng: rng.choice((v + 1, v - 1, -v, 2 * v, v // 2, rng.randint(-100, 100), rng.choice(EDGES))),
+    float: lambda v, rng: rng.choice((v + 0.5, -v, v / 2, 0.0, 1e-9, 1e9, round(rng.uniform(-100, 100), 3))),
+    str: _letters,
+    list: _list,
+    dict: _mapping,
+}
 
 
 def _text(text: str, rng: random.Random) -> str:
@@ -166,13 +141,11 @@ def _text(text: str, rng: random.Random) -> str:
     if not places:
         return _letters(text, rng)
     i, (start, end) = rng.choice(places)
-    word = lines[i][start:end]
-    counted = i > 0 and lines[i - 1].strip() == str(len(lines[i].split()))
-    if re.fullmatch(r"-?\d+", word):
-        if counted and rng.random() < 0.5:
-            words = [str(v) for v in _sequence([int(w) for w in lines[i].split() if re.fullmatch(r"-?\d+", w)], rng)]
-            return "\n".join([*lines[: i - 1], str(len(words)), " ".join(words), *lines[i + 1 :]])
-        new = str(_changed(int(word), rng))
-    else:
-        new = _letters(word, rng).replace("\n", "") or word
+    word, words = lines[i][start:end], lines[i].split()
+    number = re.compile(r"-?\d+")
+    counted = i > 0 and lines[i - 1].strip() == str(len(words)) and all(map(number.fullmatch, words))
+    if counted and rng.random() < 0.5:
+        others = list(map(str, _list(list(map(int, words)), rng)))
+        return "\n".join([*lines[: i - 1], str(len(others)), " ".join(others), *lines[i + 1 :]])
+    new = str(_changed(int(word), rng)) if number.fullmatch(word) else _letters(word, rng).replace("\n", "") or word
     return "\n".join([*lines[:i], lines[i][:start] + new + lines[i][end:], *lines[i + 1 :]])

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from rollkeel import plugins
 from rollkeel.errors import BadInput, nearest
 from rollkeel.tasks.addition import Addition
-from rollkeel.tasks.algebra import Algebra
 from rollkeel.tasks.base import JUNK, SPLITS, Task, TaskItem, TaskOptions, keyed_rng
 from rollkeel.tasks.constraints.family import Constraints
 from rollkeel.tasks.countdown import Countdown
@@ -27,7 +26,6 @@ from rollkeel.tasks.gym import Gym
 from rollkeel.tasks.logic.game24 import Game24
 from rollkeel.tasks.logic.knights import Knights
 from rollkeel.tasks.logic.maze import Maze
-from rollkeel.tasks.logic.patterns import Patterns
 from rollkeel.tasks.logic.sudoku import Sudoku
 from rollkeel.tasks.programs import Programs
 from rollkeel.tasks.runsum import Runsum
@@ -57,10 +55,13 @@ __all__ = [
     "names",
 ]
 
-_LOGIC = (Countdown, Game24, Sudoku, Maze, Knights, Patterns)
+_LOGIC = (Countdown, Game24, Sudoku, Maze, Knights)
 _TURNS = (SudokuTurns, Terminal)
-_FAMILIES = (Runsum, Addition, Algebra, *_LOGIC, Science, Programs, Constraints, *_TURNS, Gym)
+_FAMILIES = (Runsum, Addition, *_LOGIC, Science, Programs, Constraints, *_TURNS, Gym)
 TASKS: dict[str, type[Task[Any]]] = {t.name: t for t in _FAMILIES}
+_GYM = "use data.task=gym data.options.generator={} of rollkeel[gym]"
+REMOVED = {"algebra": _GYM.format("simple_equations or polynomial_equations"), "patterns": _GYM.format("rearc")}
+"""Families there once were, and what to use."""
 
 
 def names() -> list[str]:
@@ -71,6 +72,8 @@ def names() -> list[str]:
 def family(name: str) -> type[Task[Any]]:
     """Class of a family: built in, or somebody's own. Raises `BadInput` for an unknown name, naming the nearest."""
     if name not in TASKS:
+        if name in REMOVED:
+            raise BadInput(f"task {name!r}: removed; {REMOVED[name]}")
         if not plugins.is_own(name):
             raise BadInput(f"task {name!r}: unknown{nearest(name, names())}; your own is file.py:name")
         return plugins.load(

@@ -20,9 +20,7 @@ class AdditionOptions(TaskOptions):
 class Addition(Task[AdditionOptions]):
     """Prompt `a+b=`, answer the decimal sum without leading zeros. Exact match of the whole response."""
 
-    name = "addition"
     summary = "sum of multi-digit numbers"
-    options_type = AdditionOptions
 
     def draw(self, rng: random.Random) -> TaskItem:
         digits = self.options.digits

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -87,6 +87,7 @@ class Task(ABC, Generic[O]):
     address: str = ""
     """Where graders find a family that is not built in: `path/file.py:Name`."""
     options_type: ClassVar[type[TaskOptions]] = TaskOptions
+    """The knobs: `RevOptions` of `class Rev(Task[RevOptions])`, unless it says another."""
     worker: ClassVar[str] = ""
     """`module:function` of `(text, answer, options)` that grades in a killable process, for a verifier that may hang or crash;
     empty: `verify` is bounded and runs in place."""
@@ -97,6 +98,8 @@ class Task(ABC, Generic[O]):
     def __init_subclass__(cls) -> None:
         if "name" not in vars(cls):
             cls.name = cls.__name__.lower()
+        if kinds := [k for base in vars(cls).get("__orig_bases__", ()) for k in get_args(base) if isinstance(k, type)]:
+            cls.options_type = vars(cls).get("options_type", kinds[0])
         if "summary" not in vars(cls):
             cls.summary = (cls.__doc__ or "").strip().partition("\n")[0]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, final
 
@@ -11,7 +10,7 @@ from pydantic import Field, model_validator
 
 from rollkeel.errors import BadInput
 from rollkeel.tasks.base import Task, TaskItem, TaskOptions, excerpt
-from rollkeel.tasks.expression import NotArithmetic, evaluate, tokenize
+from rollkeel.tasks.expression import evaluate, judge
 
 OPERATORS = "+-*/"
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
@@ -49,26 +48,8 @@ class ExpressionTask(Task[O]):
         return f"{sorted(item.metadata['numbers'])}->{item.metadata['target']}"
 
     def verify(self, item: TaskItem, response: str) -> tuple[float, str]:
-        try:
-            tokens = tokenize(response)
-            # Before evaluating: with each given number at most once, no value can grow out of hand.
-            fault = self._misuse(item.metadata["numbers"], tokens)
-            if fault:
-                return 0.0, fault
-            value = evaluate(tokens)
-        except NotArithmetic as error:
-            return 0.0, f"not an expression: {error}"
-        if value != item.metadata["target"]:
-            return 0.0, f"{excerpt(response)} is {value}, not {item.metadata['target']}"
-        return 1.0, excerpt(response)
-
-    def _misuse(self, numbers: Sequence[int], tokens: Sequence[int | str]) -> str:
-        given, used = Counter(numbers), Counter(t for t in tokens if isinstance(t, int))
-        if used - given:
-            return f"uses {min((used - given).elements())} more often than it is given"
-        if self.use_all and given - used:
-            return f"leaves {min((given - used).elements())} unused"
-        return ""
+        right, detail = judge(response, {**item.metadata, "use_all": self.use_all})
+        return float(right), excerpt(response) if right else detail
 
     def near_misses(self, item: TaskItem) -> Sequence[str]:
         first = item.metadata["numbers"][0]
@@ -89,9 +70,7 @@ class ExpressionTask(Task[O]):
 class Countdown(ExpressionTask[CountdownOptions]):
     """The gold answer is one solution of many; it is built forward from the numbers, so a solution exists."""
 
-    name = "countdown"
     summary = "reach a target with the given numbers and + - * /"
-    options_type = CountdownOptions
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         super().__init__(options)
@@ -132,17 +111,12 @@ def join(op: str, left: tuple[str, int], right: tuple[str, int]) -> tuple[str, i
 
 
 def _swaps(expression: str) -> list[str]:
-    return [
-        expression[:i] + op + expression[i + 1 :]
-        for i, char in enumerate(expression)
-        if char in OPERATORS
-        for op in OPERATORS
-        if op != char
-    ]
+    at = [i for i, char in enumerate(expression) if char in OPERATORS]
+    return [expression[:i] + op + expression[i + 1 :] for i in at for op in OPERATORS if op != expression[i]]
 
 
 def _differs(expression: str, target: int) -> bool:
     try:
-        return evaluate(tokenize(expression)) != target
-    except NotArithmetic:
+        return evaluate(expression)[0] != target
+    except ValueError:  # a division by zero
         return False

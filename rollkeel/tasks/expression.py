@@ -1,83 +1,57 @@
-"""Arithmetic from untrusted text: a grammar small enough to be safe to evaluate, over exact rationals.
+"""Arithmetic from untrusted text, exact: whole numbers, `+ - * /` (also `× ÷ −`) and brackets; no signs, powers, decimals or names.
 
-    expression := term (("+" | "-") term)*
-    term       := factor (("*" | "/") factor)*
-    factor     := integer | "(" expression ")"
-
-No unary signs, powers, decimals, names or implied products. `×`, `÷` and `−` are read as `*`, `/` and `-`.
+This file needs nothing of rollkeel: its source is sent into the sandbox as the judge of `game24`.
 """
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping
 from fractions import Fraction
+from typing import Any
 
-MAX_CHARS = 256
-MAX_DEPTH = 16
-_TOKEN = re.compile(r"[ \t\r\n]*(?:([1-9][0-9]{0,8}|0)(?![0-9])|([-+*/()]))")
-_ALIASES = str.maketrans({"×": "*", "÷": "/", "−": "-"})
-
-
-class NotArithmetic(ValueError):
-    """The text is not in the grammar, too long, too deep, or divides by zero."""
+MAX_CHARS, MAX_DEPTH = 256, 16
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_FORM = re.compile(r"(?:[ +*/()-]|(?<![0-9])(?:[1-9][0-9]{0,8}|0)(?![0-9]))+")
+_ALIASES = str.maketrans("×÷−\t\r\n", "*/-   ")
 
 
-def tokenize(text: str) -> list[int | str]:
-    """Integers and operator characters. Raises `NotArithmetic` at the first character outside the grammar."""
+def evaluate(text: str) -> tuple[Fraction, list[int]]:
+    """Value and the numbers used. Raises `ValueError` for anything but such an expression, and for a division by zero."""
     if len(text) > MAX_CHARS:
-        raise NotArithmetic(f"longer than {MAX_CHARS} characters")
+        raise ValueError(f"longer than {MAX_CHARS} characters")
     text = text.strip(" \t\r\n").translate(_ALIASES)
-    tokens: list[int | str] = []
-    position = 0
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None:
-            raise NotArithmetic(f"unexpected {text[position]!r} at character {position}")
-        tokens.append(int(match[1]) if match[1] is not None else match[2])
-        position = match.end()
-    return tokens
+    depths = [text[:end].count("(") - text[:end].count(")") for end in range(len(text))]
+    if not _FORM.fullmatch(text) or max(depths) > MAX_DEPTH:
+        raise ValueError(f"more than numbers, + - * / and brackets {MAX_DEPTH} deep")
+    used: list[int] = []
+
+    def value(node: ast.expr) -> Fraction:
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](value(node.left), value(node.right))
+        if not (isinstance(node, ast.Constant) and isinstance(node.value, int)):
+            raise SyntaxError("a number is missing, or an operator")
+        used.append(node.value)
+        return Fraction(node.value)
+
+    try:
+        return value(ast.parse(text, mode="eval").body), used
+    except (SyntaxError, ZeroDivisionError) as error:
+        raise ValueError(getattr(error, "msg", None) or "division by zero") from None
 
 
-def evaluate(tokens: Sequence[int | str]) -> Fraction:
-    """Exact value. Time and size grow with the number of integers only; callers bound those first."""
-    value, end = _sum(tokens, 0, 0)
-    if end != len(tokens):
-        raise NotArithmetic(f"unexpected {tokens[end]!r} after a complete expression")
-    return value
-
-
-def _sum(tokens: Sequence[int | str], at: int, depth: int) -> tuple[Fraction, int]:
-    value, at = _product(tokens, at, depth)
-    while at < len(tokens) and tokens[at] in ("+", "-"):
-        right, end = _product(tokens, at + 1, depth)
-        value = value + right if tokens[at] == "+" else value - right
-        at = end
-    return value, at
-
-
-def _product(tokens: Sequence[int | str], at: int, depth: int) -> tuple[Fraction, int]:
-    value, at = _factor(tokens, at, depth)
-    while at < len(tokens) and tokens[at] in ("*", "/"):
-        right, end = _factor(tokens, at + 1, depth)
-        if tokens[at] == "/" and right == 0:
-            raise NotArithmetic("division by zero")
-        value = value * right if tokens[at] == "*" else value / right
-        at = end
-    return value, at
-
-
-def _factor(tokens: Sequence[int | str], at: int, depth: int) -> tuple[Fraction, int]:
-    if at >= len(tokens):
-        raise NotArithmetic("ends where a number is expected")
-    token = tokens[at]
-    if isinstance(token, int):
-        return Fraction(token), at + 1
-    if token != "(":
-        raise NotArithmetic(f"unexpected {token!r} where a number is expected")
-    if depth >= MAX_DEPTH:
-        raise NotArithmetic(f"parentheses deeper than {MAX_DEPTH}")
-    value, end = _sum(tokens, at + 1, depth + 1)
-    if end >= len(tokens) or tokens[end] != ")":
-        raise NotArithmetic("a parenthesis is not closed")
-    return value, end + 1
+def judge(text: str, given: Mapping[str, Any]) -> tuple[bool, str]:
+    """Whether an expression of the `numbers` that are `given` is worth `target`; with `use_all` false some may be left out."""
+    try:
+        worth, used = evaluate(text)
+    except ValueError as error:
+        return False, f"not an expression: {error}"
+    more, left = Counter(used) - Counter(given["numbers"]), Counter(given["numbers"]) - Counter(used)
+    if more:
+        return False, f"uses {min(more)} more often than it is given"
+    if left and given.get("use_all", True):
+        return False, f"leaves {min(left)} unused"
+    return worth == given["target"], f"is {worth}, asked for is {given['target']}"

@@ -83,9 +83,7 @@ class GymOptions(TaskOptions):
 class Gym(Task[GymOptions]):
     """The prompt is the generator's question; the whole response is handed to its scorer. Items are named by a number."""
 
-    name = "gym"
     summary = "a generator of reasoning-gym, by name"
-    options_type = GymOptions
     worker = "rollkeel.tasks.gym_worker:grade"
     junk = ()
 

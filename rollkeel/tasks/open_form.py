@@ -7,7 +7,6 @@ exact words or a list of them. Everything else is refused with a reason, and the
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +14,6 @@ from typing import Any, Literal
 from rollkeel.tasks.base import excerpt
 from rollkeel.tasks.members import key, members
 from rollkeel.tasks.quantity import NotQuantity, compare, readings
-from rollkeel.types import GraderSpec
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 MAX_WORDS, MAX_ANSWER_CHARS, MAX_QUESTION_CHARS = 4, 40, 8000
@@ -44,6 +42,8 @@ _COMBINES = re.compile(
     r"|^\(?[A-E]\)?(?:(?: and | & |, ?|/| or )\(?[A-E]\)?)+$|^(?:I|II|III|IV|V)(?:,? (?:and )?(?:I|II|III|IV|V))*(?: only)?$|\bonly\b",
     re.IGNORECASE,
 )
+_MANY_ENDS = re.compile(r":$|\b(?:because|since|that|to|when|if)[ .:?]*$")
+_ONE_END = re.compile(r"_{2,}|\b(?:is|are|was|were|by|of|called|the|a|an|as):?$")
 _TWO_WAY = re.compile(r"true|false|yes|no|(?:in|de)creases?|positive|negative|left|right|up|down", re.IGNORECASE)
 
 
@@ -59,47 +59,28 @@ class OpenForm:
     answer: str
     """Text of the right choice without its label; members of a set are joined by `, ` in alphabetical order."""
     kind: Literal["quantity", "exact", "set"]
-    row: int = 0
-    """1-based place among the rows given."""
 
     @property
-    def grader(self) -> GraderSpec:
+    def grader(self) -> str:
         """Who grades answers to it: words are a list of one, so that the final answer is read out of a response."""
-        return GraderSpec(name="quantity" if self.kind == "quantity" else "set")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenFormReport:
-    """What became of the rows."""
-
-    rows: int
-    kept: Mapping[str, int]
-    """By kind of answer."""
-    refused: Mapping[str, int]
-    """By reason, most frequent first."""
-    examples: Mapping[str, str]
-    """The first question refused for each reason."""
+        return "quantity" if self.kind == "quantity" else "set"
 
 
 def convert(
     rows: Iterable[Mapping[str, Any]], *, question: str = "question", choices: str = "choices", answer: str = "answer"
-) -> tuple[list[OpenForm], OpenFormReport]:
-    """Open forms of all rows that have one, in order, and the report. The names are those of the columns."""
+) -> tuple[list[OpenForm], dict[str, list[str]]]:
+    """Open forms of all rows that have one, in order, and by reason the questions that have none. The names are columns."""
     kept: list[OpenForm] = []
-    refused: Counter[str] = Counter()
-    examples: dict[str, str] = {}
-    number = 0
-    for number, row in enumerate(rows, 1):
+    refused: dict[str, list[str]] = {}
+    for row in rows:
         try:
-            kept.append(open_form(row.get(question), row.get(choices), row.get(answer), row=number))
+            kept.append(open_form(row.get(question), row.get(choices), row.get(answer)))
         except Refused as reason:
-            refused[str(reason)] += 1
-            examples.setdefault(str(reason), excerpt(str(row.get(question))))
-    kinds = Counter(item.kind for item in kept)
-    return kept, OpenFormReport(rows=number, kept=dict(kinds), refused=dict(refused.most_common()), examples=examples)
+            refused.setdefault(str(reason), []).append(excerpt(str(row.get(question))))
+    return kept, refused
 
 
-def open_form(question: Any, choices: Any, answer: Any, *, row: int = 0) -> OpenForm:
+def open_form(question: Any, choices: Any, answer: Any) -> OpenForm:
     """One question. `choices` is a list, a mapping from letters (or the `{label, text}` lists of ARC), or None where they stand
     at the end of the question; `answer` a letter, an index from 0, or the text of a choice. Raises `Refused` with the reason."""
     if not isinstance(question, str) or not question.strip() or len(question) > MAX_QUESTION_CHARS:
@@ -110,19 +91,17 @@ def open_form(question: Any, choices: Any, answer: Any, *, row: int = 0) -> Open
     index = _index(answer, labels, texts)
     right, others = texts[index], texts[:index] + texts[index + 1 :]
     question = " ".join(question.split())
-    _check_question(question)
+    for reason, pattern in _REFERS:
+        if pattern.search(question):
+            raise Refused(reason)
     if any(_COMBINES.search(text) for text in texts):
         raise Refused("a choice combines or denies others")
     text, kind = _gradable(right)
     if any(_equivalent(right, other, kind) for other in others):
         raise Refused("two choices are the same answer")
-    if (
-        not question.endswith("?")
-        and kind != "quantity"
-        and not re.search(r"_{2,}|\b(?:is|are|was|were|by|of|called|the|a|an|as):?$", question)
-    ):
+    if _MANY_ENDS.search(question) or not (question.endswith("?") or kind == "quantity" or _ONE_END.search(question)):
         raise Refused("an unfinished sentence with many ends")
-    return OpenForm(question=question, answer=text, kind=kind, row=row)
+    return OpenForm(question=question, answer=text, kind=kind)
 
 
 def _inline(question: str) -> tuple[str, list[str]]:
@@ -173,14 +152,6 @@ def _index(answer: Any, labels: list[str], texts: list[str]) -> int:
     raise Refused("malformed: the answer is no letter, index or text of a choice")
 
 
-def _check_question(question: str) -> None:
-    for reason, pattern in _REFERS:
-        if pattern.search(question):
-            raise Refused(reason)
-    if question.rstrip().endswith(":") or re.search(r"\b(?:because|since|that|to|when|if)$", question.rstrip(" .:?")):
-        raise Refused("an unfinished sentence with many ends")
-
-
 def _gradable(text: str) -> tuple[str, Literal["quantity", "exact", "set"]]:
     """Answer text and kind. Raises `Refused` for what neither rule nor reader could settle."""
     bare = text.rstrip(".").strip()
@@ -193,11 +164,7 @@ def _gradable(text: str) -> tuple[str, Literal["quantity", "exact", "set"]]:
     if _TWO_WAY.fullmatch(bare):
         raise Refused("the answer is one of two")
     parts = members(bare)
-    if (
-        any(len(part.split()) > MAX_WORDS or len(part) > MAX_ANSWER_CHARS for part in parts)
-        or not parts
-        or len(parts) > 6
-    ):
+    if not 0 < len(parts) <= 6 or any(len(p.split()) > MAX_WORDS or len(p) > MAX_ANSWER_CHARS for p in parts):
         raise Refused("the answer is too long to be graded")
     if any(c.isdigit() for c in bare):
         raise Refused("the answer mixes numbers and words")

@@ -7,7 +7,7 @@ English. The interpreter is the judge of the source: nothing is executed here.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,8 +16,13 @@ Node = list[Any]
 Step = list[Any]
 """`[name]` or `[name, argument]`."""
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "//": 2, "%": 2}
-REDUCERS = {"sum": "the sum", "max": "the largest number (0 for an empty list)", "min": "the smallest number (0 for an empty list)",
-            "count": "how many there are", "spread": "the largest number minus the smallest (0 for an empty list)"}  # fmt: skip
+REDUCERS = ("sum", "max", "min", "count", "spread")
+
+
+_VALUES: dict[str, Callable[..., int]] = {
+    "+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b, "//": lambda a, b: (a - a % b) // b, "%": lambda a, b: a % b,
+    "abs": lambda a: max(a, -a), "max": max, "min": min,
+}  # fmt: skip
 
 
 def evaluate(node: Node, x: int) -> int:
@@ -25,21 +30,7 @@ def evaluate(node: Node, x: int) -> int:
     op, *operands = node
     if op in ("x", "n"):
         return x if op == "x" else operands[0]
-    values = [evaluate(o, x) for o in operands]
-    match op:
-        case "+":
-            return values[0] + values[1]
-        case "-":
-            return values[0] - values[1]
-        case "*":
-            return values[0] * values[1]
-        case "//":
-            return (values[0] - values[0] % values[1]) // values[1]
-        case "%":
-            return values[0] % values[1]
-        case "abs":
-            return max(values[0], -values[0])
-    return max(values) if op == "max" else min(values)
+    return _VALUES[op](*(evaluate(o, x) for o in operands))
 
 
 def source(node: Node, above: int = 0) -> str:
@@ -86,7 +77,7 @@ def draw_steps(rng: random.Random, count: int) -> list[Step]:
     for _ in range(count - reduce):
         taken = {s[0] for s in steps[-1:]}
         steps.append(rng.choice([s for s in _choices(rng) if s[0] not in taken]))
-    return [*steps, [rng.choice(list(REDUCERS))]] if reduce else steps
+    return [*steps, [rng.choice(REDUCERS)]] if reduce else steps
 
 
 def _choices(rng: random.Random) -> list[Step]:
@@ -102,87 +93,55 @@ def _choices(rng: random.Random) -> list[Step]:
 
 def run(steps: Sequence[Step], xs: Sequence[int]) -> list[int] | int:
     """What the pipeline makes of `xs`."""
-    values = list(xs)
+    value: Any = list(xs)
     for name, *argument in steps:
-        match name:
-            case "map":
-                values = [evaluate(argument[0], x) for x in values]
-            case "keep":
-                values = [x for x in values if _holds(argument[0], x)]
-            case "sort" | "fall":
-                values = sorted(values, key=lambda x: x if name == "sort" else -x)
-            case "reverse":
-                values = values[::-1]
-            case "first" | "skip":
-                values = [x for i, x in enumerate(values) if (i < argument[0]) == (name == "first")]
-            case "unique":
-                values = [x for i, x in enumerate(values) if x not in values[:i]]
-            case "running":
-                values = list(accumulate(values))
-            case "differences":
-                values = [b - a for a, b in pairwise(values)]
-            case "count":
-                return len(values)
-            case "sum":
-                return sum(values)
-            case _:
-                low, high = min(values, default=0), max(values, default=0)
-                return {"min": low, "max": high, "spread": high - low}[name]
-    return values
-
-
-def _holds(test: Step, x: int) -> bool:
-    op, k = test
-    return x % k == 0 if op == "divisible" else x > k if op == ">" else x < k
+        value = _STEPS[name][0](value, *argument)
+    return value
 
 
 def function(steps: Sequence[Step]) -> str:
     """Source of `def f(xs)`."""
-    lines = ["def f(xs):"]
-    for name, *argument in steps:
-        lines.append(
-            {
-                "map": lambda a: f"    xs = [{source(a)} for x in xs]",
-                "keep": lambda a: (
-                    f"    xs = [x for x in xs if x{f'%{a[1]}==0' if a[0] == 'divisible' else f'{a[0]}{a[1]}'}]"
-                ),
-                "sort": lambda _: "    xs = sorted(xs)",
-                "fall": lambda _: "    xs = sorted(xs, reverse=True)",
-                "reverse": lambda _: "    xs = xs[::-1]",
-                "first": lambda a: f"    xs = xs[:{a}]",
-                "skip": lambda a: f"    xs = xs[{a}:]",
-                "unique": lambda _: "    xs = list(dict.fromkeys(xs))",
-                "running": lambda _: "    xs = [sum(xs[:i+1]) for i in range(len(xs))]",
-                "differences": lambda _: "    xs = [b-a for a, b in zip(xs, xs[1:])]",
-                "sum": lambda _: "    return sum(xs)",
-                "max": lambda _: "    return max(xs, default=0)",
-                "min": lambda _: "    return min(xs, default=0)",
-                "count": lambda _: "    return len(xs)",
-                "spread": lambda _: "    return max(xs)-min(xs) if xs else 0",
-            }[name](argument[0] if argument else None)
-        )
-    return "\n".join(lines if steps[-1][0] in REDUCERS else [*lines, "    return xs"])
+    lines = [f"    {_worded(_STEPS[name][1], argument)}" for name, *argument in steps]
+    return "\n".join(["def f(xs):", *lines, *([] if steps[-1][0] in REDUCERS else ["    return xs"])])
 
 
 def describe(step: Step) -> str:
     """The step as an instruction."""
-    name, *argument = step
-    if name in REDUCERS:
-        return f"give {REDUCERS[name]}"
-    if name == "map":
-        return f"replace each number x by {source(argument[0])}"
-    if name == "keep":
-        op, k = argument[0]
-        return "keep only the " + (
-            f"multiples of {k}" if op == "divisible" else f"numbers {'above' if op == '>' else 'below'} {k}"
-        )
-    return {
-        "sort": "sort in rising order",
-        "fall": "sort in falling order",
-        "reverse": "reverse the order",
-        "first": f"keep only the first {argument[0] if argument else 0}",
-        "skip": f"leave out the first {argument[0] if argument else 0}",
-        "unique": "keep only the first of equal numbers",
-        "running": "replace each number by the sum of all up to it, itself included",
-        "differences": "replace the list by the differences, each number minus the one before it",
-    }[name]
+    return _worded(_STEPS[step[0]][2], step[1:])
+
+
+def _worded(text: str | Callable[[Any], str], argument: Sequence[Any]) -> str:
+    return text(argument[0]) if callable(text) else text.format(*argument)
+
+
+def _kept(xs: list[int], test: Step) -> list[int]:
+    op, k = test
+    return [x for x in xs if (x % k == 0 if op == "divisible" else x > k if op == ">" else x < k)]
+
+
+def _test(test: Step) -> str:
+    return f"%{test[1]}==0" if test[0] == "divisible" else f"{test[0]}{test[1]}"
+
+
+def _told(test: Step) -> str:
+    return {"divisible": "multiples of {}", ">": "numbers above {}", "<": "numbers below {}"}[test[0]].format(test[1])
+
+
+_STEPS: dict[str, tuple[Callable[..., Any], str | Callable[[Any], str], str | Callable[[Any], str]]] = {
+    "map": (lambda xs, a: [evaluate(a, x) for x in xs], lambda a: f"xs = [{source(a)} for x in xs]", lambda a: f"replace each number x by {source(a)}"),
+    "keep": (_kept, lambda a: f"xs = [x for x in xs if x{_test(a)}]", lambda a: f"keep only the {_told(a)}"),
+    "sort": (lambda xs: sorted(xs), "xs = sorted(xs)", "sort in rising order"),
+    "fall": (lambda xs: sorted(xs, key=lambda x: -x), "xs = sorted(xs, reverse=True)", "sort in falling order"),
+    "reverse": (lambda xs: list(reversed(xs)), "xs = xs[::-1]", "reverse the order"),
+    "first": (lambda xs, k: [x for i, x in enumerate(xs) if i < k], "xs = xs[:{}]", "keep only the first {}"),
+    "skip": (lambda xs, k: [x for i, x in enumerate(xs) if i >= k], "xs = xs[{}:]", "leave out the first {}"),
+    "unique": (lambda xs: [x for i, x in enumerate(xs) if x not in xs[:i]], "xs = list(dict.fromkeys(xs))", "keep only the first of equal numbers"),
+    "running": (lambda xs: list(accumulate(xs)), "xs = [sum(xs[:i+1]) for i in range(len(xs))]", "replace each number by the sum of all up to it, itself included"),
+    "differences": (lambda xs: [b - a for a, b in pairwise(xs)], "xs = [b-a for a, b in zip(xs, xs[1:])]", "replace the list by the differences, each number minus the one before it"),
+    "sum": (lambda xs: sum(xs), "return sum(xs)", "give the sum"),
+    "max": (lambda xs: max(xs, default=0), "return max(xs, default=0)", "give the largest number (0 for an empty list)"),
+    "min": (lambda xs: min(xs, default=0), "return min(xs, default=0)", "give the smallest number (0 for an empty list)"),
+    "count": (lambda xs: len(xs), "return len(xs)", "give how many there are"),
+    "spread": (lambda xs: max(xs, default=0) - min(xs, default=0), "return max(xs)-min(xs) if xs else 0", "give the largest number minus the smallest (0 for an empty list)"),
+}  # fmt: skip
+"""What each step computes, its source and its English, with its argument in place of `{}`."""

@@ -38,9 +38,7 @@ class Programs(Task[ProgramsOptions]):
     there are 144 different expressions in all, so that the same one is met behind other examples.
     """
 
-    name = "programs"
     summary = "small Python programs with hidden tests, run in the sandbox"
-    options_type = ProgramsOptions
     junk = (" x", "=", "(", "²", "\x00", "'''")
 
     def draw(self, rng: random.Random) -> TaskItem:

@@ -20,9 +20,7 @@ class RunsumOptions(TaskOptions):
 class Runsum(Task[RunsumOptions]):
     """Prompt `d₁…dₙ=`, answer `s₁…sₙ` with s_i = (d₁ + … + d_i) mod 10. Exact match of the whole response."""
 
-    name = "runsum"
     summary = "running sums of a digit string modulo 10"
-    options_type = RunsumOptions
 
     def draw(self, rng: random.Random) -> TaskItem:
         digits = rng.choices(range(10), k=self.options.digits)

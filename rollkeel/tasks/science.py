@@ -30,9 +30,7 @@ class Science(Task[ScienceOptions]):
     Any unit of the right dimension is accepted (`rollkeel.tasks.quantity`); what cannot be decided there scores 0 and says so.
     """
 
-    name = "science"
     summary = "numeric problems of four sciences, answers with units"
-    options_type = ScienceOptions
     junk = (" 0", "x", " x", "=", "\n1", "\x00", "٣", "²")  # more zeros and a full stop change nothing
 
     def draw(self, rng: random.Random) -> TaskItem:

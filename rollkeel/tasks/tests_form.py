@@ -25,6 +25,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,69 +55,44 @@ class CodeRow(Row):
     grader: GraderSpec
 
 
-@dataclass(frozen=True, kw_only=True)
-class TestsReport:
-    """What became of the rows."""
-
-    __test__ = False  # not for pytest
-
-    rows: int
-    kept: int
-    tests: int
-    refused: Mapping[str, int]
-    """By reason, most frequent first."""
-    lines: Sequence[str]
-    """One for each refused row: `row 3: …`."""
-
-
 def load_code_rows(config: DataConfig) -> list[CodeRow]:
     """All usable rows of the `.jsonl` or `.parquet` file `config.path`; a warning of one line says how many were not, and why.
 
     Raises `BadInput` for a file that cannot be read and for one without a usable row.
     """
-    rows, report = convert(_records(config), prompt_column=config.prompt_column)
-    reasons = "; ".join(f"{reason} ({n})" for reason, n in list(report.refused.items())[:3])
+    rows, refused = convert(_records(config), prompt_column=config.prompt_column)
+    total = len(rows) + len(refused)
+    reasons = "; ".join(f"{reason} ({n})" for reason, n in Counter(reason for _, reason in refused).most_common(3))
     if not rows:
         raise BadInput(
-            f"data.path {config.path!r}: expected rows with tests, none of {report.rows} is usable: {reasons or 'empty data'}"
+            f"data.path {config.path!r}: expected rows with tests, none of {total} is usable: {reasons or 'empty data'}"
         )
     if reasons:
-        warnings.warn(
-            f"data.path {config.path!r}: {report.rows - report.kept} of {report.rows} rows refused: {reasons}",
-            stacklevel=2,
-        )
+        warnings.warn(f"data.path {config.path!r}: {len(refused)} of {total} rows refused: {reasons}", stacklevel=2)
     return rows
 
 
-def convert(records: Iterable[tuple[int, Any]], *, prompt_column: str = "prompt") -> tuple[list[CodeRow], TestsReport]:
-    """Problems of numbered records (mappings of column to value), in order, and the report."""
+def convert(
+    records: Iterable[tuple[int, Any]], *, prompt_column: str = "prompt"
+) -> tuple[list[CodeRow], list[tuple[int, str]]]:
+    """Problems of numbered records (mappings of column to value), in order; and the numbers of the others, each with its reason."""
     kept: list[CodeRow] = []
-    refused: Counter[str] = Counter()
-    lines, count = [], 0
+    refused: list[tuple[int, str]] = []
     for number, record in records:
-        count += 1
         try:
             kept.append(code_row(record, number=number, prompt_column=prompt_column))
         except Refused as reason:
-            refused[str(reason)] += 1
-            lines.append(f"row {number}: {reason}")
-    tests = sum(len(row.grader.options["tests"]) for row in kept)
-    return kept, TestsReport(
-        rows=count, kept=len(kept), tests=tests, refused=dict(refused.most_common()), lines=tuple(lines)
-    )
+            refused.append((number, str(reason)))
+    return kept, refused
 
 
 def code_row(record: Any, *, number: int = 0, prompt_column: str = "prompt") -> CodeRow:
     """One record as a problem. Raises `Refused`."""
     if not isinstance(record, Mapping):
         raise Refused("not an object")
-    prompt = next(
-        (record[c] for c in (prompt_column, *PROMPTS) if isinstance(record.get(c), str) and record[c].strip()), None
-    )
-    if prompt is None:
+    prompt, starter = _first(record, (prompt_column, *PROMPTS)), _first(record, ("starter_code",))
+    if not prompt:
         raise Refused("no prompt")
-    starter = record.get("starter_code")
-    starter = starter if isinstance(starter, str) and starter.strip() else ""
     function, tests = _tests(record)
     if not tests:
         raise Refused("no tests")
@@ -129,13 +105,18 @@ def code_row(record: Any, *, number: int = 0, prompt_column: str = "prompt") -> 
         raise Refused("tests without a function name must be text in and text out")
     return CodeRow(
         number=number, prompt=f"{prompt}\n\n{starter}" if starter and starter not in prompt else prompt,
-        answer=_solution(record), grader=GraderSpec(name="code", options=options),
+        answer=next(iter(solutions(record)), ""), grader=GraderSpec(name="code", options=options),
     )  # fmt: skip
+
+
+def _first(record: Mapping[str, Any], columns: Sequence[str]) -> str:
+    """Text of the first column that has any."""
+    return next((record[c] for c in columns if isinstance(record.get(c), str) and record[c].strip()), "")
 
 
 def _tests(record: Mapping[str, Any]) -> tuple[str | None, list[dict[str, Any]]]:
     """Function name (None: standard input) and tests."""
-    name = next((record[c] for c in FUNCTIONS if isinstance(record.get(c), str) and record[c]), None)
+    name = _first(record, FUNCTIONS) or None
     if record.get("test_list") is not None:
         if any(record.get(c) for c in ("test_setup_code", "test_imports")):
             raise Refused("the tests need set-up code")
@@ -153,11 +134,8 @@ def _tests(record: Mapping[str, Any]) -> tuple[str | None, list[dict[str, Any]]]
     tests = _json(record["tests"], "tests")
     if isinstance(tests, Mapping):
         return _columns(tests, name)
-    return (
-        _asserts(tests)
-        if isinstance(tests, list) and tests and isinstance(tests[0], str)
-        else _cases(_listed(tests, "tests"), name)
-    )
+    tests = _listed(tests, "tests")
+    return _asserts(tests) if tests and isinstance(tests[0], str) else _cases(tests, name)
 
 
 def _json(value: Any, column: str) -> Any:
@@ -178,11 +156,7 @@ def _listed(value: Any, column: str) -> list[Any]:
 
 def _columns(value: Any, name: str | None) -> tuple[str | None, list[dict[str, Any]]]:
     """APPS: parallel lists. Outputs that are all lists of one value are that value, as its function problems have them."""
-    if (
-        not isinstance(value, Mapping)
-        or not isinstance(value.get("inputs"), list)
-        or not isinstance(value.get("outputs"), list)
-    ):
+    if not isinstance(value, Mapping) or not all(isinstance(value.get(k), list) for k in ("inputs", "outputs")):
         raise Refused("no lists of inputs and outputs")
     inputs, outputs, name = value["inputs"], value["outputs"], value.get("fn_name") or name
     if len(inputs) != len(outputs):
@@ -272,15 +246,9 @@ def _parsed(source: Any) -> ast.Module:
 
 
 def _assertion(node: ast.stmt) -> tuple[str, list[Any], Any]:
-    if (
-        isinstance(node, ast.Assert)
-        and isinstance(test := node.test, ast.Compare)
-        and isinstance(test.ops[0], ast.Eq)
-        and len(test.ops) == 1
-    ):
-        call, expected = test.left, test.comparators[0]
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.keywords:
-            return call.func.id, [_value(a) for a in call.args], _value(expected)
+    match node:
+        case ast.Assert(test=ast.Compare(ast.Call(ast.Name(name), arguments, []), [ast.Eq()], [expected])):
+            return name, [_value(a) for a in arguments], _value(expected)
     raise Refused("an assert that is not f(literals) == literal")
 
 
@@ -302,8 +270,8 @@ def _plain(value: Any) -> Any:
     raise ValueError(f"no JSON value: {excerpt(repr(value))}")
 
 
-def _solution(record: Mapping[str, Any]) -> str:
-    """The first reference solution; HumanEval's continue their prompt."""
+def solutions(record: Mapping[str, Any]) -> list[str]:
+    """Reference solutions of the first column that has any; HumanEval's continue their prompt."""
     for column in SOLUTIONS:
         value = record.get(column)
         if column == "solutions" and isinstance(value, str):
@@ -311,10 +279,10 @@ def _solution(record: Mapping[str, Any]) -> str:
                 value = json.loads(value)
             except (ValueError, RecursionError):
                 continue
-        value = value[0] if isinstance(value, list) and value else value
-        if isinstance(value, str) and value.strip():
-            return record.get("prompt", "") + value if column == "canonical_solution" else value
-    return ""
+        values = value if isinstance(value, list) else [value]
+        if found := [v for v in values if isinstance(v, str) and v.strip()]:
+            return [record.get("prompt", "") + v for v in found] if column == "canonical_solution" else found
+    return []
 
 
 def _records(config: DataConfig) -> Iterator[tuple[int, Any]]:
@@ -322,22 +290,17 @@ def _records(config: DataConfig) -> Iterator[tuple[int, Any]]:
     try:
         if path.suffix == ".jsonl":
             with path.open("rb") as file:
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        yield number, _line(line)
-            return
-        if path.suffix == ".parquet":
+                yield from ((number, _line(line)) for number, line in enumerate(file, 1) if line.strip())
+        elif path.suffix == ".parquet":
             import pyarrow.parquet as pq
 
-            number = 0
             with pq.ParquetFile(path) as table:
-                for batch in table.iter_batches(256):
-                    for record in batch.to_pylist():
-                        yield (number := number + 1), record
-            return
+                batches = (batch.to_pylist() for batch in table.iter_batches(256))
+                yield from enumerate(chain.from_iterable(batches), 1)
+        else:
+            raise BadInput(f"data.path {config.path!r}: data.form=tests reads .jsonl and .parquet files")
     except (OSError, ValueError) as error:
         raise BadInput(f"data.path {config.path!r}: cannot be read: {excerpt(str(error), 200)}") from None
-    raise BadInput(f"data.path {config.path!r}: data.form=tests reads .jsonl and .parquet files")
 
 
 def _line(line: bytes) -> Any:

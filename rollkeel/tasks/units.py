@@ -6,6 +6,7 @@ The parser is a small grammar without recursion beyond `MAX_DEPTH`, so that host
 from __future__ import annotations
 
 import re
+from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -175,10 +176,10 @@ def parse_unit(text: str) -> tuple[Unit, ...]:
     for spelling in dict.fromkeys((text, _JOINED.sub(r"\1 \2", text))):
         tokens = _tokens(spelling)
         for grouped in (False, True):
-            unit, end = _product(tokens, 0, 0, grouped=grouped)
-            if end != len(tokens):
+            left = deque(tokens)
+            found.append(_product(left, 0, grouped))
+            if left:
                 raise NotUnit("a parenthesis too many")
-            found.append(unit)
     if text in ("C", "F"):
         found.append(_SYMBOLS[f"°{text}"])
     return tuple(dict.fromkeys(found))
@@ -232,35 +233,31 @@ def _tokens(text: str) -> list[tuple[str, str, int]]:
     return tokens
 
 
-def _product(tokens: list[tuple[str, str, int]], at: int, depth: int, *, grouped: bool) -> tuple[Unit, int]:
-    unit, at = _factor(tokens, at, depth, grouped)
-    below = False
-    while at < len(tokens) and tokens[at][0] in "*/":
-        slash = tokens[at][0] == "/"
-        below = slash or (below and grouped)
-        right, at = _factor(tokens, at + 1, depth, grouped)
-        unit = _times(unit, right, -1 if below else 1, f"{unit.text}{'/' if below else '*'}{right.text}")
-    return unit, at
-
-
-def _factor(tokens: list[tuple[str, str, int]], at: int, depth: int, grouped: bool) -> tuple[Unit, int]:
-    if at >= len(tokens):
-        raise NotUnit("ends where a unit is expected")
-    kind, word, power = tokens[at]
-    if kind == "one":
-        return Unit(text="1"), at + 1
-    if kind == "word":
-        unit = lookup(word) or Unit(text=word, known=False)
-        at += 1
-    elif kind == "(" and depth < MAX_DEPTH:
-        inner, at = _product(tokens, at + 1, depth + 1, grouped=grouped)
-        if at >= len(tokens) or tokens[at][0] != ")":
-            raise NotUnit("a parenthesis is not closed")
-        unit, power = _times(NONE, inner, 1, f"({inner.text})"), tokens[at][2]
-        at += 1
-    else:
-        raise NotUnit(f"unexpected {word!r}")
-    return (unit if power == 1 else _times(NONE, unit, power, f"{unit.text}^{power}")), at
+def _product(tokens: deque[tuple[str, str, int]], depth: int, grouped: bool) -> Unit:
+    """The unit up to a closing parenthesis or the end; its tokens are taken off. `grouped`: all factors behind a slash are below it."""
+    unit, below, op = NONE, False, ""
+    while True:
+        kind, word, power = tokens.popleft() if tokens else ("", "", 1)
+        if kind == "one":
+            right = Unit(text="1")
+        elif kind == "word":
+            right = lookup(word) or Unit(text=word, known=False)
+        elif kind == "(" and depth < MAX_DEPTH:
+            inner = _product(tokens, depth + 1, grouped)
+            if not tokens:
+                raise NotUnit("a parenthesis is not closed")
+            right, power = _times(NONE, inner, 1, f"({inner.text})"), tokens.popleft()[2]
+        else:
+            raise NotUnit(f"unexpected {word!r}" if kind else "ends where a unit is expected")
+        if power != 1:
+            right = _times(NONE, right, power, f"{right.text}^{power}")
+        unit = (
+            _times(unit, right, -1 if below else 1, f"{unit.text}{'/' if below else '*'}{right.text}") if op else right
+        )
+        if not tokens or tokens[0][0] == ")":
+            return unit
+        op = tokens.popleft()[0]
+        below = op == "/" or (below and grouped)
 
 
 def _times(left: Unit, right: Unit, power: int, text: str) -> Unit:

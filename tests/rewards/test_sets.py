@@ -6,14 +6,19 @@ and synonyms of members.
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_graders import grade, rollout
+from tiny_run import cli
 
+from rollkeel.config import DataConfig
 from rollkeel.rewards import get, graders
+from rollkeel.tasks.data import load_rows
 from rollkeel.tasks.members import MAX_MEMBERS, members
 from rollkeel.tasks.open_form import open_form
 from rollkeel.types import GraderSpec, Status
@@ -120,10 +125,34 @@ def test_options() -> None:
 )
 def test_every_kind_of_open_form_has_a_grader_that_knows_its_answer(right: str, others: list[str], name: str) -> None:
     form = open_form("What is it?", [right, *others], "A")
-    assert form.grader == GraderSpec(name=name)
+    assert form.grader == name
     assert get(name).lane is graders.Lane.INLINE
     assert [grade(rollout(text, form.answer, form.grader)).reward for text in (form.answer, *others)] == [1.0, 0.0]
     assert grade(rollout(f"I think so.\nThe answer is **{form.answer}**.", form.answer, form.grader)).reward == 1.0
+
+
+def test_the_command_writes_rows_whose_answers_are_graded_as_right(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"q": "What is the capital of France?", "c": ["Rome", "Paris"], "a": "B"},
+        {"q": "Which of the following floats?", "c": ["wood", "iron"], "a": "A"},
+        {"q": "How long is it?", "c": ["5 m", "6 m"], "a": 0},
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = ["--question", "q", "--choices", "c", "--answer", "a"]
+    code, out, _ = cli(capsys, "data", "open", tmp_path / "in.jsonl", "--out", tmp_path / "open", *columns)
+    assert code == 0
+    assert "1 left out: refers to the choices, as 'Which of the following floats?'" in out
+    for grader, prompt, response in (("set", rows[0]["q"], "It is Paris."), ("quantity", rows[2]["q"], "500 cm")):
+        [row] = load_rows(DataConfig(path=str(tmp_path / "open" / f"{grader}.jsonl"), grader=grader))
+        assert row.prompt == prompt
+        assert grade(rollout(response, row.answer, grader)).reward == 1.0
+    for name, wanted in (("none.jsonl", "no such file"), ("in.jsonl", "most often since: malformed: no question")):
+        code, _, err = cli(capsys, "data", "open", tmp_path / name, "--out", tmp_path / "other")
+        assert (code, err.count("\n")) == (2, 1)
+        assert wanted in err
+    assert not (tmp_path / "other").exists()
 
 
 @given(

@@ -5,15 +5,20 @@ Not covered: whether an input lies within a problem's statement, which nobody he
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_run import cli
 
+from rollkeel.config import DataConfig
 from rollkeel.errors import BadInput
 from rollkeel.rewards.programs import CodeProblem, Example, judge
 from rollkeel.rewards.synthesis import Synthesis, synthesize
 from rollkeel.sandbox import Level, Sandbox, probe
+from rollkeel.tasks.tests_form import load_code_rows
 
 pytestmark = pytest.mark.skipif(probe().plan(()).level < Level.RESTRICTED, reason="no isolation can be had here")
 
@@ -43,8 +48,9 @@ def made(sandbox: Sandbox, problem: CodeProblem = LARGEST, **more: Any) -> Synth
 
 
 def test_tests_that_right_programs_agree_on_kill_more_wrong_ones(sandbox: Sandbox) -> None:
-    found = made(sandbox, wrong=WRONG)
-    assert found.strength == (0.25, 1.0)
+    found = made(sandbox, count=40)
+    passed = [[judge(sandbox.run, p, w)[0] for w in WRONG] for p in (LARGEST, found.problem)]
+    assert passed == [[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
     assert found.added >= 10
     assert found.problem.tests[:2] == LARGEST.tests
     assert len(found.problem.tests) == 2 + found.added
@@ -53,7 +59,7 @@ def test_tests_that_right_programs_agree_on_kill_more_wrong_ones(sandbox: Sandbo
     assert all(t.output == max(t.input[0]) for t in found.problem.tests)
     whys = [why for given, why in found.discarded if given == [[]]]
     assert whys == ["solution 1: ValueError: max() arg is an empty sequence"] or not whys
-    assert found.added + len(found.discarded) <= 30
+    assert found.added + len(found.discarded) <= 40
 
 
 def test_the_seed_decides_and_nothing_else(sandbox: Sandbox) -> None:
@@ -82,15 +88,33 @@ def test_an_input_that_ends_the_program_spoils_only_itself(sandbox: Sandbox) -> 
 def test_standard_input_keeps_its_shape(sandbox: Sandbox) -> None:
     total = CodeProblem(tests=(Example(input="3\n1 2 3\n", output="6"),), limits={"wall_s": 2.0})
     right = ("n = int(input())\nx = list(map(int, input().split()))\nassert len(x) == n\nprint(sum(x))",)
-    found = made(
-        sandbox, total, solutions=right, count=12, wrong=("input(); print(sum(abs(int(w)) for w in input().split()))",)
-    )
+    found = made(sandbox, total, solutions=right, count=12)
     assert found.added >= 4
-    assert found.strength == (0.0, 1.0)
+    wrong = "input(); print(sum(abs(int(w)) for w in input().split()))"
+    assert [judge(sandbox.run, p, wrong)[0] for p in (total, found.problem)] == [1.0, 0.0]
     for test in found.problem.tests:
         count, values = test.input.split("\n")[:2]
         assert int(count) == len(values.split())
         assert int(test.output) == sum(map(int, values.split()))
+
+
+def test_the_command_writes_rows_that_a_run_can_train_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"prompt": "Largest?", "fn_name": "f", "tests": [{"input": [[1, 5]], "output": 5}], "solutions": RIGHT},
+        {"prompt": "Largest?", "fn_name": "f", "tests": [{"input": [[1, 5]], "output": 5}], "solutions": WRONG[3:]},
+        {"prompt": "Largest?", "fn_name": "f"},
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["data", "tests", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", "--count", "5"]
+    code, said, _ = cli(capsys, *words)
+    assert code == 0
+    assert "1 of 3 problems written" in said
+    assert "row 2: synthesis: solution 1 is to be right, but test 1 of 1: got 1, expected 5" in said
+    assert "row 3: no tests" in said
+    [row] = load_code_rows(DataConfig(path=str(tmp_path / "out.jsonl"), form="tests", grader="code"))
+    assert row.answer == RIGHT[0]
+    assert len(row.grader.options["tests"]) > 1
+    assert f"{len(row.grader.options['tests']) - 1} tests added" in said
 
 
 def test_a_solution_that_is_wrong_and_no_solution_are_refused(sandbox: Sandbox) -> None:

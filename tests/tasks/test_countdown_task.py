@@ -1,13 +1,13 @@
 """Countdown evaluates text written by a policy that is paid to find holes: credit must be exact and nothing may crash or hang.
 
-Covers the expression grammar and the scorer against an independent evaluator (Python's own parser over exact rationals) and a list
+Covers the expression grammar and the scorer against an independent evaluator (Python's own, over exact rationals) and a list
 of attacks. Does not cover how hard the problems are.
 """
 
 from __future__ import annotations
 
-import ast
 import random
+import re
 from fractions import Fraction
 from typing import Any
 
@@ -17,24 +17,12 @@ from hypothesis import strategies as st
 
 from rollkeel import tasks
 from rollkeel.tasks.base import TaskItem, excerpt
-from rollkeel.tasks.expression import NotArithmetic, evaluate, tokenize
+from rollkeel.tasks.expression import evaluate
 
 
 def _value(expression: str) -> Fraction:
-    """Independent evaluation: Python's own parser over exact rationals."""
-
-    def walk(node: ast.AST) -> Fraction:
-        if isinstance(node, ast.BinOp):
-            a, b = walk(node.left), walk(node.right)
-            return (
-                {ast.Add: a + b, ast.Sub: a - b, ast.Mult: a * b}[type(node.op)]
-                if not isinstance(node.op, ast.Div)
-                else a / b
-            )
-        assert isinstance(node, ast.Constant)
-        return Fraction(node.value)
-
-    return walk(ast.parse(expression, mode="eval").body)
+    """Independent evaluation: Python's own, over exact rationals."""
+    return eval(re.sub(r"\d+", r"F(\g<0>)", expression), {"F": Fraction})
 
 
 class TestCountdown:
@@ -164,17 +152,20 @@ class TestCountdown:
         assert len(outputs) == 9
 
 
-@pytest.mark.parametrize("text", ["03", "1234567890", "1_0", "1.5", "a", "2²", "1\x0b+1"])
-def test_tokenizer_refuses(text: str) -> None:
-    with pytest.raises(NotArithmetic):
-        tokenize(text)
+@pytest.mark.parametrize(
+    "text", ["03", "00", "1234567890", "1_0", "1.5", "a", "2²", "1\x0b+1", "-3", "2**3", "7//2", "()", "3(5)"]
+)
+def test_what_is_no_expression_has_no_value(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        evaluate(text)
 
 
 @given(st.text(alphabet="0123456789+-*/() ", max_size=30))
 @settings(max_examples=500, deadline=None)
 def test_whatever_evaluates_has_the_value_python_gives_it(text: str) -> None:
     try:
-        value = evaluate(tokenize(text))
-    except NotArithmetic:
+        value, used = evaluate(text)
+    except ValueError:
         return
     assert value == _value(text.strip())
+    assert used == [int(number) for number in re.findall(r"\d+", text)]

@@ -6,6 +6,7 @@ A constraint is `{"kind": "length_constraints:number_words", "num_words": 50, "r
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,7 +66,13 @@ def _found(text: str, constraint: Constraint) -> Found:
 def describe(constraint: Constraint) -> str:
     """One sentence that asks for it. Raises `BadInput` like `validate`."""
     validate(constraint)
-    return KINDS[constraint["kind"]].describe(constraint)
+    said = {"marked": f", marked as {constraint['language']}" if "language" in constraint else "", **constraint}
+    for key, value in constraint.items():
+        if key == "schema":
+            said[key] = json.dumps(value)
+        elif isinstance(value, list | tuple):
+            said[key] = " ".join(value) if key == "marks" else ", ".join(f'"{item}"' for item in value)
+    return KINDS[constraint["kind"]].asks.format(**said)
 
 
 def from_ifeval(row: Mapping[str, Any]) -> list[dict[str, Any]]:

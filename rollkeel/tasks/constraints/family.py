@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -14,6 +14,7 @@ from pydantic import Field
 from rollkeel.tasks.base import Task, TaskItem, TaskOptions
 from rollkeel.tasks.constraints import check, describe
 from rollkeel.tasks.constraints.breaking import changes
+from rollkeel.tasks.constraints.extras import require
 from rollkeel.tasks.constraints.kinds import ANSWERS, KINDS, paragraphs, sentences, words
 
 TOPICS = (
@@ -71,17 +72,20 @@ class Constraints(Task[ConstraintsOptions]):
     """The whole response is judged, strictly: it scores 1 when it holds every instruction, whatever it says. What cannot be
     decided (a language) scores 0 and says so. The gold response was built to hold them all, each near miss breaks exactly one."""
 
-    name = "constraints"
     summary = "verifiable instructions: length, format, keywords, case, language, JSON"
-    options_type = ConstraintsOptions
     junk = ()  # most instructions allow more text
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        """Raises `BadInput` without the extra `constraints`."""
+        super().__init__(options)
+        require()
 
     def draw(self, rng: random.Random) -> TaskItem:
         kinds = _kinds(rng, self.options.constraints)
         topic = rng.choice(TOPICS)
         draft = _Draft.write(rng, topic, kinds)
         text = draft.render()
-        asked = [{"kind": kind, **_arguments(kind, text, draft, rng)} for kind in kinds]
+        asked = [{"kind": kind, **(_ARGUMENTS[kind](text, draft, rng) if kind in _ARGUMENTS else {})} for kind in kinds]
         request = " ".join([f"Write about {topic}.", *map(describe, asked)])
         return TaskItem(text=request, answer=text, metadata={"constraints": asked})
 
@@ -103,9 +107,9 @@ class Constraints(Task[ConstraintsOptions]):
         """For each instruction, as far as there is one, the smallest change found that breaks it and no other."""
         asked, out = item.metadata["constraints"], []
         for i, constraint in enumerate(asked):
+            others = [*asked[:i], *asked[i + 1 :]]
             for text in changes(item.answer, constraint):
-                verdicts = [ok for ok, _ in check(text, asked)]
-                if verdicts[i] is False and all(verdicts[:i] + verdicts[i + 1 :]):
+                if check(text, [constraint])[0][0] is False and all(ok for ok, _ in check(text, others)):
                     out.append(text)
                     break
         return out
@@ -223,71 +227,65 @@ def _long(text: str) -> list[str]:
     return sorted({w for w in words(text) if len(w) > 4 and w.isalpha()})
 
 
-def _arguments(kind: str, text: str, draft: _Draft, rng: random.Random) -> dict[str, Any]:
-    """Arguments that `text` holds: measured on it."""
-    low = text.lower()
-    match kind.partition(":")[2]:
-        case "existence":
-            return {"keywords": rng.sample(_long(low), 2)}
-        case "frequency":
-            word = rng.choice(_long(low))
-            return {"keyword": word, **_bound(rng, low.count(word), "frequency", "relation")}
-        case "forbidden_words":
-            others = _long(" ".join(("window island silver", *_OBJECTS, *_PLACES)))
-            return {"forbidden_words": sorted(rng.sample([w for w in others if w not in low], 2))}
-        case "letter_frequency":
-            letter = rng.choice("aeinorst")
-            return {"letter": letter, **_bound(rng, low.count(letter), "let_frequency", "let_relation", 2)}
-        case "response_language":
-            return {"language": draft.language}
-        case "number_sentences":
-            return _bound(rng, sentences(text), "num_sentences", "relation")
-        case "number_words":
-            return _bound(rng, len(words(text)), "num_words", "relation", 3)
-        case "number_characters":
-            return _bound(rng, len(text), "num_characters", "relation", 10)
-        case "number_paragraphs":
-            return {"num_paragraphs": len(paragraphs(text) or [])}
-        case "nth_paragraph_first_word":
-            parts = text.split("\n\n")
-            nth = rng.randint(1, len(parts))
-            return {"num_paragraphs": len(parts), "nth_paragraph": nth, "first_word": words(parts[nth - 1])[0].lower()}
-    return _format_arguments(kind, text, draft, rng)
+def _frequency(text: str, draft: _Draft, rng: random.Random) -> dict[str, Any]:
+    word = rng.choice(_long(text.lower()))
+    return {"keyword": word, **_bound(rng, text.lower().count(word), "frequency", "relation")}
 
 
-def _format_arguments(kind: str, text: str, draft: _Draft, rng: random.Random) -> dict[str, Any]:
-    match kind.partition(":")[2]:
-        case "number_placeholders":
-            return {"num_placeholders": text.count("[")}
-        case "postscript":
-            return {"postscript_marker": "P.S."}
-        case "number_bullet_lists":
-            return {"num_bullets": text.count("\n* ")}
-        case "number_highlighted_sections":
-            return {"num_highlights": len(re.findall(r"\*[^\n*]+\*", text))}
-        case "multiple_sections":
-            return {"section_spliter": "Section", "num_sections": text.count("Section ")}
-        case "markdown_table":
-            return {"num_rows": text.count("\n| ") - 1, "num_columns": 2}
-        case "code_block":
-            return {"language": "python"}
-        case "json_schema":
-            notes = {"type": "array", "minItems": len(draft.sentences), "items": {"type": "string"}}
-            properties = {
-                "title": {"type": "string", "maxLength": 40},
-                "notes": notes,
-                "count": {"type": "integer", "minimum": 1},
-            }
-            return {"schema": {"type": "object", "properties": properties, "required": ["title", "notes", "count"]}}
-        case "repeat_prompt":
-            return {"prompt_to_repeat": f"Write about {draft.topic}."}
-        case "start_checker":
-            return {"start_phrase": " ".join(text.split()[:3])}
-        case "end_checker":
-            return {"end_phrase": draft.tail[-1] if text.endswith(draft.tail[-1]) else text.split("\n")[-1]}
-        case "capital_word_frequency":
-            count = sum(w.isupper() for w in re.findall(r"\w+(?:['’-]\w+)*", text))
-            return _bound(rng, count, "capital_frequency", "capital_relation")
-        case "forbidden":
-            return {"marks": [mark for mark in ";?!:" if mark not in text][:2]}
-    return {}
+def _forbidden(text: str, draft: _Draft, rng: random.Random) -> dict[str, Any]:
+    others = [w for w in _long(" ".join(("window island silver", *_OBJECTS, *_PLACES))) if w not in text.lower()]
+    return {"forbidden_words": sorted(rng.sample(others, 2))}
+
+
+def _letters(text: str, draft: _Draft, rng: random.Random) -> dict[str, Any]:
+    letter = rng.choice("aeinorst")
+    return {"letter": letter, **_bound(rng, text.lower().count(letter), "let_frequency", "let_relation", 2)}
+
+
+def _first_word(text: str, draft: _Draft, rng: random.Random) -> dict[str, Any]:
+    parts = text.split("\n\n")
+    nth = rng.randint(1, len(parts))
+    return {"num_paragraphs": len(parts), "nth_paragraph": nth, "first_word": words(parts[nth - 1])[0].lower()}
+
+
+def _schema(text: str, draft: _Draft, rng: random.Random) -> dict[str, Any]:
+    notes = {"type": "array", "minItems": len(draft.sentences), "items": {"type": "string"}}
+    properties = {
+        "title": {"type": "string", "maxLength": 40},
+        "notes": notes,
+        "count": {"type": "integer", "minimum": 1},
+    }
+    return {"schema": {"type": "object", "properties": properties, "required": ["title", "notes", "count"]}}
+
+
+def _capital(text: str, draft: _Draft, rng: random.Random) -> dict[str, Any]:
+    count = sum(w.isupper() for w in re.findall(r"\w+(?:['’-]\w+)*", text))
+    return _bound(rng, count, "capital_frequency", "capital_relation")
+
+
+_ARGUMENTS: dict[str, Callable[[str, _Draft, random.Random], dict[str, Any]]] = {
+    "keywords:existence": lambda t, d, rng: {"keywords": rng.sample(_long(t.lower()), 2)},
+    "keywords:frequency": _frequency,
+    "keywords:forbidden_words": _forbidden,
+    "keywords:letter_frequency": _letters,
+    "language:response_language": lambda t, d, rng: {"language": d.language},
+    "length_constraints:number_sentences": lambda t, d, rng: _bound(rng, sentences(t), "num_sentences", "relation"),
+    "length_constraints:number_words": lambda t, d, rng: _bound(rng, len(words(t)), "num_words", "relation", 3),
+    "length_constraints:number_characters": lambda t, d, rng: _bound(rng, len(t), "num_characters", "relation", 10),
+    "length_constraints:number_paragraphs": lambda t, d, rng: {"num_paragraphs": len(paragraphs(t) or [])},
+    "length_constraints:nth_paragraph_first_word": _first_word,
+    "detectable_content:number_placeholders": lambda t, d, rng: {"num_placeholders": t.count("[")},
+    "detectable_content:postscript": lambda t, d, rng: {"postscript_marker": "P.S."},
+    "detectable_format:number_bullet_lists": lambda t, d, rng: {"num_bullets": t.count("\n* ")},
+    "detectable_format:number_highlighted_sections": lambda t, d, rng: {"num_highlights": len(re.findall(r"\*[^\n*]+\*", t))},
+    "detectable_format:multiple_sections": lambda t, d, rng: {"section_spliter": "Section", "num_sections": t.count("Section ")},
+    "detectable_format:markdown_table": lambda t, d, rng: {"num_rows": t.count("\n| ") - 1, "num_columns": 2},
+    "detectable_format:code_block": lambda t, d, rng: {"language": "python"},
+    "detectable_format:json_schema": _schema,
+    "combination:repeat_prompt": lambda t, d, rng: {"prompt_to_repeat": f"Write about {d.topic}."},
+    "startend:start_checker": lambda t, d, rng: {"start_phrase": " ".join(t.split()[:3])},
+    "startend:end_checker": lambda t, d, rng: {"end_phrase": d.tail[-1] if t.endswith(d.tail[-1]) else t.split("\n")[-1]},
+    "change_case:capital_word_frequency": _capital,
+    "punctuation:forbidden": lambda t, d, rng: {"marks": [mark for mark in ";?!:" if mark not in t][:2]},
+}  # fmt: skip
+"""Arguments that a text holds, by kind: measured on it. Other kinds need none."""

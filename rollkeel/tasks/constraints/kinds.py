@@ -14,8 +14,7 @@ from typing import Any
 
 from rollkeel.errors import BadInput
 from rollkeel.tasks.base import excerpt
-from rollkeel.tasks.constraints import schema
-from rollkeel.tasks.constraints.language import LANGUAGES, identify
+from rollkeel.tasks.constraints.extras import fault, identify, languages
 from rollkeel.tasks.looks import blocks
 
 Found = tuple[bool | None, str]
@@ -39,7 +38,8 @@ class Kind:
 
     needs: tuple[str, ...]
     check: Callable[[str, Arguments], Found]
-    describe: Callable[[Arguments], str]
+    asks: str
+    """The sentence, with its arguments in braces."""
     read: bool = False
     """Must hold of the text as it is read too (`looks.as_read`): what cannot be seen or told apart hides no word and makes none."""
 
@@ -104,7 +104,7 @@ def _letters(text: str, a: Arguments) -> Found:
 
 def _language(text: str, a: Arguments) -> Found:
     wanted = a["language"].split("-")[0].lower()
-    if wanted not in LANGUAGES:
+    if wanted not in languages():
         return None, f"language {wanted!r} cannot be told apart here"
     found, why = identify(text)
     return (None if found is None else found == wanted), f"{found or 'no language'}: {why}"
@@ -172,8 +172,8 @@ def _json(text: str, a: Arguments) -> Found:
         value = json.loads(bare, parse_constant=_refused, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         return False, f"not JSON: {excerpt(str(error))}"
-    fault = schema.fault(value, a["schema"]) if "schema" in a else ""
-    return not fault, fault or "valid JSON"
+    wrong = fault(value, a["schema"]) if "schema" in a else ""
+    return not wrong, wrong or "valid JSON"
 
 
 def _refused(constant: str) -> Any:
@@ -238,83 +238,67 @@ def _holds(ok: bool, detail: str) -> Found:
     return ok, detail if ok else f"not so: {detail}"
 
 
-def _quoted(items: Any) -> str:
-    return ", ".join(f'"{item}"' for item in items)
-
-
 KINDS: dict[str, Kind] = {
-    "keywords:existence": Kind(needs=("keywords",), check=_keywords, describe=lambda a: f"Include the keywords {_quoted(a['keywords'])}."),
-    "keywords:frequency": Kind(
-        read=True, needs=("keyword", "frequency", "relation"), check=_frequency,
-        describe=lambda a: f'Use the word "{a["keyword"]}" {a["relation"]} {a["frequency"]} times.'),
-    "keywords:forbidden_words": Kind(
-        read=True, needs=("forbidden_words",), check=_forbidden, describe=lambda a: f"Do not use the words {_quoted(a['forbidden_words'])}."),
-    "keywords:letter_frequency": Kind(
-        read=True, needs=("letter", "let_frequency", "let_relation"), check=_letters,
-        describe=lambda a: f'The letter "{a["letter"]}" appears {a["let_relation"]} {a["let_frequency"]} times.'),
-    "language:response_language": Kind(
-        needs=("language",), check=_language, describe=lambda a: f"Write all of it in the language with the code {a['language']}, and in no other."),
+    "keywords:existence": Kind(needs=("keywords",), check=_keywords, asks="Include the keywords {keywords}."),
+    "keywords:frequency": Kind(read=True, needs=("keyword", "frequency", "relation"), check=_frequency,
+        asks='Use the word "{keyword}" {relation} {frequency} times.'),
+    "keywords:forbidden_words": Kind(read=True, needs=("forbidden_words",), check=_forbidden, asks="Do not use the words {forbidden_words}."),
+    "keywords:letter_frequency": Kind(read=True, needs=("letter", "let_frequency", "let_relation"), check=_letters,
+        asks='The letter "{letter}" appears {let_relation} {let_frequency} times.'),
+    "language:response_language": Kind(needs=("language",), check=_language,
+        asks="Write all of it in the language with the code {language}, and in no other."),
     "length_constraints:number_sentences": Kind(
         read=True, needs=("num_sentences", "relation"), check=lambda t, a: counted(sentences(t), a["num_sentences"], a["relation"], "sentences"),
-        describe=lambda a: f"Write {a['relation']} {a['num_sentences']} sentences."),
-    "length_constraints:number_paragraphs": Kind(
-        needs=("num_paragraphs",), check=_paragraph_count,
-        describe=lambda a: f"Write exactly {a['num_paragraphs']} paragraphs with a line of three asterisks, ***, between them."),
+        asks="Write {relation} {num_sentences} sentences."),
+    "length_constraints:number_paragraphs": Kind(needs=("num_paragraphs",), check=_paragraph_count,
+        asks="Write exactly {num_paragraphs} paragraphs with a line of three asterisks, ***, between them."),
     "length_constraints:number_words": Kind(
         read=True, needs=("num_words", "relation"), check=lambda t, a: counted(len(words(t)), a["num_words"], a["relation"], "words"),
-        describe=lambda a: f"Write {a['relation']} {a['num_words']} words."),
+        asks="Write {relation} {num_words} words."),
     "length_constraints:number_characters": Kind(  # own
         read=True, needs=("num_characters", "relation"), check=lambda t, a: counted(len(t.strip()), a["num_characters"], a["relation"], "characters"),
-        describe=lambda a: f"Write {a['relation']} {a['num_characters']} characters, spaces included."),
-    "length_constraints:nth_paragraph_first_word": Kind(
-        needs=("num_paragraphs", "nth_paragraph", "first_word"), check=_first_word,
-        describe=lambda a: f"Write exactly {a['num_paragraphs']} paragraphs with an empty line between them; paragraph {a['nth_paragraph']} starts with the word \"{a['first_word']}\"."),
-    "detectable_content:number_placeholders": Kind(
-        needs=("num_placeholders",), check=_placeholders,
-        describe=lambda a: f"Use at least {a['num_placeholders']} placeholders in square brackets, such as [name]."),
-    "detectable_content:postscript": Kind(
-        needs=("postscript_marker",), check=_postscript, describe=lambda a: f"Add a postscript that starts with {a['postscript_marker']}"),
-    "detectable_format:number_bullet_lists": Kind(
-        needs=("num_bullets",), check=_bullets, describe=lambda a: f'Use exactly {a["num_bullets"]} bullet points, lines that start with "* ".'),
-    "detectable_format:constrained_response": Kind(
-        needs=(), check=_constrained, describe=lambda _: f"Answer with one of: {' / '.join(ANSWERS)}"),
-    "detectable_format:number_highlighted_sections": Kind(
-        needs=("num_highlights",), check=_highlights, describe=lambda a: f"Highlight at least {a['num_highlights']} parts with asterisks, *like this*."),
-    "detectable_format:multiple_sections": Kind(
-        needs=("section_spliter", "num_sections"), check=_sections,
-        describe=lambda a: f"Write at least {a['num_sections']} sections, headed {a['section_spliter']} 1, {a['section_spliter']} 2 and so on."),
-    "detectable_format:json_format": Kind(needs=(), check=_json, describe=lambda _: "Write the whole answer as JSON."),
-    "detectable_format:json_schema": Kind(  # own
-        needs=("schema",), check=_json, describe=lambda a: f"Write the whole answer as JSON that is valid by this JSON schema: {json.dumps(a['schema'])}"),
-    "detectable_format:title": Kind(read=True, needs=(), check=_title, describe=lambda _: "Give it a title in double angle brackets, <<like this>>."),
-    "detectable_format:markdown_table": Kind(  # own
-        needs=("num_rows", "num_columns"), check=_table,
-        describe=lambda a: f"Include a Markdown table of {a['num_columns']} columns, with a header and {a['num_rows']} rows below it."),
-    "detectable_format:code_block": Kind(  # own
-        needs=(), check=_code, describe=lambda a: f"Include a code block between lines of ```{', marked as ' + a['language'] if 'language' in a else ''}."),
-    "combination:two_responses": Kind(
-        needs=(), check=_two, describe=lambda _: "Give two different responses with six asterisks, ******, between them and nowhere else."),
+        asks="Write {relation} {num_characters} characters, spaces included."),
+    "length_constraints:nth_paragraph_first_word": Kind(needs=("num_paragraphs", "nth_paragraph", "first_word"), check=_first_word,
+        asks="Write exactly {num_paragraphs} paragraphs with an empty line between them; paragraph {nth_paragraph} starts with the word \"{first_word}\"."),
+    "detectable_content:number_placeholders": Kind(needs=("num_placeholders",), check=_placeholders,
+        asks="Use at least {num_placeholders} placeholders in square brackets, such as [name]."),
+    "detectable_content:postscript": Kind(needs=("postscript_marker",), check=_postscript,
+        asks="Add a postscript that starts with {postscript_marker}"),
+    "detectable_format:number_bullet_lists": Kind(needs=("num_bullets",), check=_bullets,
+        asks='Use exactly {num_bullets} bullet points, lines that start with "* ".'),
+    "detectable_format:constrained_response": Kind(needs=(), check=_constrained, asks=f"Answer with one of: {' / '.join(ANSWERS)}"),
+    "detectable_format:number_highlighted_sections": Kind(needs=("num_highlights",), check=_highlights,
+        asks="Highlight at least {num_highlights} parts with asterisks, *like this*."),
+    "detectable_format:multiple_sections": Kind(needs=("section_spliter", "num_sections"), check=_sections,
+        asks="Write at least {num_sections} sections, headed {section_spliter} 1, {section_spliter} 2 and so on."),
+    "detectable_format:json_format": Kind(needs=(), check=_json, asks="Write the whole answer as JSON."),
+    "detectable_format:json_schema": Kind(needs=("schema",), check=_json,  # own
+        asks="Write the whole answer as JSON that is valid by this JSON schema: {schema}"),
+    "detectable_format:title": Kind(read=True, needs=(), check=_title, asks="Give it a title in double angle brackets, <<like this>>."),
+    "detectable_format:markdown_table": Kind(needs=("num_rows", "num_columns"), check=_table,  # own
+        asks="Include a Markdown table of {num_columns} columns, with a header and {num_rows} rows below it."),
+    "detectable_format:code_block": Kind(needs=(), check=_code, asks="Include a code block between lines of ```{marked}."),  # own
+    "combination:two_responses": Kind(needs=(), check=_two,
+        asks="Give two different responses with six asterisks, ******, between them and nowhere else."),
     "combination:repeat_prompt": Kind(
-        needs=("prompt_to_repeat",),
-        check=lambda t, a: _holds(t.strip().lower().startswith(a["prompt_to_repeat"].strip().lower()), "starts with the request"),
-        describe=lambda a: f"First repeat this request word for word, then answer it: {a['prompt_to_repeat']}"),
+        needs=("prompt_to_repeat",), check=lambda t, a: _holds(t.strip().lower().startswith(a["prompt_to_repeat"].strip().lower()), "starts with the request"),
+        asks="First repeat this request word for word, then answer it: {prompt_to_repeat}"),
     "startend:start_checker": Kind(  # own
         needs=("start_phrase",), check=lambda t, a: _holds(t.strip().strip('"').lower().startswith(a["start_phrase"].strip().lower()), "starts with the phrase"),
-        describe=lambda a: f'Start with exactly this: "{a["start_phrase"]}"'),
+        asks='Start with exactly this: "{start_phrase}"'),
     "startend:end_checker": Kind(
         needs=("end_phrase",), check=lambda t, a: _holds(t.strip().strip('"').lower().endswith(a["end_phrase"].strip().lower()), "ends with the phrase"),
-        describe=lambda a: f'End with exactly this and nothing after it: "{a["end_phrase"]}"'),
+        asks='End with exactly this and nothing after it: "{end_phrase}"'),
     "startend:quotation": Kind(
         needs=(), check=lambda t, _: _holds(len(t.strip()) > 1 and t.strip()[0] == t.strip()[-1] == '"', "within double quotation marks"),
-        describe=lambda _: "Put the whole answer within double quotation marks."),
-    "change_case:capital_word_frequency": Kind(
-        read=True, needs=("capital_frequency", "capital_relation"), check=_capital_words,
-        describe=lambda a: f"Words all in capital letters appear {a['capital_relation']} {a['capital_frequency']} times."),
-    "change_case:english_capital": Kind(read=True, needs=(), check=lambda t, _: _case(t, True), describe=lambda _: "Write in English, all in capital letters."),
-    "change_case:english_lowercase": Kind(
-        read=True, needs=(), check=lambda t, _: _case(t, False), describe=lambda _: "Write in English, all in lower case, without a capital letter."),
-    "punctuation:no_comma": Kind(read=True, needs=(), check=lambda t, _: _holds("," not in t, "no comma"), describe=lambda _: "Use no commas."),
+        asks="Put the whole answer within double quotation marks."),
+    "change_case:capital_word_frequency": Kind(read=True, needs=("capital_frequency", "capital_relation"), check=_capital_words,
+        asks="Words all in capital letters appear {capital_relation} {capital_frequency} times."),
+    "change_case:english_capital": Kind(read=True, needs=(), check=lambda t, _: _case(t, True), asks="Write in English, all in capital letters."),
+    "change_case:english_lowercase": Kind(read=True, needs=(), check=lambda t, _: _case(t, False),
+        asks="Write in English, all in lower case, without a capital letter."),
+    "punctuation:no_comma": Kind(read=True, needs=(), check=lambda t, _: _holds("," not in t, "no comma"), asks="Use no commas."),
     "punctuation:forbidden": Kind(  # own
         read=True, needs=("marks",), check=lambda t, a: _holds(not any(mark in t for mark in a["marks"]), f"none of {' '.join(a['marks'])}"),
-        describe=lambda a: f"Do not use these marks: {' '.join(a['marks'])}"),
+        asks="Do not use these marks: {marks}"),
 }  # fmt: skip

@@ -26,7 +26,6 @@ class SudokuTurns(Environment[SudokuTurnsOptions]):
 
     name = "sudoku_turns"
     summary = "Sudoku one cell per turn"
-    options_type = SudokuTurnsOptions
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         super().__init__(options)

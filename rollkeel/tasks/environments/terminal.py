@@ -41,9 +41,7 @@ class Terminal(Environment[TerminalOptions]):
     a fresh shell: reward 1 if they are exactly what they should be, path by path, and else 0. What they should be stays outside.
     """
 
-    name = "terminal"
     summary = "file jobs in a shell, in the sandbox"
-    options_type = TerminalOptions
     uses_tool = True
     junk = (" x", "\n1")
     _tool: Tool | None = None

@@ -1,1 +1,1 @@
-"""Generated puzzles: grid patterns, Sudoku, mazes, the 24 game, Knights and Knaves. Every answer is verified against the rules."""
+"""Generated puzzles: Sudoku, mazes, the 24 game, Knights and Knaves. Every answer is verified against the rules."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,44 +10,13 @@ from typing import Any, final
 
 from pydantic import Field
 
+from rollkeel.tasks import expression
 from rollkeel.tasks.base import LIMITS, TaskItem, TaskOptions
 from rollkeel.tasks.countdown import ExpressionTask, join
 from rollkeel.types import GraderSpec
 
 Tree = Any
 """A number, or `(operator, left, right)`."""
-JUDGE = """
-import ast, operator, re
-from collections import Counter
-from fractions import Fraction
-
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-
-def value(node, used):
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](value(node.left, used), value(node.right, used))
-    if not isinstance(node, ast.Constant):
-        raise SyntaxError("more than numbers and + - * /")
-    used.append(node.value)
-    return Fraction(node.value)
-
-def judge(text, given):
-    text = re.sub("[ \\t\\r\\n]", " ", text).strip(" ").translate({215: "*", 247: "/", 8722: "-"})
-    depths = [0]
-    for c in text:
-        depths.append(depths[-1] + (c == "(") - (c == ")"))
-    if not re.fullmatch("[0-9 ()+*/-]{1,256}", text) or max(depths) > 16:
-        return False, "not an expression"
-    used = []
-    try:
-        worth = value(ast.parse(text, mode="eval").body, used)
-    except (SyntaxError, ZeroDivisionError) as error:
-        return False, f"not an expression: {error}"
-    if Counter(used) != Counter(given["numbers"]):
-        return False, f"uses {used}"
-    return worth == given["target"], f"{text} is {worth}"
-"""
-"""`ExpressionTask.verify` once more for the sandbox, by Python's own parser: the same rewards, but that the grader leaves out a thought before it."""
 
 
 class Game24Options(TaskOptions):
@@ -61,9 +31,7 @@ class Game24Options(TaskOptions):
 class Game24(ExpressionTask[Game24Options]):
     """Any expression that uses every card exactly once and is worth the target scores 1 (`ExpressionTask`)."""
 
-    name = "game24"
     summary = "make 24 of all cards with + - * /"
-    options_type = Game24Options
 
     def draw(self, rng: random.Random) -> TaskItem:
         o = self.options
@@ -80,7 +48,9 @@ class Game24(ExpressionTask[Game24Options]):
         if not self.options.sandbox:
             return super().grader(item)
         given = {key: item.metadata[key] for key in ("numbers", "target")}
-        return GraderSpec(name="judge", options={"judge": JUDGE, "given": given, "limits": LIMITS})
+        return GraderSpec(
+            name="judge", options={"judge": inspect.getsource(expression), "given": given, "limits": LIMITS}
+        )
 
     def effort(self, item: TaskItem) -> float:
         """Merges of two values that depth-first search makes until its first solution."""

@@ -32,9 +32,7 @@ class KnightsOptions(TaskOptions):
 class Knights(Task[KnightsOptions]):
     """The answer has one letter per person in order, K knight or N knave; it is checked against every statement."""
 
-    name = "knights"
     summary = "Knights and Knaves: who tells the truth"
-    options_type = KnightsOptions
 
     def draw(self, rng: random.Random) -> TaskItem:
         n, depth = self.options.people, self.options.depth

@@ -25,9 +25,7 @@ class MazeOptions(TaskOptions):
 class Maze(Task[MazeOptions]):
     """`#` wall, `.` way; rows joined by `/`. Moves are `U D L R`. Every shortest path scores 1, a longer one 0."""
 
-    name = "maze"
     summary = "shortest path through a maze with loops"
-    options_type = MazeOptions
 
     def draw(self, rng: random.Random) -> TaskItem:
         n, side = self.options.size, 2 * self.options.size - 1

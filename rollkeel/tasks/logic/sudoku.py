@@ -30,9 +30,7 @@ class SudokuOptions(TaskOptions):
 class Sudoku(Task[SudokuOptions]):
     """The answer is the full grid, rows joined by `/`. It is checked against the rules and the clues, not a stored grid."""
 
-    name = "sudoku"
     summary = "Sudoku of 4×4 or 9×9 with one solution"
-    options_type = SudokuOptions
 
     def draw(self, rng: random.Random) -> TaskItem:
         side = self.options.side

@@ -15,7 +15,7 @@ import pytest
 
 from rollkeel import tasks
 from rollkeel.tasks.base import TaskItem
-from rollkeel.tasks.logic.game24 import JUDGE, search
+from rollkeel.tasks.logic.game24 import search
 
 
 def value(expression: str) -> Fraction:
@@ -111,8 +111,8 @@ def responses(rng: random.Random, task: tasks.Task, item: TaskItem) -> list[str]
 
 def test_the_judge_for_the_sandbox_gives_the_same_rewards() -> None:
     names: dict[str, Any] = {}
-    exec(JUDGE, names)
     task, rng, right = tasks.get("game24"), random.Random(0), 0
+    exec(tasks.get("game24", {"sandbox": True}).grader(task.item(0, "train", 0)).options["judge"], names)
     for i in range(40):
         item = task.item(0, "train", i)
         for text in responses(rng, task, item):
