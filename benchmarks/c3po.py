@@ -31,15 +31,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import numpy as np
 from rich.console import Console
 
-from rollkeel import loop
 from rollkeel.config import Config
-from rollkeel.diagnostics.live import LiveView
-from rollkeel.diagnostics.runfolder import RunFolder
-from rollkeel.diagnostics.stopping import StopFlag
-from rollkeel.models.loading import load_policy
+from rollkeel.engines.open import open_engine
+from rollkeel.loop import steps as loop
+from rollkeel.loop.assemble import assemble
+from rollkeel.models.loading import load_policy, resolve_device
 from rollkeel.recipe import load
+from rollkeel.record.live import LiveView
+from rollkeel.record.runfolder import RunFolder
+from rollkeel.record.stopping import StopFlag
 from rollkeel.rollout.scenario import LengthConfig, Lengths
-from rollkeel.run import assemble
 from rollkeel.types import Request
 
 TARGETS = {"rollout": 2.5, "step": 1.5}
@@ -140,12 +141,13 @@ def metrics_of(args: argparse.Namespace, slots: int, budgeted: bool) -> list[dic
     quiet = LiveView(console=Console(file=io.StringIO()))
     with tempfile.TemporaryDirectory() as path, quiet as view, StopFlag(view) as stop:
         folder = RunFolder.create(Path(path) / "run", config)
-        run = assemble(config, folder, load_policy(config.model, "cpu"), view, stop)
+        policy = load_policy(config.model, "cpu")
+        engine: Any = Forced(open_engine(policy.model.config, config.engine, resolve_device("cpu")), args.lengths)
+        run = assemble(config, folder, policy, view, stop, engine)
         try:
-            run.engine = Forced(run.engine, args.lengths)
             run.publish()
             for step in range(1, args.warmup + args.steps):  # the last step would evaluate and save
-                loop.step_once(run, step, loop.sample_budgeted if budgeted else loop.sample)
+                loop.step_once(run, step)
         finally:
             run.close()
         rows = folder.metrics()[args.warmup :]

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from rollkeel.errors import RollkeelError
-from rollkeel.pipeline import train
+from rollkeel.loop.job import train
 from rollkeel.recipe import load
 
 RUNS: dict[str, tuple[str, ...]] = {

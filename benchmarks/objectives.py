@@ -30,10 +30,10 @@ import torch
 
 from rollkeel.batch.build import TrainingBatch, build_batch
 from rollkeel.config import ModelConfig, TrainConfig
-from rollkeel.diagnostics.mismatch import mismatch_metrics
 from rollkeel.models.loading import load_policy
 from rollkeel.objectives import RECIPES
 from rollkeel.objectives.objective import Objective
+from rollkeel.record.mismatch import mismatch_metrics
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenBatch, TokenSpan
 

@@ -31,14 +31,14 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.c3po import CUT, MODELS, lengths_of
-from rollkeel import loop
 from rollkeel.config import Config
-from rollkeel.diagnostics.live import LiveView
-from rollkeel.diagnostics.runfolder import RunFolder
-from rollkeel.diagnostics.stopping import StopFlag
+from rollkeel.loop import steps as loop
+from rollkeel.loop.assemble import assemble
 from rollkeel.models.loading import load_policy
 from rollkeel.recipe import load
-from rollkeel.run import assemble
+from rollkeel.record.live import LiveView
+from rollkeel.record.runfolder import RunFolder
+from rollkeel.record.stopping import StopFlag
 from rollkeel.types import Request
 
 TARGET = 1.15
@@ -85,7 +85,6 @@ def force(engine: Any, median: int) -> None:
 def measure(args: argparse.Namespace, workload: str, kind: str, layout: tuple[int, int]) -> dict[str, float]:
     """Trained tokens per second of one run, and what it waited for."""
     config = config_of(args, workload, kind, layout)
-    sampled = {"sync": loop.sample, "async": loop.sample_async}[kind]
     with (
         tempfile.TemporaryDirectory() as path,
         LiveView(console=Console(file=io.StringIO())) as view,
@@ -99,7 +98,7 @@ def measure(args: argparse.Namespace, workload: str, kind: str, layout: tuple[in
                 force(run.engine, args.median)
             run.publish()
             for step in range(1, args.warmup + args.steps + 1):
-                loop.step_once(run, step, sampled)
+                loop.step_once(run, step)
                 if step == args.warmup:
                     began = time.perf_counter()
             seconds = time.perf_counter() - began

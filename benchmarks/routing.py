@@ -28,13 +28,13 @@ import torch
 
 from rollkeel import objectives
 from rollkeel.batch.build import build_batch
-from rollkeel.diagnostics.rollout_store import read_step, to_rollouts
+from rollkeel.loop.assemble import prompt_source, sampling_params, serve
+from rollkeel.loop.job import train
 from rollkeel.models.loading import Policy, load_policy
 from rollkeel.objectives.kl import k3
-from rollkeel.pipeline import train
 from rollkeel.recipe import load
+from rollkeel.record.rollout_store import read_step, to_rollouts
 from rollkeel.rollout.collect import collect, issue
-from rollkeel.run import prompt_source, sampling_params, serve
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import Rollout
 

@@ -21,11 +21,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import numpy as np
 
 from benchmarks import c3po
+from rollkeel.loop.assemble import serve
 from rollkeel.models.loading import load_policy
 from rollkeel.rollout.measure import Speeds, speed_curve
 from rollkeel.rollout.scenario import C3poConfig, FleetConfig, LengthConfig, Lengths, Scenario, WorkConfig
 from rollkeel.rollout.simulate import best_barrier, budgeted, compare
-from rollkeel.run import serve
 
 TARGET = 0.15
 PROMPT_TOKENS = 14

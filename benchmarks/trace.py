@@ -25,10 +25,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import numpy as np
 
 from rollkeel.config import Config
-from rollkeel.diagnostics.rollout_store import write_step
-from rollkeel.diagnostics.runfolder import METRICS, RunFolder, read_rows
-from rollkeel.pipeline import train
+from rollkeel.loop.job import train
 from rollkeel.recipe import load
+from rollkeel.record.rollout_store import write_step
+from rollkeel.record.runfolder import METRICS, RunFolder, read_rows
 from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
 
 SHARE, SECONDS, GIB = 0.03, 60.0, 4.0

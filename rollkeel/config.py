@@ -354,7 +354,7 @@ class ReportConfig(Node):
 
 
 class AlarmConfig(Node):
-    """Early warning from several metrics together, see `rollkeel/diagnostics/alarms.py`."""
+    """Early warning from several metrics together, see `rollkeel/record/alarms.py`."""
 
     on_alarm: Literal["off", "warn", "checkpoint", "stop"] = "warn"
     """`warn` says it, `checkpoint` saves the state as well, `stop` ends the run behind that (exit code 3)."""

@@ -5,13 +5,13 @@ Imports no torch at run time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rollkeel.types import Capabilities, FloatArray, IntArray, Proof, Request, Rollout, Segment, WeightUpdate
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 @runtime_checkable
@@ -105,9 +105,3 @@ class OverlappedGrader(Grader, Protocol):
     def ready(self, rollout: Rollout) -> bool:
         """True if `grade` would not wait for this rollout."""
         ...
-
-
-class Publisher(Protocol):
-    """Brings the trainer's weights to engines and refuses to go on without proof."""
-
-    def publish(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> Mapping[str, float]: ...

@@ -264,12 +264,19 @@ class Rollout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
-    """All rollouts of one prompt occurrence, in member order."""
+class StepRollouts:
+    """The rollouts of one step: what sampling hands to learning."""
 
-    id: int
-    prompt: Prompt
     rollouts: Sequence[Rollout]
+    """Everything that was sampled and belongs to the step, in order, failures included."""
+    batch: Sequence[Rollout]
+    """Those of them to train on: graded, whole groups unless the feed says otherwise."""
+    consumed: int = 0
+    """Prompts taken from the data source for it."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What sampling and grading measured."""
+    generated: int | None = None
+    """Tokens sampled while the step was drawn; None where sampling goes on beside training and has no time of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,15 +375,5 @@ class Capabilities:
     returns_topk: bool = False
     forward: str = ""
     """How it computes, and why that way; empty where that is the server's own affair."""
-    resumes: bool = True
     proves_memory: bool = False
     """Its proof is of the memory that it serves from; publications then carry the checksums of its numeric mode."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """What one training step did: a row of `metrics.jsonl`."""
-
-    step: int
-    version: int
-    metrics: Mapping[str, float]

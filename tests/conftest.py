@@ -4,6 +4,7 @@ whose examples depend on nothing but the code; `make test-explore` draws new one
 import multiprocessing.util
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -43,6 +44,18 @@ def undrawn() -> Iterator[Callable[..., None]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", blank)
         yield real
+
+
+@pytest.fixture(autouse=True)
+def own_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Own code that a test loaded is forgotten: its helpers would hide those of the next test."""
+    path, before = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    made = str(tmp_path_factory.getbasetemp())
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(made):
+            del sys.modules[name]
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 from tiny_run import DEADLINE_S, STEPS, TINY, assert_same, cli, events, rows, start, wait_for, weights
 
-from rollkeel.diagnostics.rollout_store import read_step, to_rollouts
 from rollkeel.errors import BadInput, EngineFailure, GraderFailure
-from rollkeel.pipeline import train
+from rollkeel.loop.job import train
 from rollkeel.recipe import load
+from rollkeel.record.rollout_store import read_step, to_rollouts
 from rollkeel.types import Rollout
 
 BOUND, UPDATES = 4, 2
@@ -217,15 +217,15 @@ def test_another_schedule_and_another_bound_are_refused_in_one_line(
 
 
 def test_a_worker_that_dies_stops_the_run_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollkeel import loop
+    from rollkeel.loop import steps as loop
 
     learn = loop.learn
 
-    def kill(run: Any, step: int, *rest: Any) -> bool:
-        if step == 3:
+    def kill(run: Any, drawn: Any, clock: Any) -> dict[str, float]:
+        if clock.step == 3:
             run.engine._workers[0].process.kill()
             run.engine._workers[0].process.join()
-        return learn(run, step, *rest)
+        return learn(run, drawn, clock)
 
     monkeypatch.setattr(loop, "learn", kill)
     with pytest.raises(EngineFailure, match=r"worker 0 died with exit code -9|no worker process is left") as stopped:

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from tiny_run import cli
 
-from rollkeel.chat import NEW, _pieces, chat, stream
+from rollkeel.cli.talk import NEW, _pieces, chat, stream
+from rollkeel.loop.assemble import serve
 from rollkeel.models.loading import Policy, load_policy, resolve_device, save_policy
 from rollkeel.protocols import SteppedEngine
 from rollkeel.recipe import load
 from rollkeel.rollout.budgeted import stepped
-from rollkeel.run import serve
 from rollkeel.types import Request, SamplingParams
 
 WORDS = ["engine.kv=keep", "engine.slots=1", "sampling.max_new_tokens=23"]
@@ -89,7 +89,7 @@ def test_a_terminal_holds_one_conversation(model: Path, monkeypatch: pytest.Monk
         seen.append(len(request.prompt_ids))
         yield from stream(engine, request)
 
-    monkeypatch.setattr("rollkeel.chat.stream", watched)
+    monkeypatch.setattr("rollkeel.cli.talk.stream", watched)
     config = load(None, [f"model.path={model}", *WORDS])
     chat(config, Terminal(f"12=\n12=\n{NEW}\n12=\n"), io.StringIO())
     assert seen[1] > seen[0] == seen[2]

@@ -19,19 +19,20 @@ import pytest
 import torch
 from tiny_run import TINY, events, rows
 
-from rollkeel import advantages, learn, loop, report
+from rollkeel import advantages, report
 from rollkeel.batch.build import build_batch
-from rollkeel.diagnostics.checks import Checks, changeable
-from rollkeel.diagnostics.oddities import surplus
 from rollkeel.engines.local import LocalEngine
 from rollkeel.errors import EngineFailure, GraderFailure, RunStopped
 from rollkeel.host import within
+from rollkeel.loop import learn, steps
+from rollkeel.loop.job import train
 from rollkeel.models import packed, routers
 from rollkeel.objectives.compose import compose
 from rollkeel.objectives.objective import Objective
 from rollkeel.objectives.registry import build
-from rollkeel.pipeline import train
 from rollkeel.recipe import load
+from rollkeel.record.checks import Checks, changeable
+from rollkeel.record.oddities import surplus
 from rollkeel.rewards import Graders
 from rollkeel.rewards import graders as registry
 from rollkeel.tasks.source import PromptSource
@@ -64,14 +65,14 @@ def run(path: Path, mode: str, *words: str, steps: int = 3) -> tuple[set[tuple[s
 
 def altered(patch: Patch, alter: Callable[[list[Rollout]], list[Rollout]]) -> None:
     """The trainer gets its rollouts as `alter` makes them."""
-    inner = loop.learn
+    inner = steps.learn
 
-    def learning(run: Any, step: int, drawn: Any, *rest: Any) -> bool:
+    def learning(run: Any, drawn: Any, clock: Any) -> dict[str, float]:
         new = alter(list(drawn.rollouts))
         batch = [r for r in new if r.reward is not None]
-        return inner(run, step, replace(drawn, rollouts=new, batch=batch), *rest)
+        return inner(run, replace(drawn, rollouts=new, batch=batch), clock)
 
-    patch.setattr(loop, "learn", learning)
+    patch.setattr(steps, "learn", learning)
 
 
 def unreachable(patch: Patch) -> None:

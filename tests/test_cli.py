@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, Mamb
 
 from rollkeel import cli as cli_module
 from rollkeel import errors
-from rollkeel.diagnostics.rollout_store import read_step, to_rollouts
 from rollkeel.models.forward import said_forward
 from rollkeel.models.presets import build_preset, build_tokenizer
+from rollkeel.record.rollout_store import read_step, to_rollouts
 from rollkeel.tasks import names as task_names
 from rollkeel.types import GraderSpec
 
@@ -149,7 +149,9 @@ def test_an_architecture_that_the_engine_refuses_is_refused_before_the_warm_star
     config = made(vocab_size=288, hidden_size=64, num_hidden_layers=1, **heads, **options)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     build_tokenizer().save_pretrained(tmp_path / "model")
-    monkeypatch.setattr("rollkeel.pipeline.run_sft", lambda *_, **__: pytest.fail("trained before it was refused"))
+    monkeypatch.setattr(
+        "rollkeel.loop.warm_start.run_sft", lambda *_, **__: pytest.fail("trained before it was refused")
+    )
     words = [*TINY, f"model.path={tmp_path / 'model'}", f"run.dir={tmp_path / 'run'}"]
     assert message in refused(capsys, "train", *words)
     assert [p.name for p in tmp_path.iterdir()] == ["model"]

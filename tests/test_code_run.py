@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from tiny_run import TINY, rows, weights
 
-from rollkeel.diagnostics.rollout_store import read_step
-from rollkeel.diagnostics.runfolder import rollout_files
-from rollkeel.pipeline import train
+from rollkeel.loop.job import train
 from rollkeel.recipe import load
+from rollkeel.record.rollout_store import read_step
+from rollkeel.record.runfolder import rollout_files
 from rollkeel.sandbox import Level, probe
 
 pytestmark = [

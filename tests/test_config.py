@@ -20,7 +20,7 @@ from rollkeel.config_table import leaves
 from rollkeel.errors import BadInput
 from rollkeel.recipe import RECIPES, find_recipe, from_tree, load, merge
 
-RECIPE_FILES = sorted(p for p in RECIPES.rglob("*.yaml") if p.parent.name != "simulate" and p.name != "pipeline.yaml")
+RECIPE_FILES = sorted(p for p in RECIPES.rglob("*.yaml") if p.parent.name != "simulate")
 
 
 def get(config: Config, path: str) -> Any:
@@ -93,7 +93,7 @@ def test_later_overrides_win_and_the_rest_of_the_recipe_stays() -> None:
         ("train.betas=[1, 2, 3]", "config train.betas: expected at most 2 items, got (1, 2, 3)"),
         ("train.betas=2", "config train.betas: expected a list, got 2"),
         ("run.loop=foo", "config run.loop: expected 'sync', 'budgeted' or 'async', got 'foo'"),
-        ("engine.kind=foo", "expected local, vllm, sglang or your own file.py:name, got 'foo'"),
+        ("engine.kind=foo", "expected local, vllm or your own file.py:name, got 'foo'"),
         ("train.lr=nan", "config train.lr"),
         ("train.lr=.inf", "config train.lr: expected a finite number, got inf"),
         ("objective.phi=-.inf", "config objective.phi: expected a finite number, got -inf"),

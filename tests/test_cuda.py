@@ -58,7 +58,7 @@ def test_engine_and_trainer_agree_in_fp32(preset: str) -> None:
 
 
 def test_a_run_trains_on_the_gpu(tmp_path: Path) -> None:
-    from rollkeel.pipeline import train
+    from rollkeel.loop.job import train
 
     config = load(
         "default",

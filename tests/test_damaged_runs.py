@@ -16,9 +16,9 @@ import pytest
 from tiny_run import cli
 
 from rollkeel.config import Config
-from rollkeel.diagnostics.rollout_store import write_step
-from rollkeel.diagnostics.runfolder import RunFolder
 from rollkeel.recipe import load
+from rollkeel.record.rollout_store import write_step
+from rollkeel.record.runfolder import RunFolder
 from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
 
 STEPS, LENGTH = 12, 40

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tiny_run import TINY, cli, rows
 
-from rollkeel.diagnostics.glossary import GLOSSARY, meaning, page
+from rollkeel.record.glossary import GLOSSARY, meaning, page
 
 LOOPS = {
     "sync": (
@@ -44,7 +44,7 @@ def test_every_metric_of_a_run_is_explained(
 
 def test_the_page_is_printed_from_the_table() -> None:
     path = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
-    assert path.read_text(encoding="utf-8") == page(), "python -m rollkeel.diagnostics.glossary > docs/metrics.md"
+    assert path.read_text(encoding="utf-8") == page(), "python -m rollkeel.record.glossary > docs/metrics.md"
 
 
 def test_a_metric_is_explained_once() -> None:

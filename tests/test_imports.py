@@ -29,7 +29,7 @@ LEFT_TO_RIGHT = (
     {"sync"},
 )
 """Stages; those in one set stand side by side and must not import each other."""
-WATCHERS = ({"diagnostics"}, {"report"}, {"memory", "cluster"}, {"lab"})
+WATCHERS = ({"record"}, {"analyzer"}, {"diagnostics"}, {"report"}, {"memory", "cluster"}, {"lab"})
 """They may look at every stage and at what stands before them here; no stage knows them."""
 FOUNDATIONS = {
     "types",
@@ -44,28 +44,7 @@ FOUNDATIONS = {
     "models",
     "host",
 }
-MEETING_PLACES = {
-    "loop",
-    "learn",
-    "run",
-    "play",
-    "validate",
-    "pipeline",
-    "stages",
-    "analysis",
-    "chain",
-    "chat",
-    "evals",
-    "replay",
-    "cli",
-    "cli_about",
-    "cli_config",
-    "cli_diagnose",
-    "cli_data",
-    "cli_eval",
-    "cli_sandbox",
-    "__main__",
-}
+MEETING_PLACES = {"loop", "diagnose", "evals", "cli", "__main__"}
 """The files in which stages meet."""
 OF_FOUNDATIONS = {
     "errors": set(),
@@ -151,7 +130,7 @@ def test_the_rule_catches_an_import_to_the_right() -> None:
     assert of("tasks", "def f():\n    from rollkeel import rewards") == ["tasks imports rewards"]
     assert of("engines", "import rollkeel.rollout.collect") == ["engines imports rollout"]
     assert of("batch", "from rollkeel.advantages import compute") == ["batch imports advantages"]
-    assert of("train", "from rollkeel.diagnostics.mismatch import x") == ["train imports diagnostics"]
+    assert of("train", "from rollkeel.record.mismatch import x") == ["train imports record"]
     assert of("types", "from rollkeel.config import Config") == ["types imports config"]
     assert of("train", "from rollkeel.objectives import kpop\nfrom rollkeel.types import Rollout") == []
     assert of("loop", "from rollkeel.sync.publish import DirectPublisher") == []
@@ -176,7 +155,7 @@ ENGINES = ("vllm", "ray")
         ("rollkeel.objectives", ("transformers", *ENGINES)),
         (
             "rollkeel, rollkeel.types, rollkeel.protocols, rollkeel.recipe, rollkeel.config, rollkeel.errors, rollkeel.events, rollkeel.cli, rollkeel.tasks,"
-            " rollkeel.tasks.source, rollkeel.data, rollkeel.diagnostics.runfolder, rollkeel.rewards, rollkeel.sandbox",
+            " rollkeel.tasks.source, rollkeel.data, rollkeel.record.runfolder, rollkeel.rewards, rollkeel.sandbox",
             ("torch", "transformers", "tokenizers", *ENGINES),
         ),
     ],

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from tiny_run import DEADLINE_S, STEPS, TINY, assert_same, cli, events, kill_at, rows, start, wait_for, weights
 
-from rollkeel.diagnostics import checks
-from rollkeel.diagnostics.rollout_store import read_step, to_rollouts
 from rollkeel.errors import BadInput
-from rollkeel.pipeline import train
+from rollkeel.loop.job import train
 from rollkeel.recipe import load
+from rollkeel.record import checks
+from rollkeel.record.rollout_store import read_step, to_rollouts
 
 LAG, UPDATES = 3, 2
 LAGGED = [*TINY, f"rollout.lag={LAG}"]
@@ -60,18 +60,18 @@ def test_the_first_batches_are_those_of_the_start_model(
 
 
 def test_no_lag_is_the_plain_run_bit_for_bit(tmp_path: Path) -> None:
-    from rollkeel import run as runs
+    from rollkeel.loop import assemble as runs
 
     words = ["run.steps=4", "eval.every=0"]
     run(tmp_path / "a", *words)
     with pytest.MonkeyPatch.context() as patch:  # the queue in use, with nothing in it
-        carry = runs.carry
+        open_feed = runs.open_feed
 
-        def queued(r: Any) -> None:
-            carry(r)
-            r.lagged = runs.LaggedBatches(0, r.config.run.steps, r.source.prompt)
+        def queued(config: Any, sampler: Any, source: Any, *rest: Any) -> Any:
+            whole = open_feed(config, sampler, source, *rest)
+            return runs.Lagged(whole, runs.LaggedBatches(0, config.run.steps, source.prompt), print)
 
-        patch.setattr(runs, "carry", queued)
+        patch.setattr(runs, "open_feed", queued)
         run(tmp_path / "b", *words)
     assert_same(tmp_path / "b", tmp_path / "a")
 

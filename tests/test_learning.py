@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tiny_run import rows
 
-from rollkeel.pipeline import train
+from rollkeel.loop.job import train
 from rollkeel.recipe import load
 
 ACCURACY = "eval/runsum/avg@k"

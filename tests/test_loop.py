@@ -20,14 +20,14 @@ import torch
 from tiny_run import TINY, events, rows, weights
 
 from rollkeel import rewards
-from rollkeel.diagnostics.rollout_store import per_token, read_step, to_rollouts
 from rollkeel.errors import BadInput, GraderFailure, RunStopped
-from rollkeel.learn import Known, credit_of, update
+from rollkeel.loop.job import train
+from rollkeel.loop.learn import Known, credit_of, update, updates_metrics
+from rollkeel.loop.run import Run
 from rollkeel.models import jit
 from rollkeel.objectives import build
-from rollkeel.pipeline import train
 from rollkeel.recipe import load
-from rollkeel.run import Run
+from rollkeel.record.rollout_store import per_token, read_step, to_rollouts
 from rollkeel.train.scores import Scores
 from rollkeel.types import Rollout, TokenSpan
 
@@ -253,7 +253,7 @@ def test_a_run_in_which_no_group_has_variance_still_records_its_steps(tmp_path: 
 def test_a_run_with_nothing_to_learn_from_stops_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollkeel.loop.BARREN_STEPS", 2)
+    monkeypatch.setattr("rollkeel.loop.steps.BARREN_STEPS", 2)
     words = [*file_data(tmp_path, answer="never"), "sft.enabled=false", "rollout.drop_zero_variance=true"]
     with pytest.raises(RunStopped, match="2 steps in a row had no group with differing rewards") as stopped:
         run(tmp_path / "run", *words)
@@ -369,8 +369,7 @@ def test_means_over_updates_count_what_they_are_means_of() -> None:
     objective = build("ac_mis_po")
     fake: Any = SimpleNamespace(objective=objective, trainer=trainer)
     parts: Any = [range(10), range(10), range(10), range(10)]
-    metrics: dict[str, float] = {}
-    update(fake, parts, Known(), metrics)
+    metrics = updates_metrics(fake, parts, update(fake, parts, Known()))
     assert metrics["mask/m/dropped"] == pytest.approx(0.35)
     assert metrics["mask/m/dropped_entropy"] == pytest.approx((1 + 3 * 2 + 10 * 2) / 14)
     assert metrics["controller/bound"] == metrics["mask/trajectory/bound"] == 1  # what the next update begins with
@@ -379,8 +378,8 @@ def test_means_over_updates_count_what_they_are_means_of() -> None:
 
 def test_a_run_is_made_of_the_pieces_of_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Run] = []
-    monkeypatch.setattr("rollkeel.pipeline.train_sync", lambda made, first: seen.append(made))
-    monkeypatch.setattr("rollkeel.pipeline._last_word", lambda made: None)
+    monkeypatch.setattr("rollkeel.loop.job.train_steps", lambda made, first: seen.append(made))
+    monkeypatch.setattr("rollkeel.loop.job._last_word", lambda made: None)
     words = ["sft.enabled=false", "engine.dtype=int8", "objective.name=icepop", "sampling.top_k=5", "run.seed=3"]
     train(load(None, [*SHORT, *words, f"run.dir={tmp_path / 'run'}"]))
     (made,) = seen
@@ -423,9 +422,8 @@ def test_effective_sample_size_is_that_of_the_weight_that_is_used(tmp_path: Path
 
 def credited(words: list[str], rollouts: list[Rollout], known: Known) -> tuple[dict[int, float], dict[str, float]]:
     config = load(None, [*SHORT, *words])
-    metrics: dict[str, float] = {}
     fake: Any = SimpleNamespace(config=config, objective=SimpleNamespace(advantage="dr_grpo"))
-    return credit_of(fake, 1, rollouts, known, metrics), metrics
+    return credit_of(fake, 1, rollouts, known)
 
 
 def test_kl_and_length_enter_the_reward_by_hand(plain: Path) -> None:

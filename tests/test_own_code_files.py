@@ -19,7 +19,7 @@ from rollkeel import plugins
 from rollkeel.errors import BadInput
 from rollkeel.lab.preset import Arm, Preset
 from rollkeel.lab.runs import plan
-from rollkeel.pipeline import warm_start_key
+from rollkeel.loop.warm_start import warm_start_key
 from rollkeel.recipe import load
 
 TASK = """from rollkeel.tasks import Task, TaskItem, TaskOptions

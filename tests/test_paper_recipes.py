@@ -19,11 +19,11 @@ import pytest
 
 from rollkeel import objectives
 from rollkeel.config import Config
+from rollkeel.loop.check import validate
 from rollkeel.recipe import RECIPES, load
 from rollkeel.rewards import Graders
 from rollkeel.tasks.source import FileProblems
 from rollkeel.types import Prompt, Rollout, SamplingParams, Status, TokenSpan
-from rollkeel.validate import validate
 
 FILES = sorted((RECIPES / "papers").glob("*.yaml"))
 RL = [file.stem for file in FILES if file.stem != "ring_1t_sft"]

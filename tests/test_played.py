@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from tiny_run import cli, killed_in, rows, weights
 
-from rollkeel.diagnostics.replayed import first_difference
-from rollkeel.diagnostics.rollout_store import per_token, read_step, to_rollouts
+from rollkeel.diagnose.replay.step import replay_step
+from rollkeel.diagnose.replayed import first_difference
 from rollkeel.diagnostics.traces.run import read_run_trace
+from rollkeel.loop.job import train
 from rollkeel.models.presets import EOS, build_tokenizer
-from rollkeel.pipeline import train
 from rollkeel.recipe import load
-from rollkeel.replay.step import replay_step
+from rollkeel.record.rollout_store import per_token, read_step, to_rollouts
 from rollkeel.tasks import get
 from rollkeel.tasks.base import TaskItem
 from rollkeel.tasks.environment import Environment, play

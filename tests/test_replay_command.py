@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 from tiny_run import TINY, cli, files, start, wait_for
 
-from rollkeel.diagnostics.live import LiveView
+from rollkeel.diagnose.replay.step import distance, replay_step
 from rollkeel.errors import BadInput
-from rollkeel.pipeline import train
+from rollkeel.loop.job import train
 from rollkeel.recipe import load
-from rollkeel.replay.step import distance, replay_step
+from rollkeel.record.live import LiveView
 
 STEPS = 4
 SHORT = [
@@ -243,7 +243,7 @@ def test_distance_between_updates_of_known_size() -> None:
 
 
 def test_an_asynchronous_step_refuses_changes_to_its_sampling() -> None:
-    from rollkeel.replay.step import changed_config
+    from rollkeel.diagnose.replay.step import changed_config
 
     config = load(None, ["run.loop=async", "engine.processes=1"])
     with pytest.raises(BadInput, match="use --only update"):

@@ -31,10 +31,10 @@ from tiny_run import (
     weights,
 )
 
-from rollkeel.diagnostics.live import LiveView
-from rollkeel.diagnostics.runfolder import RunFolder
-from rollkeel.pipeline import train
+from rollkeel.loop.job import train
 from rollkeel.recipe import load
+from rollkeel.record.live import LiveView
+from rollkeel.record.runfolder import RunFolder
 
 
 @pytest.fixture(scope="module")

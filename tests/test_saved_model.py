@@ -15,12 +15,12 @@ from tiny_run import TINY
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rollkeel.batch.build import build_batch
-from rollkeel.diagnostics.rollout_store import read_step, to_rollouts
+from rollkeel.loop.job import train
+from rollkeel.loop.run import Run
+from rollkeel.loop.stages import sft_stage
 from rollkeel.models.presets import build_preset
-from rollkeel.pipeline import train
 from rollkeel.recipe import load
-from rollkeel.run import Run
-from rollkeel.stages import sft_stage
+from rollkeel.record.rollout_store import read_step, to_rollouts
 
 # The entropy term moves the weights whatever the rewards are.
 WORDS = [*TINY, "run.steps=3", "sft.steps=10", "train.entropy_coefficient=0.1", "eval.every=0", "checkpoint.every=2"]
@@ -43,7 +43,7 @@ def test_saved_model_reproduces_the_trainers_logprobs(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live: list[Run] = []
-    monkeypatch.setattr("rollkeel.pipeline._last_word", live.append)
+    monkeypatch.setattr("rollkeel.loop.job._last_word", live.append)
     path = train(load(None, [*WORDS, f"model.path=preset:{preset}", f"run.dir={tmp_path / 'run'}"]))
 
     rollouts = to_rollouts(read_step(path / "rollouts" / "step_000003.parquet"))

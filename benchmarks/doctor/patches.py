@@ -18,8 +18,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.doctor.alterations import Alter, inserted, with_output
-from rollkeel import loop, run
 from rollkeel.engines import local
+from rollkeel.loop import assemble, steps
 from rollkeel.models import loading, numerics, presets
 from rollkeel.models.forward import FastForward
 from rollkeel.objectives import Objective
@@ -32,14 +32,14 @@ Weights = Mapping[str, torch.Tensor]
 @contextmanager
 def altered(alter: Alter, seed: int) -> Iterator[None]:
     """The trainer gets every rollout as `alter` makes it."""
-    inner, rng = loop.learn, np.random.default_rng([0xD0C, seed])
+    inner, rng = steps.learn, np.random.default_rng([0xD0C, seed])
 
-    def learning(run: Any, step: int, drawn: Any, *rest: Any) -> bool:
+    def learning(run: Any, drawn: Any, *rest: Any) -> dict[str, float]:
         new = {r.id: alter(r, rng) for r in drawn.rollouts}
         batch = [new[r.id] for r in drawn.batch]
-        return inner(run, step, replace(drawn, rollouts=list(new.values()), batch=batch), *rest)
+        return inner(run, replace(drawn, rollouts=list(new.values()), batch=batch), *rest)
 
-    with mock.patch.object(loop, "learn", learning):
+    with mock.patch.object(steps, "learn", learning):
         yield
 
 
@@ -265,7 +265,7 @@ class ToolEngine:
 @contextmanager
 def tool_calls(output: str, after: int, seed: int) -> Iterator[None]:
     """Rollouts of training go through a `ToolEngine`; graders see what the policy wrote. One token per character."""
-    honest, n = run.gather, len(output)
+    honest, n = assemble.gathered, len(output)
     ids = presets.build_tokenizer()(output, add_special_tokens=False)["input_ids"]
 
     def gather(*about: Any) -> Any:
@@ -279,7 +279,7 @@ def tool_calls(output: str, after: int, seed: int) -> Iterator[None]:
         return collect
 
     with (
-        mock.patch.object(run, "gather", gather),
+        mock.patch.object(assemble, "gathered", gather),
         altered(lambda rollout, rng: with_output(rollout, output, after), seed),
     ):
         yield

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from rollkeel import learn, loop
+from rollkeel.loop import learn, steps
 from rollkeel.objectives import Objective
 from rollkeel.tasks.source import PromptSource
 from rollkeel.train.trainer import LocalTrainer
@@ -31,14 +31,14 @@ def part(rollout: Rollout, where: slice, **changes: Any) -> Rollout:
 @contextmanager
 def batches(change: Callable[[int, Sequence[Rollout]], Sequence[Rollout]]) -> Iterator[None]:
     """The trainer gets the rollouts of a step as `change(step, rollouts)` makes them: as many, with the same ids."""
-    inner = loop.learn
+    inner = steps.learn
 
-    def learning(run: Any, step: int, drawn: Any, *rest: Any) -> bool:
-        new = {r.id: r for r in change(step, drawn.rollouts)}
+    def learning(run: Any, drawn: Any, clock: Any) -> dict[str, float]:
+        new = {r.id: r for r in change(clock.step, drawn.rollouts)}
         kept = [new[r.id] for r in drawn.batch]
-        return inner(run, step, replace(drawn, rollouts=list(new.values()), batch=kept), *rest)
+        return inner(run, replace(drawn, rollouts=list(new.values()), batch=kept), clock)
 
-    with mock.patch.object(loop, "learn", learning):
+    with mock.patch.object(steps, "learn", learning):
         yield
 
 
@@ -86,9 +86,9 @@ def credit(change: Callable[[Any], Any]) -> Iterator[None]:
     """Advantages of a batch `[n]`, in its order, as `change` leaves them."""
     inner = learn.credit_of
 
-    def credit_of(*args: Any, **named: Any) -> dict[int, float]:
-        found = inner(*args, **named)
-        return dict(zip(found, change(np.array(list(found.values()))).tolist(), strict=True))
+    def credit_of(*args: Any, **named: Any) -> tuple[dict[int, float], dict[str, float]]:
+        found, metrics = inner(*args, **named)
+        return dict(zip(found, change(np.array(list(found.values()))).tolist(), strict=True)), metrics
 
     with mock.patch.object(learn, "credit_of", credit_of):
         yield

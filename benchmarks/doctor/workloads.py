@@ -21,20 +21,20 @@ from benchmarks.doctor.lookup import Lookup
 from benchmarks.doctor.shifting import Shifting
 from benchmarks.doctor.sorting import Sorting
 from benchmarks.doctor.weaving import Weaving
-from rollkeel import loop
 from rollkeel.config import Config
-from rollkeel.diagnostics import checks
-from rollkeel.diagnostics.live import LiveView
-from rollkeel.diagnostics.runfolder import RunFolder
-from rollkeel.diagnostics.stopping import StopFlag
 from rollkeel.errors import BadInput, Interrupted, RollkeelError
+from rollkeel.loop import steps as loop
+from rollkeel.loop.assemble import assemble
+from rollkeel.loop.check import validate
+from rollkeel.loop.warm_start import warm_start
 from rollkeel.models.loading import load_policy, quiet_transformers
-from rollkeel.pipeline import warm_start
 from rollkeel.recipe import load
-from rollkeel.run import assemble
+from rollkeel.record import checks
+from rollkeel.record.live import LiveView
+from rollkeel.record.runfolder import RunFolder
+from rollkeel.record.stopping import StopFlag
 from rollkeel.tasks import TASKS as KNOWN
 from rollkeel.train import checkpoint
-from rollkeel.validate import validate
 
 OWN_TASKS = {task.name: task for task in (Sorting, Lookup, Shifting, Dropping, Weaving)}
 """They have their names while a run of the corpus goes on; rollkeel's own stay what they are outside."""
@@ -236,13 +236,12 @@ def _reinforce(
     config: Config, folder: RunFolder, policy: Any, view: LiveView, stop: StopFlag, killed_at: int, resume: bool = False
 ) -> str:
     run, first = assemble(config, folder, policy, view, stop), 0
-    train = {"sync": loop.train_sync, "budgeted": loop.train_budgeted, "async": loop.train_async}[config.run.loop]
     learn = loop.learn
 
-    def dying(run: Any, step: int, *rest: Any) -> bool:
-        if step == killed_at:
+    def dying(run: Any, drawn: Any, clock: Any) -> dict[str, float]:
+        if clock.step == killed_at:
             raise _Killed
-        return learn(run, step, *rest)
+        return learn(run, drawn, clock)
 
     try:
         if resume:
@@ -253,7 +252,7 @@ def _reinforce(
             folder.truncate_after(saved.step)
             first = saved.step + 1
         with mock.patch.object(loop, "learn", dying if killed_at else learn):
-            train(run, first)
+            loop.train(run, first)
     except _Killed:
         return "killed"
     except Interrupted:

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 from rollkeel.config import Config
-from rollkeel.diagnostics.stopping import StopFlag
 from rollkeel.errors import BadInput, EngineFailure, GraderFailure, Interrupted
 from rollkeel.evals import record
 from rollkeel.evals.benchmarks import Loaded
 from rollkeel.evals.summary import summarize
 from rollkeel.events import write_atomic
+from rollkeel.loop.assemble import EVAL_SEED, open_graders, prompt_source, sampling_params, serve
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers, resolve_device
 from rollkeel.models.names import checkpoint_views
 from rollkeel.protocols import Engine
+from rollkeel.record.stopping import StopFlag
 from rollkeel.rewards import Graders
 from rollkeel.rollout.collect import completed, unbegun
-from rollkeel.run import EVAL_SEED, open_graders, prompt_source, sampling_params, serve
 from rollkeel.sync.publish import full_update
 from rollkeel.types import Prompt, Rollout, SamplingParams
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from rollkeel import objectives
-from rollkeel.diagnostics.mismatch import mismatch_metrics
-from rollkeel.diagnostics.routing import flipped_layers, routing_metrics
 from rollkeel.objectives.kl import k3
+from rollkeel.record.mismatch import mismatch_metrics
+from rollkeel.record.routing import flipped_layers, routing_metrics
 
 TOKENS, VOCABULARY, SPREAD, FIRST_SEED, PIECE = 50_000, 2048, 1.5, 1234, 1000
 

@@ -7,11 +7,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rollkeel.diagnostics.runfolder import METRICS, read_rows
 from rollkeel.errors import RunStopped
 from rollkeel.lab.claims import best, over_last
-from rollkeel.pipeline import train
+from rollkeel.loop.job import train
 from rollkeel.recipe import load
+from rollkeel.record.runfolder import METRICS, read_rows
 from rollkeel.train.checkpoint import step_name
 
 _WINDOW = 10

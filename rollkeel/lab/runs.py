@@ -26,12 +26,12 @@ from types import FrameType
 
 from rollkeel import plugins
 from rollkeel.config import Config
-from rollkeel.diagnostics.runfolder import CONFIG, METRICS, read_rows
 from rollkeel.errors import BadInput, Interrupted, RollkeelError, RunStopped
 from rollkeel.events import write_atomic
 from rollkeel.host import signals_blocked
 from rollkeel.lab.preset import Arm, Preset, Rows
 from rollkeel.recipe import load
+from rollkeel.record.runfolder import CONFIG, METRICS, read_rows
 
 _BASE = (
     "eval.every=0",
@@ -86,7 +86,7 @@ def plan(preset: Preset, seeds: Sequence[int], store: Path) -> list[Planned]:
             made = [_planned(preset, arm, seed, store) for seed in seeds]
             config = made[0].config
             if config is not None and not all(run.done for run in made):
-                from rollkeel.validate import validate  # which imports torch
+                from rollkeel.loop.check import validate  # which imports torch
 
                 validate(config)
         except BadInput as error:
@@ -276,7 +276,7 @@ def _only_here(folder: Path) -> Iterator[None]:
 
 
 def _train(config: Config, folder: Path) -> str:
-    from rollkeel.pipeline import train
+    from rollkeel.loop.job import train
 
     saved = folder / "checkpoints"
     try:

@@ -12,14 +12,14 @@ from rich.console import Console
 
 from rollkeel.batch.build import TrainingBatch, build_batch
 from rollkeel.config import Config
-from rollkeel.diagnostics.live import LiveView
-from rollkeel.diagnostics.stopping import StopFlag
 from rollkeel.events import EventLog
+from rollkeel.loop.assemble import prompt_source, sampling_params, serve
+from rollkeel.loop.warm_start import warm_start
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers
-from rollkeel.pipeline import warm_start
 from rollkeel.recipe import load
+from rollkeel.record.live import LiveView
+from rollkeel.record.stopping import StopFlag
 from rollkeel.rollout.collect import collect, issue
-from rollkeel.run import prompt_source, sampling_params, serve
 from rollkeel.train.trainer import LocalTrainer
 
 

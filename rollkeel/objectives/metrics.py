@@ -1,6 +1,6 @@
 """What an objective did to a batch, in numbers. Everything is read off the device in one synchronisation.
 
-The metrics are those of `diagnostics/glossary.py` under `loss/`, `objective/`, `clip/`, `mask/`, `weight/`, `controller/`, `bias/`. A
+The metrics are those of `record/glossary.py` under `loss/`, `objective/`, `clip/`, `mask/`, `weight/`, `controller/`, `bias/`. A
 mean over no tokens, a number that is not finite, and the bias of a part that the objective does not have are left out. Where the
 batch has no recomputed o, p stands in its place.
 """

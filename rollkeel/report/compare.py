@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from rollkeel.diagnostics.run_files import RunFiles, read_run
 from rollkeel.errors import BadInput
 from rollkeel.events import write_atomic
+from rollkeel.record.run_files import RunFiles, read_run
 from rollkeel.report.bands import band_charts, bands_of, dots
 from rollkeel.report.charts import Rows, is_number, matching
 from rollkeel.report.standalone import Cell, document, figures_of, table_of

@@ -12,13 +12,13 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from rollkeel.diagnostics.glossary import meaning
-from rollkeel.diagnostics.live import duration
-from rollkeel.diagnostics.run_files import RunFiles, read_run
-from rollkeel.diagnostics.runfolder import rollout_files
 from rollkeel.diagnostics.traces.run import read_run_trace
 from rollkeel.errors import RollkeelError
 from rollkeel.events import write_atomic
+from rollkeel.record.glossary import meaning
+from rollkeel.record.live import duration
+from rollkeel.record.run_files import RunFiles, read_run
+from rollkeel.record.runfolder import rollout_files
 from rollkeel.report.charts import Chart, matching, series
 from rollkeel.report.panels import panels
 from rollkeel.report.samples import Sample, Step, browse

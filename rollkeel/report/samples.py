@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as compute
 
-from rollkeel.diagnostics.rollout_store import read_step
-from rollkeel.diagnostics.runfolder import rollout_files
 from rollkeel.errors import RollkeelError
+from rollkeel.record.rollout_store import read_step
+from rollkeel.record.runfolder import rollout_files
 
 pc: Any = compute  # its functions are made at import time
 

@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 import yaml
 from matplotlib.axes import Axes
 
-from rollkeel.diagnostics.rollout_store import read_step
 from rollkeel.errors import BadInput
 from rollkeel.events import write_atomic
+from rollkeel.record.rollout_store import read_step
 from rollkeel.report.charts import MAX_POINTS, SERIES, Chart, drawing, log_axis
 from rollkeel.report.standalone import document, figures_of, table_of
 from rollkeel.rollout.ledger import Result

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import numpy as np
 
 from rollkeel.diagnostics.doctor import diagnose
-from rollkeel.diagnostics.run_files import RunFiles
-from rollkeel.diagnostics.runfolder import rollout_files
 from rollkeel.diagnostics.traces.run import read_run_trace
+from rollkeel.record.run_files import RunFiles
+from rollkeel.record.runfolder import rollout_files
 from rollkeel.report.charts import Rows, is_number, matching
 
 Tone = Literal["good", "bad", "warn", "plain"]

@@ -7,41 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from rollkeel.types import Rollout
+from rollkeel.types import Rollout, StepRollouts
 
 Draw = Callable[[int, int], Sequence[Rollout]]
 """`(first, count)` → graded rollouts of the prompts `first … first + count − 1` of the data source, failures included."""
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """The prompts of one step."""
-
-    rollouts: Sequence[Rollout]
-    """Everything that was sampled, in order."""
-    batch: Sequence[Rollout]
-    """Those of them to train on: whole groups, without failures."""
-    consumed: int
-    """Prompts taken from the data source; the next step begins behind them."""
-    rounds: int
-
-    def metrics(self) -> dict[str, float]:
-        """`rollout/dynamic_rounds`, and `rollout/dynamic_discarded`: groups that were sampled and not trained on."""
-        trained = len({r.group for r in self.batch})
-        return {
-            "rollout/dynamic_rounds": float(self.rounds),
-            "rollout/dynamic_discarded": float(self.consumed - trained),
-        }
-
-
-def draw_varied(draw: Draw, first: int, wanted: int, rounds: int) -> Drawn:
+def draw_varied(draw: Draw, first: int, wanted: int, rounds: int) -> StepRollouts:
     """Draw prompts from `first` on until `wanted` groups have rewards that differ, in at most `rounds` rounds.
 
     The first round draws `wanted` prompts, every further one as many as the share of useful groups so far says are
     missing, at most `wanted`. Surplus groups are left out, the last first. What is drawn follows from `first` and the
-    rewards alone, so a step that is repeated draws the same.
+    rewards alone, so a step that is repeated draws the same. Measures `rollout/dynamic_rounds`, and
+    `rollout/dynamic_discarded`: groups that were sampled and not trained.
     """
     rollouts: list[Rollout] = []
     useful: list[int] = []
@@ -56,17 +35,24 @@ def draw_varied(draw: Draw, first: int, wanted: int, rounds: int) -> Drawn:
         done += 1
     chosen = set(useful[:wanted])
     batch = [r for r in rollouts if r.group in chosen and r.reward is not None]
-    return Drawn(rollouts, batch, consumed, done)
+    discarded = consumed - len({r.group for r in batch})
+    metrics = {"rollout/dynamic_rounds": float(done), "rollout/dynamic_discarded": float(discarded)}
+    return _step(rollouts, batch, consumed, metrics)
 
 
-def draw_once(draw: Draw, first: int, wanted: int, *, varied_only: bool = False) -> Drawn:
+def draw_once(draw: Draw, first: int, wanted: int, *, varied_only: bool = False) -> StepRollouts:
     """Draw `wanted` prompts and train on all that was graded, or with `varied_only` on groups whose rewards differ."""
     rollouts = list(draw(first, wanted))
     batch = [r for r in rollouts if r.reward is not None]
     if varied_only:
         useful = set(varied_groups(rollouts))
         batch = [r for r in batch if r.group in useful]
-    return Drawn(rollouts, batch, wanted, 1)
+    return _step(rollouts, batch, wanted, {})
+
+
+def _step(rollouts: list[Rollout], batch: list[Rollout], consumed: int, metrics: dict[str, float]) -> StepRollouts:
+    generated = sum(r.span.own_count for r in rollouts)
+    return StepRollouts(rollouts=rollouts, batch=batch, consumed=consumed, metrics=metrics, generated=generated)
 
 
 def varied_groups(rollouts: Sequence[Rollout]) -> list[int]:

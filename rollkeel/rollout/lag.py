@@ -13,9 +13,8 @@ from functools import lru_cache
 from typing import Any, final
 
 from rollkeel.errors import BadInput
-from rollkeel.rollout.dynamic import Drawn
 from rollkeel.rollout.state import pack_rollouts, unpack_rollouts
-from rollkeel.types import Prompt
+from rollkeel.types import Prompt, StepRollouts
 
 
 @final
@@ -26,7 +25,7 @@ class LaggedBatches:
         """`lag` ≥ 1 steps; `steps` of the whole run; `prompt(index)` looks a prompt up in the data source."""
         self.lag, self.steps = lag, steps
         self._prompt = lru_cache(maxsize=4096)(prompt)
-        self._queue: deque[tuple[Drawn, dict[str, float]]] = deque()
+        self._queue: deque[StepRollouts] = deque()
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -35,11 +34,11 @@ class LaggedBatches:
         """Batches to sample now, at the start of `step`, so that it and the `lag` after it have one."""
         return min(self.lag + 1, self.steps - step + 1) - len(self._queue)
 
-    def push(self, drawn: Drawn, metrics: Mapping[str, float]) -> None:
-        """Queue a batch with what its sampling measured."""
-        self._queue.append((drawn, dict(metrics)))
+    def push(self, drawn: StepRollouts) -> None:
+        """Queue a batch."""
+        self._queue.append(drawn)
 
-    def pop(self) -> tuple[Drawn, dict[str, float]]:
+    def pop(self) -> StepRollouts:
         """The batch that is due."""
         return self._queue.popleft()
 
@@ -50,10 +49,10 @@ class LaggedBatches:
                 "rollouts": pack_rollouts(drawn.rollouts),
                 "batch": [r.id for r in drawn.batch],
                 "consumed": drawn.consumed,
-                "rounds": drawn.rounds,
-                "metrics": metrics,
+                "generated": drawn.generated,
+                "metrics": dict(drawn.metrics),
             }
-            for drawn, metrics in self._queue
+            for drawn in self._queue
         ]
         return {"lag": self.lag, "batches": batches}
 
@@ -72,5 +71,11 @@ class LaggedBatches:
         for batch in state["batches"]:
             rollouts = unpack_rollouts(batch["rollouts"], self._prompt)
             chosen = set(batch["batch"])
-            drawn = Drawn(rollouts, [r for r in rollouts if r.id in chosen], batch["consumed"], batch["rounds"])
-            self._queue.append((drawn, dict(batch["metrics"])))
+            drawn = StepRollouts(
+                rollouts=rollouts,
+                batch=[r for r in rollouts if r.id in chosen],
+                consumed=batch["consumed"],
+                metrics=dict(batch["metrics"]),
+                generated=batch.get("generated", sum(r.span.own_count for r in rollouts)),
+            )
+            self._queue.append(drawn)

@@ -12,7 +12,7 @@ import pytest
 from tiny_run import TINY, cli
 
 from rollkeel import advantages
-from rollkeel.diagnostics.rollout_store import read_step
+from rollkeel.record.rollout_store import read_step
 
 
 def test_each_sign() -> None:

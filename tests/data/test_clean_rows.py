@@ -18,8 +18,8 @@ from data_rows_kit import removed, rows_file, written
 
 from rollkeel.cli import main
 from rollkeel.data import clean, read_options, reading
-from rollkeel.diagnostics import rollout_store
 from rollkeel.errors import BadInput, RunStopped
+from rollkeel.record import rollout_store
 from rollkeel.report import data_view
 
 STORY = "the quick brown fox jumps over the lazy dog again and again and again while {} small green birds sing in {} tall old trees near the river"

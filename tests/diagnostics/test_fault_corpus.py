@@ -24,13 +24,22 @@ from benchmarks.doctor.lookup import Lookup
 from benchmarks.doctor.shifting import Shifting
 from benchmarks.doctor.sorting import Sorting
 from benchmarks.doctor.workloads import OWN_TASKS, SPLITS, words_of
-from rollkeel import loop
 from rollkeel.engines import local
+from rollkeel.loop import steps as loop
+from rollkeel.loop.check import validate
 from rollkeel.recipe import load
-from rollkeel.rollout.dynamic import Drawn
 from rollkeel.tasks import TASKS, check
-from rollkeel.types import GraderSpec, Prompt, Request, Rollout, SamplingParams, Segment, Status, TokenSpan
-from rollkeel.validate import validate
+from rollkeel.types import (
+    GraderSpec,
+    Prompt,
+    Request,
+    Rollout,
+    SamplingParams,
+    Segment,
+    Status,
+    StepRollouts,
+    TokenSpan,
+)
 
 IDS = [
     "temperature",
@@ -170,13 +179,13 @@ def test_reward_lost_hits_its_share() -> None:
 
 def test_a_shift_in_a_part_of_the_rollouts() -> None:
     (patch,) = sizes.alignment(1, 0.3).patches(3)
-    got: list[Drawn] = []
+    got: list[StepRollouts] = []
     honest = loop.learn
-    loop.learn = lambda run, step, drawn, *rest: got.append(drawn) or True
+    loop.learn = lambda run, drawn, *rest: got.append(drawn) or {}
     try:
         with patch():
             many = [replace(HONEST, id=i) for i in range(1000)]
-            loop.learn(None, 1, Drawn(many, many, 1, 1), {}, None)  # type: ignore[arg-type]
+            loop.learn(None, StepRollouts(rollouts=many, batch=many), None)  # type: ignore[arg-type]
     finally:
         loop.learn = honest
     moved = sum(not np.array_equal(r.span.logprobs, HONEST.span.logprobs) for r in got[0].rollouts)
@@ -218,12 +227,12 @@ def test_pair_tokenizer_reads_both_spellings_and_writes_one() -> None:
 
 def test_altered_hands_the_same_rollouts_on() -> None:
     other = replace(HONEST, id=6)
-    drawn, got = Drawn([HONEST, other], [other], 1, 1), []
+    drawn, got = StepRollouts(rollouts=[HONEST, other], batch=[other]), []
     honest = loop.learn
-    loop.learn = lambda run, step, drawn, *rest: got.append(drawn) or True
+    loop.learn = lambda run, drawn, *rest: got.append(drawn) or {}
     try:
         with broken.altered(lambda r, rng: alter.shifted(r, 1), 0):
-            assert loop.learn(None, 1, drawn, {}, None)  # type: ignore[arg-type]
+            loop.learn(None, drawn, None)  # type: ignore[arg-type]
     finally:
         loop.learn = honest
     assert [r.id for r in got[0].rollouts] == [5, 6]

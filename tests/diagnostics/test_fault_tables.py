@@ -17,10 +17,10 @@ from benchmarks.doctor.full import QUICK
 from benchmarks.doctor.weaving import Weaving
 from benchmarks.doctor.workloads import OWN_TASKS
 from rollkeel.diagnostics.doctor import CAUSES
+from rollkeel.loop.check import validate
 from rollkeel.recipe import load
 from rollkeel.tasks import TASKS, check
 from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
-from rollkeel.validate import validate
 
 RNG = np.random.default_rng(0)
 

@@ -20,13 +20,13 @@ from rollkeel.engines.vllm import _words
 from rollkeel.engines.vllm_worker import tensor_checksum as worker_checksum
 from rollkeel.engines.weight_folder import write_weights
 from rollkeel.errors import BadInput, EngineFailure
+from rollkeel.loop.check import validate
 from rollkeel.models.checksum import tensor_checksum
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.presets import build_preset
 from rollkeel.recipe import load
 from rollkeel.sync.publish import full_update
 from rollkeel.types import SamplingParams, WeightUpdate
-from rollkeel.validate import validate
 
 LISTENS = socket.create_server(("127.0.0.1", 0))
 URL = f"http://127.0.0.1:{LISTENS.getsockname()[1]}"

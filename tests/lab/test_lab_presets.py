@@ -15,13 +15,13 @@ import pytest
 from tiny_run import TINY
 
 from rollkeel.config import Config
-from rollkeel.diagnostics.runfolder import read_rows
 from rollkeel.lab import restart
 from rollkeel.lab.claims import above, alike, any_of, best, growth, inside, over_last
 from rollkeel.lab.preset import NOT_REPRODUCED, REPRODUCED, UNDECIDED, Preset, Rows
 from rollkeel.lab.presets import PRESETS
 from rollkeel.lab.runs import plan
-from rollkeel.validate import validate
+from rollkeel.loop.check import validate
+from rollkeel.record.runfolder import read_rows
 
 TRAINING = [preset for preset in PRESETS.values() if preset.measure is None]
 VERDICTS = {REPRODUCED, NOT_REPRODUCED, UNDECIDED}
@@ -152,7 +152,7 @@ SHORT = {
 
 @pytest.mark.slow
 def test_every_arm_trains_and_every_reading_finds_its_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollkeel.pipeline import train
+    from rollkeel.loop.job import train
 
     monkeypatch.setenv("ROLLKEEL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("rollkeel.report.render", lambda _: None)

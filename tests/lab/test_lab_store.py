@@ -100,7 +100,7 @@ def test_a_run_that_a_rule_stopped_is_a_result(tmp_path: Path, monkeypatch: pyte
     def stopped(*_: object, **__: object) -> None:
         raise RunStopped("loss is nan; weights left untouched")
 
-    monkeypatch.setattr("rollkeel.pipeline.train", stopped)
+    monkeypatch.setattr("rollkeel.loop.job.train", stopped)
     preset = dataclasses.replace(tiny_lab.TRAINED, charts=())
     (run,) = plan(preset, [0], tmp_path / "store")
     run.folder.mkdir(parents=True)

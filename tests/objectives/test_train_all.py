@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from tiny_run import TINY, rows
 
+from rollkeel.loop.job import train
 from rollkeel.objectives import RECIPES, Objective, build
-from rollkeel.pipeline import train
 from rollkeel.recipe import load
 
 STEPS = 30

@@ -13,9 +13,9 @@ import pytest
 from test_report import page
 from tiny_run import cli
 
-from rollkeel.diagnostics.run_files import read_run
-from rollkeel.diagnostics.runfolder import RunFolder
 from rollkeel.recipe import load
+from rollkeel.record.run_files import read_run
+from rollkeel.record.runfolder import RunFolder
 from rollkeel.report.compare import _flat, compared, differences
 
 

@@ -19,10 +19,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollkeel.config import Config
-from rollkeel.diagnostics.rollout_store import write_step
-from rollkeel.diagnostics.runfolder import RunFolder
 from rollkeel.errors import BadInput
 from rollkeel.recipe import load
+from rollkeel.record.rollout_store import write_step
+from rollkeel.record.runfolder import RunFolder
 from rollkeel.report import render
 from rollkeel.report.charts import MAX_POINTS, matching, series, smooth
 from rollkeel.report.panels import panels

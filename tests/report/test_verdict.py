@@ -13,8 +13,8 @@ import pytest
 from matplotlib.figure import Figure
 from test_report import make_run, page, rollouts
 
-from rollkeel.diagnostics.run_files import read_run
-from rollkeel.diagnostics.trackers import text_rows
+from rollkeel.record.run_files import read_run
+from rollkeel.record.trackers import text_rows
 from rollkeel.report import render, verdict
 from rollkeel.report.charts import least_height, log_axis
 from rollkeel.report.page import cards

@@ -14,7 +14,7 @@ import pytest
 from tiny_run import TINY, events, rows, weights
 
 from rollkeel import rewards
-from rollkeel.pipeline import train
+from rollkeel.loop.job import train
 from rollkeel.recipe import load
 from rollkeel.rewards import graders
 from rollkeel.types import Rollout

@@ -14,7 +14,7 @@ from test_graders import rollout
 from tiny_run import cli
 
 from rollkeel import rewards
-from rollkeel.diagnostics.rollout_store import read_step, to_rollouts, write_step
+from rollkeel.record.rollout_store import read_step, to_rollouts, write_step
 from rollkeel.rewards import graders
 from rollkeel.types import GraderSpec, Status
 

@@ -51,8 +51,8 @@ def test_enough_in_the_first_round_is_one_round() -> None:
     source = Source(set(range(100)))
     drawn = draw_varied(source, 8, 4, rounds=5)
     assert source.asked == [(8, 4)]
-    assert (groups(drawn.batch), drawn.consumed, drawn.rounds) == ([8, 9, 10, 11], 4, 1)
-    assert drawn.metrics() == {"rollout/dynamic_rounds": 1.0, "rollout/dynamic_discarded": 0.0}
+    assert (groups(drawn.batch), drawn.consumed, drawn.metrics["rollout/dynamic_rounds"]) == ([8, 9, 10, 11], 4, 1)
+    assert drawn.metrics == {"rollout/dynamic_rounds": 1.0, "rollout/dynamic_discarded": 0.0}
 
 
 def test_missing_groups_are_replaced_by_later_prompts() -> None:
@@ -63,7 +63,7 @@ def test_missing_groups_are_replaced_by_later_prompts() -> None:
     assert groups(drawn.batch) == [1, 3, 4, 6]  # 7 is surplus
     assert groups(drawn.rollouts) == list(range(8))
     assert drawn.consumed == 8
-    assert drawn.metrics() == {"rollout/dynamic_rounds": 2.0, "rollout/dynamic_discarded": 4.0}
+    assert drawn.metrics == {"rollout/dynamic_rounds": 2.0, "rollout/dynamic_discarded": 4.0}
 
 
 def test_a_later_round_asks_only_for_what_is_missing() -> None:
@@ -76,7 +76,7 @@ def test_rounds_are_bounded_and_nothing_varied_is_an_empty_batch() -> None:
     source = Source(set())
     drawn = draw_varied(source, 0, 4, rounds=3)
     assert source.asked == [(0, 4), (4, 4), (8, 4)]
-    assert (list(drawn.batch), drawn.consumed, drawn.rounds) == ([], 12, 3)
+    assert (list(drawn.batch), drawn.consumed, drawn.metrics["rollout/dynamic_rounds"]) == ([], 12, 3)
 
 
 def test_failures_neither_count_nor_train() -> None:
@@ -95,6 +95,6 @@ def test_prompts_are_consumed_once_and_in_order(varied: set[int], first: int, wa
     drawn = draw_varied(source, first, wanted, rounds)
     assert groups(drawn.rollouts) == list(range(first, first + drawn.consumed))
     assert groups(drawn.batch) == [g for g in range(first, first + drawn.consumed) if g in varied][:wanted]
-    assert len(source.asked) == drawn.rounds <= rounds
+    assert len(source.asked) == drawn.metrics["rollout/dynamic_rounds"] <= rounds
     again = draw_varied(Source(varied), first, wanted, rounds)
     assert [r.id for r in again.batch] == [r.id for r in drawn.batch]

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from tiny_run import cli
 
-from rollkeel.diagnostics.rollout_store import write_step
 from rollkeel.errors import BadInput
 from rollkeel.protocols import Engine
 from rollkeel.recipe import RECIPES
+from rollkeel.record.rollout_store import write_step
 from rollkeel.report.simulation import observed_lengths
 from rollkeel.rollout.fleet import Curve, Fleet
 from rollkeel.rollout.ledger import Ledger

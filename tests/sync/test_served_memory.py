@@ -16,13 +16,13 @@ import torch
 from tiny_run import TINY, cli
 
 from rollkeel.config import EngineConfig
-from rollkeel.diagnostics.rollout_store import read_step
 from rollkeel.engines import local
 from rollkeel.engines.weights import apply_update
 from rollkeel.errors import EngineFailure
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import MODES, round_fp8, round_int4, round_int8
 from rollkeel.models.presets import build_preset
+from rollkeel.record.rollout_store import read_step
 from rollkeel.sync.publish import DirectPublisher
 from rollkeel.types import Request, SamplingParams, WeightUpdate
 

@@ -19,9 +19,9 @@ from rollkeel.batch.packing import pack, plan
 from rollkeel.config import Config, ModelConfig, SftConfig
 from rollkeel.data import clean, read_options
 from rollkeel.errors import BadInput
+from rollkeel.loop.assemble import prompt_source
 from rollkeel.models.loading import Policy, load_policy
 from rollkeel.recipe import load
-from rollkeel.run import prompt_source
 from rollkeel.train.logprobs import PolicyForward
 from rollkeel.train.sft import Example, run_sft
 

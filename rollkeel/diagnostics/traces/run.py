@@ -12,11 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as compute
 
-from rollkeel.diagnostics.rollout_store import read_step
-from rollkeel.diagnostics.run_files import RunFiles, read_run
-from rollkeel.diagnostics.runfolder import CONFIG, METRICS, rollout_files
 from rollkeel.diagnostics.traces.trace import TOKENS, Facts, Trace
 from rollkeel.errors import BadInput, Corrupt, RollkeelError
+from rollkeel.record.rollout_store import read_step
+from rollkeel.record.run_files import RunFiles, read_run
+from rollkeel.record.runfolder import CONFIG, METRICS, rollout_files
 
 pc: Any = compute  # its functions are made at import time
 

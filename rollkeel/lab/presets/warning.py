@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rollkeel.diagnostics.alarms import REWARD_SEEN, WINDOW, alarms_of
 from rollkeel.lab.claims import COMMON
 from rollkeel.lab.preset import NOT_REPRODUCED, REPRODUCED, UNDECIDED, Arm, Finding, Preset, Readings, Rows
 from rollkeel.lab.presets import bases
 from rollkeel.lab.presets.bases import arm
+from rollkeel.record.alarms import REWARD_SEEN, WINDOW, alarms_of
 
 COLLAPSING = "grpo, fp8, 16 steps old"
 _FALLEN, _MOVED = 0.2, 2.0

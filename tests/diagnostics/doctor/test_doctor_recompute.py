@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from rollkeel.analyzer.capture import Tokens
+from rollkeel.analyzer.sides import engine_forward, prefill_logprobs
 from rollkeel.config import ModelConfig
-from rollkeel.diagnostics.analyzer.capture import Tokens
-from rollkeel.diagnostics.analyzer.sides import engine_forward, prefill_logprobs
+from rollkeel.diagnose.recompute import Sampled, explain, refine, sets
 from rollkeel.diagnostics.doctor import Cause, Diagnosis
-from rollkeel.diagnostics.doctor.recompute import Sampled, explain, refine, sets
 from rollkeel.models.loading import Policy, load_policy
 from rollkeel.models.names import checkpoint_views
 

@@ -23,9 +23,9 @@ from tiny_run import cli
 from rollkeel.diagnostics.doctor import CAUSES, Diagnosis, diagnose
 from rollkeel.diagnostics.doctor.tokens import clustered, taken
 from rollkeel.diagnostics.doctor.view import show
-from rollkeel.diagnostics.rollout_store import write_step
 from rollkeel.diagnostics.traces.read import read_trace
 from rollkeel.diagnostics.traces.trace import Facts, Trace
+from rollkeel.record.rollout_store import write_step
 from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
 
 TRACES = {

@@ -1,0 +1,169 @@
+"""Commands that look at runs instead of making them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollkeel.cli.words import refuse_damage
+from rollkeel.errors import BadInput
+
+app = typer.Typer()
+
+
+@app.command()
+def doctor(
+    path: Annotated[
+        Path, typer.Argument(help="A run folder, one of its rollouts files, or a dump of another trainer.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    last: Annotated[int | None, typer.Option(min=1, help="Only the last so many steps.")] = None,
+    trace_format: Annotated[
+        str, typer.Option("--format", help="Who wrote it, where that is not clear: rollkeel, nemo-rl, slime, …")
+    ] = "auto",
+    recompute: Annotated[
+        bool, typer.Option(help="Try on a run's checkpoint which weights or dtype give the recorded log-probs.")
+    ] = True,
+) -> None:
+    """Why a run went bad, from its recorded tokens: causes with evidence (exit code 1), or healthy (0).
+
+    Exit code 2: bad input, or no cause was found and most could not be examined. 4: the run's files are damaged, and what is left shows no cause.
+    """
+    from rollkeel.diagnostics.doctor import CAUSES, diagnose
+    from rollkeel.diagnostics.doctor.view import show
+    from rollkeel.diagnostics.traces.read import read_trace
+    from rollkeel.record.run_files import damage
+
+    found = diagnose(read_trace(path, last=last, format=trace_format))
+    if recompute and found.in_doubt:
+        from rollkeel.diagnose.recompute import refine
+
+        found = refine(found, path)
+    problems = [] if found.causes else damage(path, rollouts=False)
+    if problems:  # what is gone could have shown any of them
+        found = replace(found, not_examined=dict.fromkeys(CAUSES, f"the run is damaged: {problems[0]}"))
+    if as_json:
+        print(json.dumps(found.to_json(), ensure_ascii=False, allow_nan=False))
+    else:
+        show(found)
+    refuse_damage(path, problems)
+    if not found.healthy:
+        raise typer.Exit(2 if found.healthy is None else 1)
+
+
+@app.command()
+def analyze(
+    target: Annotated[str, typer.Argument(help="A run folder, or a model: folder, id or preset:NAME.")],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of its config.")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Other weights, recorded tensors (.safetensors) or the address of a vLLM server.")
+    ] = None,
+    sides: Annotated[
+        str | None, typer.Option(help="Two of trainer, engine[:DTYPE], prefill[:DTYPE], FILE.safetensors.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of engines: fp32, bf16, fp8, fp8_weights, int8, int4.")] = None,
+    tokens: Annotated[Path | None, typer.Option(help="Rollouts (parquet) or a run whose tokens are used.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts to sample where no tokens are at hand.")] = 4,
+    sequences: Annotated[int, typer.Option(min=1, help="Most sequences.")] = 8,
+    limit: Annotated[int, typer.Option("--max-tokens", min=2, help="Most tokens in all sequences.")] = 2048,
+    every: Annotated[bool, typer.Option("--all", help="Show every layer's operations.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """Where two ways of computing the same tokens part first: layer, operation, flips, verdict. Exit code 1 if they do."""
+    from rich.console import Console
+
+    from rollkeel.analyzer.view import render
+    from rollkeel.diagnose.analysis import Asked, analyze
+
+    asked = Asked(
+        target=target,
+        overrides=words or [],
+        against=against,
+        sides=sides,
+        dtype=dtype,
+        tokens=tokens,
+        prompts=prompts,
+        sequences=sequences,
+        limit=limit,
+    )
+    with Console(stderr=True).status("loading") as status:
+        found = analyze(asked, status.update)
+    if as_json:
+        print(json.dumps(found.as_dict(), allow_nan=False))
+    else:
+        Console().print(render(found, every=every))
+    if not found.healthy:
+        raise typer.Exit(1)
+
+
+@app.command()
+def replay(
+    run: Annotated[Path, typer.Argument(help="A run folder, or with --objective any trace.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="With --step: the factor to change.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(min=1, help="Do this step again and compare.")] = None,
+    only: Annotated[str | None, typer.Option(help="With --step: rollout or update alone.")] = None,
+    objective: Annotated[
+        list[str] | None,
+        typer.Option(help="Judge recorded tokens by these: NAME[:OPTION=VALUE]..., parted by commas."),
+    ] = None,
+    steps: Annotated[str | None, typer.Option(help="With --objective: 12 or 10:20, inclusive.")] = None,
+    html: Annotated[Path | None, typer.Option(help="With --objective: also write a page with charts.")] = None,
+    trace_format: Annotated[
+        str,
+        typer.Option(
+            "--format", help="With --objective: who wrote it, where that is not clear: rollkeel, nemo-rl, slime, …"
+        ),
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Do a recorded step again, as it was or with one factor changed; or try other objectives on recorded tokens."""
+    if (step is None) == (not objective):
+        raise BadInput("replay: expected --step N, or --objective NAME,…, and not both")
+    if (objective and (overrides or only)) or (step is not None and (steps or html or trace_format != "auto")):
+        raise BadInput("replay: overrides and --only belong to --step, --steps, --html and --format to --objective")
+    from rollkeel.diagnose.replay import command
+
+    if objective:
+        command.try_objectives(run, objective, steps, html, as_json, trace_format)
+    elif not command.repeat_step(run, step or 0, only, overrides or [], as_json):
+        raise typer.Exit(1)
+
+
+@app.command(name="lab")
+def laboratory(
+    preset: Annotated[str | None, typer.Argument(help="Name of an experiment; without one, they are listed.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder for lab.html and lab.json (lab/NAME).")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(help="Runs of each setting (the preset's own number).")] = None,
+    first_seed: Annotated[int | None, typer.Option(help="The lowest of them (the preset's own).")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Runs at once (one per core).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Run an experiment over seeds and say whether a paper's claim shows here. Exit code 1: a stated band was missed."""
+    from rollkeel.lab.presets import PRESETS, find
+
+    if preset is None:
+        for name, found in PRESETS.items():
+            print(f"{name:<16} {found.question}")
+        return 0
+    chosen = find(preset)
+    from rollkeel.lab.command import run_preset
+    from rollkeel.lab.page import as_json as to_json
+    from rollkeel.lab.page import lines
+
+    out = out or Path("lab") / chosen.name
+    result = run_preset(
+        chosen, out=out, seeds=seeds, first_seed=first_seed, jobs=jobs, say=lambda line: print(line, file=sys.stderr)
+    )
+    print(json.dumps(to_json(result)) if as_json else "\n".join([*lines(result), f"report {out / 'lab.html'}"]))
+    return 0 if result.met else 1

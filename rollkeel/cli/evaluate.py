@@ -1,0 +1,176 @@
+"""Commands that evaluate, compare and train reward models."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollkeel.cli.words import AsJson, Out, Words, config_of, show_result
+from rollkeel.errors import BadInput
+from rollkeel.recipe import load
+
+app = typer.Typer()
+
+
+@app.command(name="eval")
+def evaluate(
+    words: Words = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Also write the answers (parquet); with --benchmark, the folder of results."),
+    ] = None,
+    benchmark: Annotated[str | None, typer.Option(metavar="NAME[,NAME]", help="See `rollkeel benchmarks`.")] = None,
+    path: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]PATH", help="Its files: one file or folder; NAME=PATH for each of several."),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=0, help="Answers per item (the benchmark's own k).")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Also one greedy answer per item.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many items.")] = None,
+    shuffle: Annotated[int | None, typer.Option(min=0, help="Seed of the order of choices.")] = None,
+    since: Annotated[str | None, typer.Option(help="Only problems from this date on (2024-08).")] = None,
+    until: Annotated[str | None, typer.Option(help="Only problems up to this date (2025-05).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Accuracy of model.path on held-out items, or on public benchmarks: avg@k, pass@k, majority@k with their errors."""
+    config = config_of(words)
+    if benchmark is None:
+        beside = {
+            "--path": path,
+            "--samples": samples,
+            "--greedy": greedy or None,
+            "--limit": limit,
+            "--shuffle": shuffle,
+        }
+        for name, value in beside.items():
+            if value is not None:
+                raise BadInput(f"{name}: is for --benchmark; without one, set eval.items, eval.samples, eval.greedy")
+        from rollkeel.loop.stages import eval_stage
+
+        show_result(eval_stage(config, out), out, as_json)
+        return
+    if out is None:
+        raise BadInput("eval --benchmark: expected --out, the folder of results; the same command goes on in it")
+    from rollkeel.evals.benchmarks import Options, get
+
+    names = list(dict.fromkeys(name.strip() for name in benchmark.split(",") if name.strip()))
+    chosen = [get(name) for name in names]
+    paths = _paths(names, path or [])
+    try:
+        options = Options(limit=limit, shuffle=shuffle, since=since, until=until)
+    except ValueError:
+        raise BadInput(f"--since, --until: expected a date like 2024-08 or 2024-08-01, got {since}, {until}") from None
+    loaded = [b.load(paths.get(b.name), options) for b in chosen]
+    for warning in (each.warning for each in loaded if each.warning):
+        typer.echo(f"rollkeel: warning: {warning}", err=True)
+    from rollkeel.evals.run import run_benchmarks
+    from rollkeel.evals.view import show_results
+
+    results = run_benchmarks(config, loaded, out, samples=samples, greedy=greedy)
+    if as_json:
+        print(json.dumps(results, ensure_ascii=False))
+    else:
+        show_results(results)
+
+
+def _paths(names: list[str], given: list[str]) -> dict[str, str]:
+    """Files by benchmark. A single path without a name belongs to a single benchmark."""
+    if len(names) == 1 and len(given) == 1 and not given[0].startswith(f"{names[0]}="):
+        return {names[0]: given[0]}
+    pairs = dict(text.split("=", 1) for text in given if "=" in text)
+    if len(pairs) != len(given) or not set(pairs) <= set(names):
+        raise BadInput(
+            f"--path: expected NAME=PATH with names of {', '.join(names)}, once each, got {', '.join(given)}"
+        )
+    return pairs
+
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(help="A model (folder, id or preset:NAME) or a finished run's folder.")],
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides: sampling, engine.dtype, …")
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Lines as they are, without the model's chat template.")
+    ] = False,
+) -> None:
+    """Talk to a model through the embedded engine: a line is a prompt, answers come token by token. Ctrl-D ends."""
+    folder = Path(model)
+    if (folder / "model" / "config.json").is_file():  # of a run, which says how its prompts were shown
+        plain = plain or not load(str(folder / "config.yaml"), []).data.chat_template
+        folder = folder / "model"
+    own = [
+        f"model.path={folder if folder.is_dir() else model}",
+        "sampling.max_new_tokens=512",
+        "engine.kv=keep",
+        "engine.slots=1",
+    ]
+    config = config_of([*own, *(words or [])])
+    if config.engine.kind != "local" or config.engine.processes:
+        raise BadInput("chat: talks to the embedded engine in this process: engine.kind=local, engine.processes=0")
+    from rollkeel.cli.talk import chat as talk
+
+    talk(config, sys.stdin, sys.stdout, plain=plain)
+
+
+@app.command()
+def benchmarks(name: Annotated[str | None, typer.Argument(help="Tell all about one.")] = None) -> None:
+    """The public benchmarks that can be evaluated: where their files are, how they are asked, graded and reported."""
+    from rollkeel.evals.benchmarks import BENCHMARKS, get
+
+    for each in BENCHMARKS.values() if name is None else ():
+        print(f"{each.name:14} {each.items:>5} items  {each.grader:12} {each.title}")
+    if name is not None:
+        b = get(name)
+        hub = f"{b.hub}{f', config {b.config}' if b.config else ''}, split {b.split}"
+        told = {"hub": hub, "files": b.where, "columns": ", ".join(b.columns), "items": b.items, "grader": b.grader}
+        told |= {"k": b.k, "reported": b.reported, "license": b.license}
+        print(b.title, *(f"  {key}: {value}" for key, value in told.items()), sep="\n")
+
+
+@app.command(name="eval-compare")
+def eval_compare(
+    one: Annotated[Path, typer.Argument(help="Results of `rollkeel eval --benchmark`.")],
+    other: Annotated[Path, typer.Argument(help="Those of another model.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """Differences of two models, second minus first, paired by item, with 95 % intervals."""
+    from rollkeel.evals.summary import compare
+    from rollkeel.evals.view import show_comparison
+
+    found = compare(one, other)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        show_comparison(found)
+
+
+@app.command(name="reward-model")
+def reward_model(
+    pairs: Annotated[Path, typer.Argument(help="Preference pairs: jsonl or parquet with prompt, chosen, rejected.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the model; the same command goes on in it.")],
+    words: Words = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a reward model on preference pairs, from the body of model.path; steps and rates are those of `sft`."""
+    config = config_of(words)
+    from rollkeel.loop.stages import reward_model_stage
+
+    show_result(reward_model_stage(config, pairs, out), out, as_json)
+
+
+@app.command()
+def pairs(
+    run: Annotated[Path, typer.Argument(help="A run folder with rollouts.")],
+    out: Out,
+    as_json: AsJson = False,
+) -> None:
+    """Preference pairs of a run's rollouts, best against worst in every group, and its prompts; see examples/ring.sh."""
+    from rollkeel.loop.stages import pairs_stage
+
+    show_result(pairs_stage(run, out), out, as_json)

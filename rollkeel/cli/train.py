@@ -1,0 +1,147 @@
+"""Commands from a recipe to a run: training, its stages one at a time, the report, the simulator."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollkeel.cli.words import AsJson, Out, Words, config_of, refuse_damage, show_result
+from rollkeel.config import Config
+from rollkeel.errors import BadInput
+from rollkeel.recipe import from_tree, merge
+
+app = typer.Typer()
+
+
+def _resumed_config(folder: Path, overrides: list[str]) -> tuple[Config, str]:
+    """The config of a run folder with overrides (more steps, say) applied, and a line if nothing is left to do."""
+    from rollkeel.record.run_files import finished
+    from rollkeel.record.runfolder import RunFolder
+
+    run = RunFolder.open(folder, lock=False)
+    config = from_tree(merge(run.config.model_dump(mode="json"), overrides))
+    return config, finished(folder, config.run.steps) if config == run.config else ""
+
+
+@app.command()
+def train(
+    words: Words = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue this run folder; give overrides only.")] = None,
+) -> None:
+    """Warm start, then reinforcement learning, then a model and a report."""
+    if resume is None:
+        config = config_of(words)
+    else:
+        if not (resume / "config.yaml").is_file():
+            raise BadInput(f"--resume {resume}: expected a run folder with config.yaml, found none")
+        config, done = _resumed_config(resume, words or [])
+        if done:
+            return print(done)
+    from rollkeel.loop.job import train as run
+
+    run(config, resume=resume)
+
+
+@app.command()
+def sft(out: Out, words: Words = None, as_json: AsJson = False) -> None:
+    """Supervised warm start; writes a Hugging Face folder."""
+    config = config_of(words)
+    from rollkeel.loop.stages import sft_stage
+
+    show_result(sft_stage(config, out), out, as_json)
+
+
+@app.command()
+def rollout(
+    out: Out,
+    words: Words = None,
+    step: Annotated[int, typer.Option(min=1, help="Training step whose prompts are sampled.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Sample one step's prompts with model.path; writes ungraded rollouts (parquet)."""
+    config = config_of(words)
+    from rollkeel.loop.stages import rollout_stage
+
+    rollouts = rollout_stage(config, out, step)
+    tokens = sum(r.span.own_count for r in rollouts)
+    show_result({"rollout/count": len(rollouts), "rollout/tokens": tokens}, out, as_json)
+
+
+@app.command()
+def score(
+    source: Annotated[Path, typer.Argument(help="Rollouts written by `rollkeel rollout`.")],
+    out: Out,
+    words: Words = None,
+    failure_budget: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Share of rollouts that may fail (rollout.failure_budget)."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Grade rollouts as reward.graders says; writes them with rewards (parquet)."""
+    if not source.is_file():
+        raise BadInput(f"{source}: no such file")
+    config = config_of(words)
+    from rollkeel.loop.stages import score_stage
+
+    budget = config.rollout.failure_budget if failure_budget is None else failure_budget
+    show_result(score_stage(config, source, out, budget), out, as_json)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="A run folder, finished or not; several are compared.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File (RUN/report.html; comparison.html for several).")
+    ] = None,
+) -> None:
+    """Render report.html from a run's files, or one page that compares several runs (settings × seeds).
+
+    Exit code 4 if files are damaged: the page says which, and shows the rest.
+    """
+    for run in runs:
+        if not run.is_dir():
+            raise BadInput(f"run folder {run}: no such folder")
+    from rollkeel.record.run_files import damage
+    from rollkeel.report import render
+    from rollkeel.report.compare import compare
+
+    try:
+        print(render(runs[0], out) if len(runs) == 1 else compare(runs, out or Path("comparison.html")))
+    except BadInput as error:
+        raise BadInput(f"{error}{'' if out else ', or give --out FILE'}") from None
+    for run in runs:
+        refuse_damage(run, damage(run))
+
+
+@app.command(name="simulate")
+def simulate_policies(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE] [KEY=VALUE]...", help="A scenario (file or name), overrides.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder for JSON, page and resolved scenario; may exist.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure the embedded engine's speed curve first.")
+    ] = False,
+) -> None:
+    """Compare rollout policies (barrier, over-sampling, APRIL, C3PO++, asynchronous) by discrete events."""
+    from rollkeel.rollout.scenario import load_scenario
+
+    words = list(words or [])
+    scenario = load_scenario(words.pop(0) if words and "=" not in words[0] else None, words)
+    if measure:
+        from rollkeel.loop.stages import measured
+
+        scenario = measured(scenario)
+    from rollkeel.report import simulation
+
+    found = simulation.run(scenario, out)
+    print(json.dumps(found) if as_json else "\n".join(simulation.table(found["policies"])))
+    if out is not None and not as_json:
+        print(out / "simulation.html")

@@ -1,0 +1,296 @@
+"""Which weights, in which dtype, give the very log-probs that a run recorded: tried with one of its checkpoints.
+
+Signs in tokens tell that an engine computed something else. Of a small gap of both signs over all tokens they cannot tell
+whether a norm was never loaded, a reload forgot a tensor or came late, or the engine has fewer bits than it states. Rounding
+and loading are no chance, though: what the engine did can be done again, and then the gap is gone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rollkeel.analyzer.capture import Tokens
+from rollkeel.analyzer.sides import engine_forward, prefill_logprobs
+from rollkeel.config import Config
+from rollkeel.diagnostics.doctor import thresholds as limits
+from rollkeel.diagnostics.doctor.causes_weights import PROBES
+from rollkeel.diagnostics.doctor.diagnosis import Cause, Diagnosis
+from rollkeel.errors import RollkeelError
+from rollkeel.models.loading import Policy, load_policy, quiet_transformers
+from rollkeel.models.names import checkpoint_views
+from rollkeel.models.numerics import MODES
+from rollkeel.record.rollout_store import read_step, to_rollouts
+from rollkeel.record.runfolder import CONFIG, RunFolder, rollout_files
+from rollkeel.train import checkpoint
+from rollkeel.types import Rollout
+
+MAX_PARAMETERS = 50_000_000
+"""Larger models are left to `rollkeel analyze`: some hundred forward passes are a minute's work up to here."""
+MAX_TOKENS = 2048
+MOST = 3
+"""Earlier checkpoints that are tried beside the first."""
+LATEST = 32
+"""Steps behind a checkpoint in which its rollouts are looked for."""
+_ADVICE = {
+    "wrong_weights": "Load every tensor and compare what the engine holds with what it was sent.",
+    "stale_version": PROBES,
+    "quantisation": "Serve the dtype that is stated, or state the one that is served.",
+}
+_LAYER = re.compile(r"\.\d+\.")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
+
+Weights = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """Sequences that one version sampled from beginning to end, and that version's weights."""
+
+    policy: Policy
+    step: int
+    """Of the checkpoint."""
+    earlier: Mapping[int, Weights]
+    """Step → weights of older checkpoints, the first of them first."""
+    began_clean: bool
+    """The first checkpoint's weights, as stated, gave the log-probs recorded of it: whatever is wrong came later."""
+    mode: str
+    """Numeric mode that the engine stated."""
+    tokens: Tokens
+    logprobs: torch.Tensor
+    """`[T]` what the engine said of its tokens, before it cut the distribution; NaN for prompts."""
+    temperature: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guess:
+    """Something the engine may have done."""
+
+    cause: str
+    words: str
+    weights: Weights
+    """In the place of those it was given."""
+    mode: str
+
+
+def refine(found: Diagnosis, folder: Path) -> Diagnosis:
+    """The diagnosis of a run folder, with what its checkpoints can decide.
+
+    The same diagnosis where nothing is in doubt, where no checkpoint fits the rollouts, or where no guess explains them.
+    """
+    if not found.in_doubt or not (folder / CONFIG).is_file():
+        return found
+    try:
+        sampled = _sampled(folder)
+    except RollkeelError as error:
+        return replace(found, notes=(*found.notes, f"not recomputed: {error}"))
+    cause = None if sampled is None else explain(sampled)
+    return found if cause is None else found.settled(cause)
+
+
+def explain(sampled: Sampled) -> Cause | None:
+    """What takes the gap away. None if the weights and dtype that were stated fit as well as that dtype lets them, or if
+    nothing does.
+
+    A guess has to leave nothing but what the dtype explains. Weights of an earlier step need not be the very ones that an engine
+    held, which had no checkpoint: it is enough that they are nearer than the stated ones and than those of any other guess.
+    """
+    views = checkpoint_views(sampled.policy.model)
+    stated = _apart(sampled, views, sampled.mode)
+    if stated < limits.RECOMPUTED_LEAST:
+        return None
+    rest, best, tried = stated, None, 0
+    for guess in guesses(views, sampled):
+        tried += 1
+        left = _apart(sampled, {**views, **guess.weights}, guess.mode)
+        if left < rest:
+            rest, best = left, guess
+        if rest < limits.RECOMPUTED_EXACT * stated:
+            break
+    if best is None:
+        return None
+    if best.cause == "stale_version":
+        fits = rest <= limits.RECOMPUTED_NEARER * stated
+    else:
+        fits = rest <= limits.RECOMPUTED * stated or rest < _rounding(best.mode) < 0.5 * stated
+    if not fits:
+        return None
+    return Cause(
+        id=best.cause,
+        score=1 - rest / stated,
+        evidence=f"With {best.words} the checkpoint of step {sampled.step} gives the log-probs that the engine recorded: "
+        f"{rest:.2g} away on average, {stated:.2g} with what it was said to compute ({tried} guess{'' if tried == 1 else 'es'} "
+        "tried).",
+        advice=_ADVICE[best.cause],
+    )
+
+
+def _rounding(mode: str) -> float:
+    """Mean distance that two ways of computing the same in `mode` have."""
+    return limits.RECOMPUTED_LEAST if mode == "fp32" else limits.RECOMPUTED_ROUNDED
+
+
+def guesses(views: Weights, sampled: Sampled) -> Iterator[Guess]:
+    """What can have gone wrong from the start: other dtypes; norms that were never loaded; experts in another order. What
+    only later weights show: those of an earlier checkpoint; tensors that kept their first value, one, all of a kind, or all
+    of a layer."""
+    if not sampled.began_clean:
+        yield from _at_start(views, sampled)
+    first = next(iter(sampled.earlier.values()), {})
+    stuck = {n: t for n, t in first.items() if n in views and not torch.equal(t, views[n])}
+    for step, weights in sampled.earlier.items():
+        words = f"the weights of step {step} in the place of its own"
+        yield Guess(cause="stale_version", words=words, weights=weights, mode=sampled.mode)
+    for words, names in sets(list(stuck)):
+        if len(names) < len(stuck):
+            weights = {name: stuck[name] for name in names}
+            yield Guess(cause="wrong_weights", words=f"{words} as first published", weights=weights, mode=sampled.mode)
+
+
+def _at_start(views: Weights, sampled: Sampled) -> Iterator[Guess]:
+    for mode in MODES:
+        if mode != sampled.mode:
+            words = f"{mode} in the place of the stated {sampled.mode}"
+            yield Guess(cause="quantisation", words=words, weights={}, mode=mode)
+    initial = 0.0 if "gemma" in sampled.policy.model.config.get_text_config().model_type else 1.0
+    norms = {name: torch.full_like(t, initial) for name, t in views.items() if t.ndim == 1 and "norm" in name}
+    for words, names in sets(list(norms)):
+        weights = {name: norms[name] for name in names}
+        yield Guess(cause="wrong_weights", words=f"{words} still {initial:g}", weights=weights, mode=sampled.mode)
+    for words, weights in rolled_experts(views):
+        yield Guess(cause="wrong_weights", words=words, weights=weights, mode=sampled.mode)
+
+
+def rolled_experts(views: Weights) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """A layer's experts each in the place of a later one, as ranks load them that begin to count elsewhere."""
+    layers: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
+    for name, tensor in views.items():
+        if match := _EXPERT.fullmatch(name):
+            layers.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = tensor
+    for layer, experts in layers.items():
+        count = len(experts)
+        for by in range(1, count):
+            moved = {
+                f"{layer}.{e}.{rest}": tensor for e in experts for rest, tensor in experts[(e + by) % count].items()
+            }
+            yield f"{layer} {by} places further than they belong", moved
+
+
+def sets(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """All names; those alike but for numbers (layer, expert); those of a layer; those alike within a layer."""
+    found: dict[tuple[str, ...], str] = {}
+    for key in (_kind, _layer, _kind_of_layer):
+        members: dict[str, list[str]] = {}
+        for name in names:
+            if word := key(name):
+                members.setdefault(word, []).append(name)
+        for word, group in members.items():
+            found.setdefault(tuple(group), word)
+    if names:
+        found.setdefault(tuple(names), "all of them")
+    yield from ((word, list(group)) for group, word in found.items())
+
+
+def _kind(name: str) -> str:
+    return _LAYER.sub(".*.", name)
+
+
+def _layer(name: str) -> str:
+    match = _LAYER.search(name)
+    return name[: match.end()] + "*" if match else ""
+
+
+def _kind_of_layer(name: str) -> str:
+    match = _LAYER.search(name)
+    return name[: match.end()] + _LAYER.sub(".*.", name[match.end() - 1 :])[1:] if match else name
+
+
+def _apart(sampled: Sampled, weights: Weights, mode: str) -> float:
+    """Mean distance of the recorded log-probs from those of these weights."""
+    forward = engine_forward(sampled.policy.model.config, weights.items(), mode)
+    known = ~sampled.logprobs.isnan()
+    found = prefill_logprobs(forward, sampled.tokens, sampled.temperature)[known]
+    return float((found - sampled.logprobs[known]).abs().mean())
+
+
+def _sampled(folder: Path) -> Sampled | None:
+    """The newest checkpoint whose weights sampled whole sequences that are recorded, with some of these."""
+    config = RunFolder.open(folder, lock=False).config
+    saved = checkpoint.listing(folder / "checkpoints")
+    for at in reversed(range(len(saved))):
+        rollouts = _of_weights(folder, saved[at][0])
+        if not rollouts or rollouts[0].dtype not in MODES or rollouts[0].sampling.temperature <= 0:
+            continue
+        found = _taken(_policy(config, saved[at][1]), saved[at][0], rollouts)
+        if found is None or at == 0:
+            return found
+        earlier = {step: _policy(config, path) for step, path in (saved[0], *saved[1:at][-MOST:])}
+        first, begin = saved[0][0], _of_weights(folder, saved[0][0])
+        clean = begin and _clean(_taken(earlier[first], first, begin))
+        weights = {step: checkpoint_views(policy.model) for step, policy in earlier.items()}
+        return replace(found, earlier=weights, began_clean=bool(clean))
+    return None
+
+
+def _of_weights(folder: Path, step: int) -> list[Rollout]:
+    """Rollouts that the weights behind update `step` sampled alone. Where batches are older than the trainer, they come later."""
+    files = {s: path for s, path in rollout_files(folder) if s > step}
+    version = None
+    for path in [files[s] for s in sorted(files)[:LATEST]]:
+        table = read_step(path)
+        if version is None:  # step + 1 is where these weights are the trainer's
+            known = [v for v in table["train_version"].to_pylist() if v is not None]
+            if step + 1 not in files or not known:
+                return []
+            version = known[0]
+        if whole := [r for r in to_rollouts(table) if len(r.span) and (r.span.versions == version).all()]:
+            return whole
+    return []
+
+
+def _taken(policy: Policy, step: int, rollouts: Sequence[Rollout]) -> Sampled | None:
+    """Some of the rollouts; None for a model that is too large."""
+    if sum(p.numel() for p in policy.model.parameters()) > MAX_PARAMETERS:
+        return None
+    taken: list[Rollout] = []
+    for rollout in rollouts:
+        taken.append(rollout)
+        if sum(len(r.prompt.token_ids) + len(r.span) for r in taken) > MAX_TOKENS:
+            break
+    pairs = [(r.prompt.token_ids, r.span) for r in taken]
+    # A cut distribution is the whole one over the mass that was kept.
+    said = [
+        np.concatenate([np.full(len(prompt), np.nan), span.logprobs + np.log(span.kept_mass)]) for prompt, span in pairs
+    ]
+    return Sampled(
+        policy=policy,
+        step=step,
+        earlier={},
+        began_clean=False,
+        mode=rollouts[0].dtype,
+        tokens=Tokens(
+            sequences=tuple(np.concatenate([prompt, span.token_ids]) for prompt, span in pairs),
+            prompt_lengths=tuple(len(prompt) for prompt, _ in pairs),
+        ),
+        logprobs=torch.from_numpy(np.concatenate(said)).float(),
+        temperature=rollouts[0].sampling.temperature,
+    )
+
+
+def _clean(sampled: Sampled | None) -> bool:
+    if sampled is None:
+        return False
+    return _apart(sampled, checkpoint_views(sampled.policy.model), sampled.mode) < _rounding(sampled.mode)
+
+
+def _policy(config: Config, path: Path) -> Policy:
+    quiet_transformers()
+    section = config.model.model_copy(update={"path": str(checkpoint.verify(path).model), "overrides": {}})
+    policy = load_policy(section, "cpu")
+    policy.model.eval()
+    return policy

@@ -1,0 +1,282 @@
+"""Builders: the pieces of a run, made from its config."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+
+from rollkeel import objectives
+from rollkeel.config import Config
+from rollkeel.engines.open import check_engine, open_engine
+from rollkeel.errors import BadInput
+from rollkeel.loop.feeds import Budgeted, Feed, Lagged, Overlapped, Sampler, Whole
+from rollkeel.loop.play import gather as gathered
+from rollkeel.loop.run import Run
+from rollkeel.models.loading import Policy, resolve_device
+from rollkeel.models.names import checkpoint_views
+from rollkeel.objectives import Objective
+from rollkeel.protocols import Engine
+from rollkeel.record.checks import Checks
+from rollkeel.record.live import LiveView
+from rollkeel.record.runfolder import RunFolder
+from rollkeel.record.stopping import StopFlag
+from rollkeel.rewards import FailureBudget, Graders
+from rollkeel.rewards.grading import Scorer
+from rollkeel.rollout.budgeted import BudgetedRollouts
+from rollkeel.rollout.feeder import OverlappedRollouts, Source
+from rollkeel.rollout.lag import LaggedBatches
+from rollkeel.rollout.overlap import Gate
+from rollkeel.rollout.pool import PoolRules
+from rollkeel.rollout.schedule import Recorded, Replayed
+from rollkeel.sync.proof import Probes, probe_sequences
+from rollkeel.sync.publish import DirectPublisher
+from rollkeel.tasks.source import Problems, PromptSource
+from rollkeel.train.probe import SequenceScorer
+from rollkeel.train.trainer import LocalTrainer
+from rollkeel.types import Prompt, SamplingParams
+
+EVAL_SEED = 0x5EED
+"""Mixed into the run seed for evaluation draws, so that they never repeat those of training."""
+
+
+def sampling_params(config: Config, stop_token_ids: Sequence[int], salt: int = 0) -> SamplingParams:
+    """The config's sampling section as the engine takes it."""
+    s = config.sampling
+    return SamplingParams(
+        temperature=s.temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        min_p=s.min_p,
+        max_new_tokens=s.max_new_tokens,
+        stop_token_ids=tuple(stop_token_ids),
+        seed=config.run.seed * 2**20 + salt,
+    )
+
+
+def pool_rules(config: Config) -> PoolRules:
+    """The config's `rollout.budget` as the pool takes it. Raises `BadInput` for sizes under which it could never train."""
+    b = config.rollout.budget
+    return PoolRules(budget=b.tokens, samples=config.rollout.samples, **b.model_dump(exclude={"tokens"}))
+
+
+def prompt_source(config: Config, policy: Policy, split: str, problems: Problems | None = None) -> PromptSource:
+    """Prompts of `split` (`sft`, `train`, `eval`) for this policy's tokenizer and context; of `problems` where given."""
+    limit = min(policy.context, config.engine.max_length or policy.context)
+    if split != "sft" and config.sampling.max_new_tokens >= limit:
+        raise BadInput(
+            f"sampling.max_new_tokens: expected at most {limit - 1}, got {config.sampling.max_new_tokens}; prompt and response"
+            f" share {limit} tokens of context (engine.max_length, model)"
+        )
+    return PromptSource(
+        config.data,
+        policy.tokenizer,
+        seed=config.run.seed,
+        split=split,
+        vocab_size=policy.vocab_size,
+        max_prompt=limit - 1,
+        context=limit,
+        eos_token_id=policy.stop_token_ids[0] if policy.stop_token_ids else None,
+        problems=problems,
+    )
+
+
+def eval_prompts(config: Config, policy: Policy) -> list[Prompt]:
+    """The held-out items every evaluation of a run uses; empty when a file keeps none back."""
+    if config.data.path is not None and config.data.eval_fraction == 0:
+        return []
+    source = prompt_source(config, policy, "eval")
+    count = config.eval.items if source.size is None else min(config.eval.items, source.size)
+    return source.prompts(range(count))
+
+
+def build_objective(config: Config) -> Objective:
+    """The config's objective with the trainer's KL and entropy terms; KL in the reward is none of its business."""
+    return objectives.build(
+        config.objective.name,
+        config.objective.options,
+        kl_coefficient=config.train.kl_coefficient if config.train.kl_in == "loss" else 0.0,
+        kl_estimator=config.train.kl_estimator,
+        entropy_coefficient=config.train.entropy_coefficient,
+    )
+
+
+def estimator(config: Config, objective: Objective) -> str:
+    """Name of the advantage estimator: the one asked for, RLOO for parts of groups, or the objective's."""
+    partial = config.run.loop == "budgeted" and config.rollout.budget.group == "partial"
+    return config.advantages.name or ("rloo" if partial else objective.advantage)
+
+
+def run_probes(config: Config, policy: Policy, source: PromptSource | None = None) -> Probes | None:
+    """What an inference server is asked after every publication; None for the embedded engine, whose memory is checked.
+
+    `source`: of the training prompts, opened here where none is given and prompts are needed.
+    """
+    count = config.engine.server.probe_prompts
+    if config.engine.kind == "local" or not count:
+        return None
+    source = source or prompt_source(config, policy, "train")
+    if source.size is not None:
+        count = min(count, source.size)
+    prompts = [prompt.token_ids for prompt in source.prompts(range(count))]
+    context = min(policy.context, config.engine.max_length or policy.context)
+    return Probes(
+        sequences=probe_sequences(prompts, policy.vocab_size, context),
+        trainer=SequenceScorer(policy.model, chunk=config.train.logprob_chunk),
+        dtype="bf16" if config.engine.dtype == "fp32" and config.model.dtype == "bfloat16" else config.engine.dtype,
+        tolerance=config.engine.server.tolerance,
+    )
+
+
+def open_graders(config: Config) -> Graders:
+    """The config's graders, which whoever asks closes."""
+
+    def load_model(path: str) -> Scorer:
+        from rollkeel.train.preferences import RewardModel  # pyright: ignore[reportMissingImports]
+
+        return RewardModel.load(path, resolve_device(config.run.device))
+
+    return Graders(config.reward.graders, seed=config.run.seed, load_model=load_model)
+
+
+def serve(config: Config, policy: Policy) -> Engine:
+    """The config's engine with the policy's weights in it, proven; whoever asks closes it."""
+    check_engine(config.engine, sampling_params(config, ()))
+    probes = run_probes(config, policy)
+    engine = open_engine(policy.model.config, config.engine, resolve_device(config.run.device))
+    try:
+        DirectPublisher([engine], probes).publish(checkpoint_views(policy.model).items(), 0)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def _objective_for(config: Config, policy: Policy) -> Objective:
+    objective = build_objective(config)
+    if objective.topk > policy.vocab_size:
+        raise BadInput(
+            f"objective {objective.name}: needs the {objective.topk} most likely tokens, the vocabulary has"
+            f" {policy.vocab_size}; lower its k"
+        )
+    return objective
+
+
+def assemble(
+    config: Config, folder: RunFolder, policy: Policy, view: LiveView, stop: StopFlag, engine: Engine | None = None
+) -> Run:
+    """Build every piece of a run on `config.run.device`, with the config's engine or this one; nothing is written."""
+    device = resolve_device(config.run.device)
+    torch.set_num_threads(config.run.threads)
+    objective = _objective_for(config, policy)
+    source = prompt_source(config, policy, "train")
+    held_out = eval_prompts(config, policy)
+    with ExitStack() as made:
+        trainer = LocalTrainer(
+            policy,
+            config.train,
+            temperature=config.sampling.temperature,
+            total_updates=config.run.steps * config.train.updates_per_step,
+            device=device,
+            replay_routing=config.rollout.replay_routing,
+        )
+        made.callback(trainer.close)
+        log = folder.path / "server.log"
+        engine = engine or open_engine(policy.model.config, config.engine, device, log_path=log)
+        made.callback(engine.close)
+        sampler = _sampler(config, policy, source, engine, objective, stop)
+        made.callback(sampler.grader.close)
+        run = Run(
+            config=config,
+            folder=folder,
+            policy=policy,
+            source=source,
+            eval_prompts=held_out,
+            engine=engine,
+            publisher=DirectPublisher([engine], run_probes(config, policy, source)),
+            trainer=trainer,
+            objective=objective,
+            grader=sampler.grader,
+            gather=sampler.gather,
+            sampling=sampler.sampling,
+            eval_sampling=sampling_params(config, policy.stop_token_ids, EVAL_SEED),
+            feed=open_feed(config, sampler, source, view, folder),
+            checks=Checks(config.train.lr, objective.left),
+            view=view,
+            stop=stop,
+        )
+        made.pop_all()
+    return run
+
+
+def _sampler(
+    config: Config, policy: Policy, source: PromptSource, engine: Engine, objective: Objective, stop: StopFlag
+) -> Sampler:
+    sampling = replace(
+        sampling_params(config, policy.stop_token_ids),
+        # The facts per token that the objective and the metrics need.
+        return_topk=objective.topk,
+        return_experts=config.rollout.return_experts and engine.capabilities.returns_experts,
+    )
+    return Sampler(
+        prompts=source.prompts,
+        engine=engine,
+        sampling=sampling,
+        tokenizer=policy.tokenizer,
+        grader=open_graders(config),
+        gather=gathered(config, policy.tokenizer),
+        budget=FailureBudget(config.rollout.failure_budget),
+        deadline_s=config.engine.deadline_s,
+        should_stop=stop,
+    )
+
+
+def open_feed(config: Config, sampler: Sampler, source: PromptSource, view: LiveView, folder: RunFolder) -> Feed:
+    """The feed of `run.loop` and `rollout.lag`."""
+    size = config.rollout
+    varied_only = size.drop_zero_variance
+    if config.run.loop == "budgeted":
+        return Budgeted(sampler, BudgetedRollouts(pool_rules(config), source.prompt), varied_only=varied_only)
+    if config.run.loop == "async":
+        limit, updates = size.overlap.max_staleness, config.train.updates_per_step
+        if limit < updates:
+            view.note(
+                f"rollout.overlap.max_staleness={limit} is below train.updates_per_step={updates}: nothing overlaps"
+            )
+        return Overlapped(
+            lambda after: overlapped(config, sampler, folder, after),
+            size.prompts,
+            sampler.budget,
+            sampler.should_stop,
+            max_staleness=limit,
+            updates=updates,
+            varied_only=varied_only,
+        )
+    whole = Whole(sampler, size.prompts, size.samples, rounds=size.dynamic_rounds, varied_only=varied_only)
+    if not size.lag:
+        return whole
+    return Lagged(whole, LaggedBatches(size.lag, config.run.steps, source.prompt), view.note)
+
+
+def overlapped(config: Config, sampler: Sampler, folder: RunFolder, after: int) -> OverlappedRollouts:
+    """The rollouts of an asynchronous run behind step `after`, from which a schedule is replayed where there is one."""
+    gate = Gate(
+        prompts=config.rollout.prompts,
+        samples=config.rollout.samples,
+        look_ahead=config.rollout.overlap.max_staleness // config.train.updates_per_step,
+        steps=config.run.steps,
+    )
+    source = Source(
+        prompts=sampler.prompts,
+        engine=sampler.engine,
+        sampling=lambda: sampler.sampling,
+        # A copy: the feeder decodes while the trainer encodes prompts.
+        tokenizer=copy.deepcopy(sampler.tokenizer),
+        grader=sampler.grader,
+    )
+    file = config.run.schedule
+    calls = Recorded(sampler.engine, folder.append_schedule) if file is None else Replayed(sampler.engine, file, after)
+    return OverlappedRollouts(gate, calls, source, deadline_s=config.engine.deadline_s)

@@ -1,0 +1,198 @@
+"""`rollkeel train` as a job: a new run, one that is resumed, and how either ends."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from rollkeel import plugins
+from rollkeel.analyzer.record import check_layers
+from rollkeel.config import Config
+from rollkeel.errors import BadInput, Corrupt, Interrupted, OwnCodeBroke, RollkeelError, RunStopped
+from rollkeel.events import EventLog
+from rollkeel.loop.assemble import assemble, eval_prompts, prompt_source, sampling_params
+from rollkeel.loop.check import validate
+from rollkeel.loop.run import Run
+from rollkeel.loop.steps import train as train_steps
+from rollkeel.loop.warm_start import warm_start, warm_start_key
+from rollkeel.models.loading import Policy, load_policy, quiet_transformers, resolve_device, save_policy
+from rollkeel.objectives.described import in_words
+from rollkeel.record.checks import tell, too_small, unreached, untold
+from rollkeel.record.live import LiveView
+from rollkeel.record.run_config import changes_on_resume
+from rollkeel.record.run_files import nothing_to_do
+from rollkeel.record.runfolder import RunFolder
+from rollkeel.record.stopping import StopFlag
+from rollkeel.rewards.trial import trial
+from rollkeel.tasks.source import problems_of
+from rollkeel.train import checkpoint
+from rollkeel.train.unfinished import Unfinished
+
+
+def train(config: Config, *, view: LiveView | None = None, resume: str | Path | None = None) -> Path:
+    """Run the pipeline of `config` (warm start, then RL) and return the run folder.
+
+    With `resume`, continue in that folder from its newest sound checkpoint. Raises `RollkeelError`s with their exit codes.
+    Input that is refused leaves no new folder behind and an old one as it was; any other end is recorded and has a report.
+    """
+    quiet_transformers()
+    validate(config)
+    view = view or LiveView()
+    if resume is None:
+        folder = RunFolder.create(config.run.dir or default_folder(config), config)
+    else:
+        folder = RunFolder.open(resume, announce=False)
+    try:
+        with view, StopFlag(view) as stop:
+            if resume is None:
+                plugins.record(config.model_dump(), folder.path)
+            (_begin if resume is None else _resume)(config, folder, view, stop)
+    except BaseException as error:
+        if not folder.announced:
+            folder.close()
+            raise
+        if resume is None and isinstance(error, BadInput) and not folder.metrics():
+            folder.discard()
+            raise
+        status = "interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "failed"
+        if isinstance(error, RollkeelError) and error.exit_code == 3:
+            status = "stopped"
+        finish(folder, status, " ".join(str(error).split()) or type(error).__name__)
+        raise
+    finish(folder, "done")
+    return folder.path
+
+
+def finish(folder: RunFolder, status: str, detail: str = "") -> None:
+    """Write the run's last event and its report."""
+    from rollkeel.report import render
+
+    try:
+        folder.end(status, detail)
+        render(folder.path)
+    except BadInput as error:
+        if status == "done":
+            raise
+        # The run already ends with an error of its own (a full disk, say); this one would hide it.
+        print(f"rollkeel: {error}", flush=True)
+
+
+def default_folder(config: Config) -> str:
+    """`runs/<name>-<time>`, next to where the command was typed."""
+    return f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _begin(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) -> None:
+    """A new run: refuse unusable data before anything is trained, warm-start, then RL."""
+    view.note(f"run folder {folder.path}")
+    problems = problems_of(config.data, config.run.seed, "train")
+    warm = config.sft.enabled and config.sft.steps > 0
+    odd = trial(problems, config.reward.graders, sampling_params(config, ()), warm_start=warm)
+    policy = _policy(config)
+    eval_prompts(config, policy)
+    prompt_source(config, policy, "train", problems).prompts(range(config.rollout.prompts))
+    if config.alarms.on_alarm != "off":
+        found = too_small(list(policy.model.parameters()), config.train.lr)
+        tell([*untold(odd), *found, *unreached(policy.model)], folder.events, view.note)
+    if warm:
+        kept = Unfinished(folder.warm_start, warm_start_key(config))
+        warm_start(policy, config, view, stop, folder.events, kept)
+        kept.remove()
+    run = assemble(config, folder, policy, view, stop)
+    try:
+        run.track(None)
+        _reinforce(run, 0)
+    finally:
+        run.close()
+
+
+def _resume(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) -> None:
+    """Go on from the newest sound checkpoint. Nothing in the folder changes before it has been loaded and fits."""
+    checkpoint.clean(folder.checkpoints)
+    seen = EventLog(None)
+    saved = checkpoint.latest(folder.checkpoints, on_refused=view.error, events=seen)
+    if saved is None:
+        if (rows := folder.metrics()) and rows[-1]["step"] > 0:
+            raise Corrupt(
+                f"{folder.path}: metrics go up to step {rows[-1]['step']}, but there is no checkpoint to resume from; put"
+                " checkpoints/ back, or start a new run in another folder"
+            )
+        folder.announce()
+        folder.change_config(config)
+        plugins.record(config.model_dump(), folder.path)
+        folder.truncate_after(-1)
+        _begin(config, folder, view, stop)
+        return
+    told = changes_on_resume(folder.config, config, folder.path)
+    policy = _policy(config)
+    run = assemble(config, folder, policy, view, stop)
+    try:
+        run.restore(saved)
+        for line in [*told, *_rewind(folder, saved.step, config, seen)]:
+            view.note(line)
+        if saved.step >= config.run.steps:
+            view.note(nothing_to_do(saved.step, config.run.steps))
+            # It was killed after the last checkpoint, before the model was written.
+            if not checkpoint.same_files(saved.model, folder.model):
+                checkpoint.replace_folder(folder.model, lambda path: save_policy(policy, path))
+            return
+        view.note(f"run folder {folder.path}, resumed at step {saved.step}")
+        run.track(saved.step)
+        _reinforce(run, saved.step + 1)
+    finally:
+        run.close()
+
+
+def _rewind(folder: RunFolder, step: int, config: Config, seen: EventLog) -> list[str]:
+    """Make the folder what it was when the checkpoint of `step` was saved; `seen`: events of refused checkpoints.
+
+    Returns a line for each file of somebody's own code that is another one now."""
+    folder.announce()
+    for row in seen.seen:
+        folder.events.emit(row["event"], **{k: v for k, v in row.items() if k not in ("event", "time")})
+    folder.truncate_after(step)
+    checkpoint.drop_after(folder.checkpoints, step)
+    checkpoint.clean(folder.path)
+    folder.clean()
+    folder.change_config(config)
+    folder.events.emit("resumed", step=step)
+    return plugins.record(config.model_dump(), folder.path)
+
+
+def _reinforce(run: Run, first: int) -> None:
+    """RL from step `first`, then the model."""
+    about = run.engine.capabilities
+    run.folder.events.emit("engine", name=about.name, dtype=about.dtype, forward=about.forward)
+    run.view.note(f"engine {about.name} {about.dtype}{about.forward and f', forward {about.forward}'}")
+    described = run.objective.describe()
+    run.folder.events.emit("objective", **described)
+    run.view.note(f"objective {in_words(described)}")
+    for row in run.folder.metrics():  # of a run that goes on: what it has warned of is not said again
+        run.alarms.observe(row)
+        run.checks.observe(row)
+    run.view.phase("rl", run.config.run.steps)
+    try:
+        train_steps(run, first)
+    except OwnCodeBroke as error:
+        if not run.folder.metrics():
+            raise
+        raise RunStopped(str(error)) from error  # what was done before is kept, and the run can go on from it
+    checkpoint.replace_folder(run.folder.model, lambda path: save_policy(run.policy, path))
+    _last_word(run)
+
+
+def _policy(config: Config) -> Policy:
+    torch.set_num_threads(config.run.threads)
+    policy = load_policy(config.model, resolve_device(config.run.device))
+    check_layers(config.trace.layers, policy.model.config)
+    return policy
+
+
+def _last_word(run: Run) -> None:
+    from rollkeel.report.verdict import changes
+
+    for change in changes(run.folder.metrics()):
+        run.view.note(f"{change.word}: {change.line}")
+    run.view.note(f"model {run.folder.model}, report {run.folder.report}")

@@ -1,0 +1,140 @@
+"""A run: everything the loop works with, its record, and the one state that checkpoints and replays keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollkeel.config import Config
+from rollkeel.errors import BadInput
+from rollkeel.loop.feeds import Feed
+from rollkeel.models.loading import Policy, save_policy
+from rollkeel.objectives import Objective
+from rollkeel.protocols import Engine
+from rollkeel.record.alarms import Alarms
+from rollkeel.record.checks import Checks
+from rollkeel.record.clock import Clock
+from rollkeel.record.live import LiveView
+from rollkeel.record.runfolder import RunFolder
+from rollkeel.record.stopping import StopFlag
+from rollkeel.record.trackers import Tracker, open_trackers, text_rows
+from rollkeel.rewards import Graders
+from rollkeel.rollout.episodes import Episodes, Gather
+from rollkeel.sync.publish import DirectPublisher
+from rollkeel.tasks.source import PromptSource
+from rollkeel.train import checkpoint
+from rollkeel.train.trainer import LocalTrainer
+from rollkeel.types import Prompt, Rollout, SamplingParams
+
+CARRYING = {"budgeted": "budgeted", "async": "async", "lag": "sync with rollout.lag"}
+"""Names of the feeds that hand something to the next step, and what a config calls them."""
+
+
+@dataclass
+class Run:
+    """The pieces a loop needs. Made by `assemble`."""
+
+    config: Config
+    folder: RunFolder
+    policy: Policy
+    source: PromptSource
+    eval_prompts: Sequence[Prompt]
+    engine: Engine
+    publisher: DirectPublisher
+    trainer: LocalTrainer
+    objective: Objective
+    grader: Graders
+    view: LiveView
+    stop: StopFlag
+    gather: Gather
+    """How its prompts are sampled: in one turn, or played with their environment."""
+    sampling: SamplingParams
+    """Of training rollouts, with the facts per token that the objective and the metrics need."""
+    eval_sampling: SamplingParams
+    """The same distribution, other random numbers."""
+    feed: Feed
+    """Where a step's rollouts come from."""
+    trackers: Sequence[Tracker] = ()
+    alarms: Alarms = field(default_factory=Alarms)
+    """What the rows so far say about those to come."""
+    checks: Checks = field(default_factory=Checks)
+    """What no healthy step does."""
+
+    def clock(self, step: int) -> Clock:
+        """A stopwatch for one step."""
+        return Clock(self.folder.events, step)
+
+    def publish(self) -> dict[str, float]:
+        """Bring the trainer's weights to the engine, proven. What the proof measured: `sync/…`, empty for engines without."""
+        with self.feed.publishing():
+            told = self.publisher.publish(self.trainer.named_weights(), self.trainer.version)
+        return {key: value for key, value in told.items() if key.startswith("sync/")}
+
+    def state(self, *, feed: bool = True) -> dict[str, Any]:
+        """Everything the next step depends on besides config and data. Without `feed`, what unfinished sampling holds is left
+        out; with it, nothing may be in the engine (`Feed.park`)."""
+        out = {
+            "consumed": self.feed.consumed,
+            "trainer": self.trainer.state_dict(),
+            "objective": self.objective.state_dict(),
+        }
+        return out | ({self.feed.name: self.feed.state_dict()} if feed else {})
+
+    def save(self, step: int) -> None:
+        """Checkpoint the state after `step`; its metrics row is on disk already."""
+
+        def write(path: Path) -> None:
+            save_policy(self.policy, path / "model")
+            checkpoint.save_state(path / "state", {"step": step, **self.state()})
+
+        self.folder.sync_rollouts()
+        info = {
+            "objective": self.objective.describe(),
+            "version": self.trainer.version,
+            "config": self.folder.digest,
+        }
+        checkpoint.save(self.folder.checkpoints, step, write=write, info=info, keep=self.config.checkpoint.keep)
+
+    def restore(self, saved: checkpoint.Checkpoint) -> None:
+        """Continue from a checkpoint. Raises `BadInput` when the model, the objective or the loop is another one."""
+        state = checkpoint.load_state(saved.state)
+        kept = next((name for name in CARRYING if state.get(name) is not None), "sync")
+        if kept != self.feed.name:
+            wanted, got = (CARRYING.get(name, name) for name in (self.feed.name, kept))
+            raise BadInput(f"checkpoint: expected one of run.loop={wanted}, got one of {got}; resume with it")
+        self.trainer.load_state_dict(state["trainer"])
+        self.objective.load_state_dict(state["objective"])
+        self.feed.consumed = state["consumed"]
+        self.feed.load_state_dict(state.get(kept), step=saved.step, version=self.trainer.version)
+
+    def track(self, resume_step: int | None) -> None:
+        """Open the optional trackers; steps after `resume_step` are dropped from them."""
+        self.trackers = open_trackers(
+            self.config.report.trackers,
+            self.folder.path,
+            self.config.model_dump(mode="json"),
+            resume_step=resume_step,
+            on_failure=self.view.error,
+        )
+
+    def close(self) -> None:
+        """End what has threads, processes or files of its own: feed, graders, engine, trainer, environments, trackers."""
+        self.feed.close()
+        self.grader.close()
+        self.engine.close()
+        self.trainer.close()
+        if isinstance(self.gather, Episodes):
+            self.gather.close()
+        for tracker in self.trackers:
+            tracker.close()
+
+    def record(self, row: Mapping[str, Any], shown: Sequence[Rollout] = ()) -> None:
+        """Append a metrics row and show it; trackers also get the texts of a few of the rollouts `shown`."""
+        self.folder.append_metrics(row)
+        for tracker in self.trackers:
+            tracker.log(int(row["step"]), row)
+            if shown and self.config.report.samples:
+                tracker.texts(int(row["step"]), text_rows(shown, self.config.report.samples))
+        self.view.step(int(row["step"]), row)

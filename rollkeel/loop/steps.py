@@ -1,0 +1,138 @@
+"""The whole system, read aloud: sample, grade, learn, publish. Start here.
+
+    feed.draw ─▶ old log-probs ─▶ credit ─▶ objective × updates ─▶ publish ─▶ (evaluate, checkpoint)
+    feeds.py     ╰──────────── learn.py ──────────────────────╯
+
+The loops differ in their feed alone: whole batches (`run.loop=sync`), a token budget with a pool of unfinished rollouts
+(`budgeted`, C3PO++), or rollouts sampled while others are trained (`async`).
+
+One step is a function of the weights, the seed, the step number, the prompts consumed so far, the objective's state and
+what the feed carries. That is why a run that was killed continues bit for bit: reload those of step s and do s + 1. In the
+asynchronous loop it is a function of the schedule too, which is recorded.
+"""
+
+from __future__ import annotations
+
+from rollkeel.config import Config
+from rollkeel.errors import Interrupted, RunStopped
+from rollkeel.loop.learn import learn
+from rollkeel.loop.run import Run
+from rollkeel.loop.watch import describe, tell_graders, tell_warnings
+from rollkeel.record import checks
+from rollkeel.rollout.evaluate import evaluate
+from rollkeel.train.checkpoint import step_name
+
+BARREN_STEPS = 20
+"""Steps in a row without any group to learn from after which a run stops."""
+
+
+def train(run: Run, first: int) -> None:
+    """Steps `first` … `config.run.steps`. Step 0 is the evaluation of the start model.
+
+    Raises `Interrupted` after a checkpoint when asked to stop.
+    """
+    done, barren = first - 1, _barren_before(run)
+    try:
+        if first == 0:
+            start(run)
+            done = 0
+        else:
+            run.publish()
+        for step in range(done + 1, run.config.run.steps + 1):
+            if run.stop():
+                raise Interrupted("stopped between steps")
+            barren = 0 if step_once(run, step) else barren + 1
+            done = step
+            if barren >= BARREN_STEPS:
+                raise RunStopped(
+                    f"{barren} steps in a row had no group with differing rewards; make the task easier or harder"
+                )
+        tell_warnings(run, run.checks.at_end(done))
+    except Interrupted:
+        if done >= 0 and not run.feed.replays():
+            save(run, done)
+        raise
+
+
+def start(run: Run) -> None:
+    """Publish the start weights, evaluate them as step 0 and keep them as a checkpoint."""
+    clock = run.clock(0)
+    with clock.stage("sync"):
+        proof = run.publish()
+    with clock.stage("eval"):
+        scores = proof | held_out(run)
+    run.record({"step": 0, "version": run.trainer.version, **scores, **clock.metrics({})})
+    save(run, 0)
+
+
+def step_once(run: Run, step: int) -> bool:
+    """One step: everything between two versions of the weights. False if there was nothing to learn from."""
+    clock = run.clock(step)
+    drawn = run.feed.draw(clock, run.trainer.version)
+    metrics = {**drawn.metrics, **learn(run, drawn, clock)}
+    with clock.stage("sync"):
+        metrics |= run.publish()
+    evaluates, saves = due(run.config, step)
+    run.feed.published(clock, pause=evaluates or saves)
+    if evaluates:
+        with clock.stage("eval"):
+            metrics |= held_out(run)
+    metrics |= describe([r for r in drawn.rollouts if r.reward is not None]) | tell_graders(run, step)
+    trained = sum(r.span.own_count for r in drawn.batch)
+    sampled = {} if drawn.generated is None else {"rollout": drawn.generated}
+    metrics |= clock.metrics({"update": trained, "step": trained, **sampled})
+    row = {"step": step, "version": run.trainer.version, **metrics}
+    checked, findings = run.checks.observe(row)
+    run.record(row | checked, drawn.rollouts if evaluates else ())
+    warnings = tell_warnings(run, findings, row)
+    act = run.config.alarms.on_alarm
+    if saves or (warnings and act in ("checkpoint", "stop")):
+        save(run, step)
+    if warnings and act == "stop":
+        raise RunStopped(f"{warnings[0].line} A checkpoint was saved; alarms.on_alarm=warn goes on")
+    checks.tell([f for f in findings if f.stops], run.folder.events, run.view.note)
+    return metrics["optimizer/updates"] > 0
+
+
+def due(config: Config, step: int) -> tuple[bool, bool]:
+    """Whether `step` ends with an evaluation, and with a checkpoint; the feed pauses for either."""
+    evaluates, saves = (
+        step == config.run.steps or (every > 0 and step % every == 0)
+        for every in (config.eval.every, config.checkpoint.every)
+    )
+    return evaluates, saves
+
+
+def held_out(run: Run) -> dict[str, float]:
+    """Accuracy on the evaluation items, under the weights the engine serves."""
+    if not run.eval_prompts:
+        return {}
+    settings = run.config.eval
+    return evaluate(
+        run.engine,
+        run.grader,
+        run.policy.tokenizer,
+        run.eval_prompts,
+        run.eval_sampling,
+        samples=settings.samples,
+        greedy=settings.greedy,
+        deadline_s=run.config.engine.deadline_s,
+        should_stop=lambda: False,
+        gather=run.gather,
+    )[0]
+
+
+def save(run: Run, step: int) -> None:
+    """Checkpoint after `step`, unless it is there already; nothing is in flight then."""
+    kept = (run.folder.checkpoints / step_name(step)).is_dir()
+    run.feed.park(None if kept else step)
+    if not kept:
+        run.folder.events.emit("stage", step=step, stage="checkpoint")
+        run.save(step)
+        run.folder.events.emit("checkpoint_saved", step=step)
+
+
+def _barren_before(run: Run) -> int:
+    """Steps in a row without an update at the end of the metrics: a resumed run stops where the whole one would."""
+    learnt = [row.get("optimizer/updates", 1) > 0 for row in run.folder.metrics()]
+    return len(learnt) if not any(learnt) else learnt[::-1].index(True)

@@ -1,0 +1,152 @@
+"""Supervised warm start of a policy: cached by everything its weights depend on, and resumable."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import transformers
+
+import rollkeel
+from rollkeel import plugins
+from rollkeel.config import Config
+from rollkeel.errors import BadInput, Corrupt, Interrupted
+from rollkeel.events import EventLog
+from rollkeel.loop.assemble import prompt_source, sampling_params, serve
+from rollkeel.loop.play import equipped
+from rollkeel.models.loading import PRESET_PREFIX, Policy, resolve_device
+from rollkeel.record.live import LiveView
+from rollkeel.record.stopping import StopFlag
+from rollkeel.rollout.collect import collect, issue
+from rollkeel.train import checkpoint
+from rollkeel.train.sft import run_sft
+from rollkeel.train.unfinished import Unfinished
+
+
+def warm_start(
+    policy: Policy, config: Config, view: LiveView, stop: StopFlag, events: EventLog, kept: Unfinished | None = None
+) -> bool:
+    """Supervised warm start of `policy` in place, or the same weights from the cache. True if the cache had them.
+
+    `kept`: where one that is interrupted leaves its state, and goes on from.
+    """
+    folder = cache_folder(config)
+    if _load_cached(folder, policy):
+        events.emit("sft_cached", folder=str(folder))
+        view.note(f"warm start from cache {folder}")
+        return True
+    _rehearse(policy, config)
+    events.emit("stage", step=0, stage="sft")
+    view.phase("sft", config.sft.steps)
+    done = sft(policy, config, view, stop, kept)["sft/steps"]
+    if done < config.sft.steps:
+        where = "starts over" if kept is None else f"goes on at step {done:.0f} of {config.sft.steps}"
+        raise Interrupted(f"stopped during the warm start; it {where} on resume")
+    _store_cached(folder, policy, view)
+    events.emit("sft_done", steps=config.sft.steps)
+    if stop():
+        raise Interrupted("stopped behind the warm start, which is kept")
+    return False
+
+
+def _rehearse(policy: Policy, config: Config) -> None:
+    """Sample two tokens with the start weights: an architecture that the embedded engine refuses is refused now, and not behind
+    the warm start."""
+    if config.engine.kind != "local":
+        return
+    small = config.engine.model_copy(update={"processes": 0, "slots": 1})
+    engine = serve(config.model_copy(update={"engine": small}), policy)
+    try:
+        prompts = prompt_source(config, policy, "train").prompts([0])
+        sampling = replace(sampling_params(config, policy.stop_token_ids), max_new_tokens=2)
+        collect(engine, issue(prompts, 1, sampling, 0, engine), policy.tokenizer, deadline_s=config.engine.deadline_s)
+    finally:
+        engine.close()
+
+
+def sft(
+    policy: Policy, config: Config, view: LiveView, stop: StopFlag, kept: Unfinished | None = None
+) -> dict[str, float]:
+    """Supervised fine-tuning of `policy` in place on the task's demonstrations."""
+    if kept is not None and kept.found():
+        view.note(f"warm start goes on at step {kept.step} of {config.sft.steps}")
+    source = prompt_source(config, policy, "sft")
+    noise = config.sft.label_noise
+    with equipped(source.environment):
+        return run_sft(
+            policy,
+            lambda indices: source.demonstrations(indices, noise),
+            config.sft,
+            seed=config.run.seed,
+            chunk=config.train.logprob_chunk,
+            progress=lambda step, metrics: view.step(step + 1, metrics),
+            should_stop=stop,
+            kept=kept,
+        )
+
+
+def cache_folder(config: Config) -> Path:
+    """Where the warm start of this config is kept: a folder named by everything its weights depend on."""
+    root = config.sft.cache_dir or os.environ.get("ROLLKEEL_CACHE") or Path.home() / ".cache" / "rollkeel"
+    return Path(root).expanduser() / "sft" / warm_start_key(config)
+
+
+def warm_start_key(config: Config) -> str:
+    """Content hash (16 hex digits) of config, data files, start weights, code and library versions of a warm start."""
+    parts: dict[str, object] = {
+        "model": config.model.model_dump(),
+        "data": config.data.model_dump(),
+        "sft": {k: v for k, v in config.sft.model_dump().items() if k not in ("cache_dir", "enabled")},
+        "seed": config.run.seed,
+        "chunk": config.train.logprob_chunk,
+        "threads": config.run.threads,
+        "device": resolve_device(config.run.device).type,
+        "own": plugins.digests({"data": {"task": config.data.task}}),
+        "versions": [rollkeel.__version__, torch.__version__, transformers.__version__],
+        "code": _digest_files(
+            sorted(p for d in ("tasks", "batch", "models", "train") for p in (Path(__file__).parent / d).rglob("*.py"))
+        ),
+    }
+    if not config.model.path.startswith(PRESET_PREFIX) and Path(config.model.path).is_dir():
+        parts["weights"] = _digest_files(sorted(Path(config.model.path).glob("*.safetensors")))
+    if config.data.path is not None:
+        path = Path(config.data.path)
+        parts["rows"] = _digest_files([path] if path.is_file() else sorted(path.glob("*.parquet")))
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _digest_files(files: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            digest.update(file.name.encode() + hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _load_cached(folder: Path, policy: Policy) -> bool:
+    saved = folder / checkpoint.step_name(0)
+    if not saved.exists():
+        return False
+    try:
+        weights = checkpoint.load_state(checkpoint.verify(saved).state)
+        policy.model.load_state_dict(weights)
+    except (BadInput, Corrupt, OSError, RuntimeError):
+        shutil.rmtree(folder, ignore_errors=True)
+        return False
+    return True
+
+
+def _store_cached(folder: Path, policy: Policy, view: LiveView) -> None:
+    """Best effort: a warm start that cannot be cached is still a warm start."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {k: v.detach() for k, v in policy.model.state_dict().items()}
+        checkpoint.save(folder, 0, write=lambda path: checkpoint.save_state(path / "state", weights), info={})
+    except (BadInput, OSError) as error:
+        view.note(f"the warm start was not cached: {error}")

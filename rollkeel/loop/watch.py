@@ -1,0 +1,62 @@
+"""What a step says to whoever watches: alarms, checks, graders that misbehave; told on screen and logged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollkeel.loop.run import Run
+from rollkeel.record import checks
+from rollkeel.record.alarms import Alarm
+from rollkeel.types import Rollout
+
+
+def tell_warnings(
+    run: Run, findings: Sequence[checks.Finding], row: Mapping[str, Any] | None = None
+) -> list[Alarm | checks.Finding]:
+    """Tell and log findings that warn, and alarms about the steps to come that the row raises; returns both."""
+    if run.config.alarms.on_alarm == "off":
+        return []
+    raised = [] if row is None else run.alarms.observe(row)
+    for alarm in raised:
+        run.folder.events.emit(
+            "alarm", step=alarm.step, alarm=alarm.kind, evidence=list(alarm.evidence), advice=alarm.advice
+        )
+        run.view.note(alarm.line)
+    warnings = [f for f in findings if not f.stops]
+    checks.tell(warnings, run.folder.events, run.view.note)
+    return [*raised, *warnings]
+
+
+def tell_graders(run: Run, step: int) -> dict[str, float]:
+    """Metrics of the graders since the last step; those that are slow or do not agree with themselves are told and logged."""
+    metrics, events = run.grader.report()
+    for event in events:
+        run.folder.events.emit(event.pop("event"), step=step, **event)
+    if metrics["failures/grader_nondeterministic"]:
+        differing = next(e for e in events if "values" in e)
+        run.view.note(
+            f"grader {differing['grader']}: rollout {differing['rollout']} was graded twice, with {differing['values'][0]} and"
+            f" {differing['values'][1]}; see events.jsonl for all"
+        )
+    return metrics
+
+
+def describe(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Lengths (tokens that the policy sampled) and endings of a step's rollouts."""
+    if not rollouts:
+        return {}
+    lengths = np.array([r.span.own_count for r in rollouts])
+    masks = [r.span.sampled for r in rollouts if r.span.sampled is not None]
+    ends = sum(int(np.sum(mask[:-1] > mask[1:])) for mask in masks)  # of turns but the last
+    played = {"rollout/turns_mean": 1 + ends / len(rollouts)} if masks else {}
+    return played | {
+        "rollout/length_mean": float(lengths.mean()),
+        "rollout/length_max": float(lengths.max()),
+        "rollout/length_min": float(lengths.min()),
+        "rollout/truncated": float(np.mean([r.status == "length" for r in rollouts])),
+        "rollout/tokens": float(lengths.sum()),
+        "rollout/count": float(len(rollouts)),
+    }
