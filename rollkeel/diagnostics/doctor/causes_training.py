@@ -186,8 +186,8 @@ def entropy_collapse(e: Evidence) -> Cause | None:
     quarter = max(len(s.steps) // 4, 1)
     lost = difference(s, slice(0, quarter), slice(-quarter, None))
     fell = -lost.value > limits.ENTROPY_LOSS * (known_mean(s.early(s.reward)) - s.low) and lost.z < -limits.TREND_Z
-    early = known_mean(s.early(s.reward))
-    stuck = reward - early < limits.ENTROPY_GAIN * (s.high - early)  # what was gained explains how sure it became
+    begin = known_mean(s.reward[: max(len(s.steps) // 10, 1)])
+    stuck = reward - begin < limits.ENTROPY_GAIN * (s.high - begin)  # what was gained explains how sure it became
     nothing = stuck and (late < limits.ENTROPY_LOW or same > limits.ZERO_VARIANCE)
     if not ((late < limits.ENTROPY_FALL * high and nothing) or (late < limits.ENTROPY_HALF * high and fell)):
         return None

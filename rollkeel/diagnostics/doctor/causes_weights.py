@@ -186,6 +186,8 @@ class Onset(NamedTuple):
     """Spread of the first step over that of the later half."""
     returns: int
     """Times the gap closed again after it had opened."""
+    closed: float
+    """Median spread of the steps after the first in which it had."""
 
 
 def onset(e: Evidence, limit: Allowed) -> Onset | None:
@@ -202,7 +204,9 @@ def onset(e: Evidence, limit: Allowed) -> Onset | None:
     closes = int((over[first:-1] & ~over[first + 1 :]).sum())
     later = noise[first:][over[first:]]
     at_once = float(noise[first] / np.median(later[len(later) // 2 :])) if first + 3 <= len(noise) else 1.0
-    return Onset(known[first][0], float(np.median(noise[:first])), level, at_once, closes)
+    shut = noise[first:][~over[first:]]
+    closed = float(np.median(shut)) if len(shut) else 0.0
+    return Onset(known[first][0], float(np.median(noise[:first])), level, at_once, closes, closed)
 
 
 def _over_time(e: Evidence, limit: Allowed) -> Cause | None:
@@ -213,6 +217,8 @@ def _over_time(e: Evidence, limit: Allowed) -> Cause | None:
     shown = e.fresh.where(e.fresh.steps[e.fresh.bin] >= began.step)
     told = f"At a stated staleness of 0 the spread of logits is {began.before:.3f} before step {began.step}"
     if began.returns >= 2:
+        if began.level < limits.APART * began.closed:
+            return None  # one kind of steps, with noise about as large as the limit
         return Cause(
             id="stale_version",
             score=0.9,

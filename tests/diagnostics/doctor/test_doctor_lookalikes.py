@@ -263,6 +263,8 @@ def test_entropy_that_falls_without_success() -> None:
     fewer, as_ever = np.linspace(0.9, 0.1, STEPS), np.full(STEPS, 0.7)
     assert first(trace.with_(reward=groups(trace, fewer, flat))) == "entropy_collapse"
     assert first(trace.with_(reward=groups(trace, fewer, rises))) == "healthy"  # success explains it
+    soon = np.concatenate([[0.3], np.linspace(0.4, 0.56, 3), np.full(8, 0.58)])
+    assert first(trace.with_(reward=groups(trace, fewer, soon))) == "healthy"  # also where most of it came early
     assert first(trace.with_(reward=groups(trace, as_ever, flat))) == "healthy"  # groups still differ
     calm = simulate(per_step=64).trace()
     assert first(calm.with_(reward=groups(calm, fewer, flat))) == "healthy"  # and so does the policy
