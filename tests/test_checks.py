@@ -278,6 +278,13 @@ HEALTHY_BY_DESIGN = {
     "an estimator that pays no tie": {**DIFFERS, "advantages/nonzero": 0.2, "optimizer/grad_norm": 0.1},
     "an estimator over the batch": {**DIFFERS, "groups/zero_variance": 8.0, "advantages/nonzero": 1.0},
     "answers of one token": {**DIFFERS, "advantages/nonzero": 1.0, "rollout/truncated": 1.0},
+    "a mask that keeps no token with credit": {
+        **DIFFERS,
+        "advantages/nonzero": 0.5,
+        "advantages/kept": 0.0,
+        "objective/kept": 0.02,
+        "optimizer/grad_norm": 0.0,
+    },
     "one prompt by chance": {"rollout/same_prompt": 2.0},
 }
 

@@ -74,6 +74,8 @@ def learn(run: Run, drawn: StepRollouts, clock: Clock) -> dict[str, float]:
             metrics |= credited(run, parts, chosen)
             outputs = update(run, parts, known)
         metrics |= updates_metrics(run, parts, outputs)
+        kept, given = torch.cat([o.keep.cpu() for o in outputs]), torch.cat([p.advantages for p in parts])
+        metrics["advantages/kept"] = float((kept.bool() & (given != 0)).double().mean())
         metrics |= watch(run, whole, parts, known, outputs, version)
         seen = seen_of(parts, known, outputs, version)
     metrics["optimizer/updates"] = float(len(groups))

@@ -81,7 +81,8 @@ def _no_signal(row: Row) -> str:
 
 
 def _gradient(row: Row) -> str:
-    learns = row.get("optimizer/updates") and _credit(row) and row.get("objective/kept", 1.0) > 1 - MASKED
+    credit = row.get("advantages/kept", _credit(row))  # a mask may keep a few tokens of which none has any
+    learns = row.get("optimizer/updates") and credit and row.get("objective/kept", 1.0) > 1 - MASKED
     return "the gradient is 0 where advantages are not" if learns and row.get("optimizer/grad_norm") == 0 else ""
 
 

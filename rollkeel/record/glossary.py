@@ -87,6 +87,7 @@ GLOSSARY: tuple[tuple[str, str, str], ...] = (
         "Log-ratios beyond ±20 that the objective cut; one of a sequence counts at each of its tokens.",
     ),
     ("advantages/nonzero", "share", "Trained rollouts whose advantage is not 0."),
+    ("advantages/kept", "share", "Tokens of the batch that masks keep and whose advantage is not 0."),
     ("mask/dropped_share", "share", "Tokens that the objective's masks drop together."),
     ("checks/<name>", "0/1", "1 while the check of this name is raised; events.jsonl has its evidence and advice."),
     (

@@ -263,7 +263,8 @@ def _partly(e: Evidence, step: int) -> bool:
     each = [
         abs(g.bias) / g.noise for s, g in zip(e.fresh.steps, e.fresh_steps, strict=True) if s >= step and g.noise > 0
     ]
-    return float(np.median(each)) > limits.STUCK_BIAS or learning(after, e.trace.reward) > limits.DRIFT_Z
+    biased = bool(each) and float(np.median(each)) > limits.STUCK_BIAS
+    return biased or learning(after, e.trace.reward) > limits.DRIFT_Z
 
 
 def learning(tokens: Tokens, reward: FloatArray) -> float:
