@@ -16,9 +16,9 @@ from pathlib import Path
 from rollkeel.config_table import leaves
 
 PACKAGE = Path(__file__).resolve().parent.parent / "rollkeel"
-BESIDE = {"sandbox": 8_210, "diagnostics": 5_420, "lab": 2_110, "data": 1_900, "evals": 1_630}
+BESIDE = {"sandbox": 8_210, "diagnostics": 5_430, "lab": 2_110, "data": 1_900, "evals": 1_630}
 """Most lines of what stands beside the core. Aims: sandbox 8,000, the doctor with its traces 5,000."""
-CORE, EVERYTHING = 38_495, 57_745
+CORE, EVERYTHING = 38_495, 57_755
 """Most lines of the rest, and of all. Aims: 26,000 and 50,000."""
 LEAVES = 127
 """Settings. Aim: 95."""

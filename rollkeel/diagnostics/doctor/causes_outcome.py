@@ -217,7 +217,7 @@ def _numbered(trace: Trace) -> IntArray:
 
 
 def _same_prompts(trace: Trace) -> str | None:
-    """One prompt for all groups of a step, in a run that has others."""
+    """One prompt for all groups of a step, or a few for many, in a run that has many others."""
     if trace.prompt_text is None or not any(trace.prompt_text):
         return None
     prompt = _numbered(trace)
@@ -226,9 +226,16 @@ def _same_prompts(trace: Trace) -> str | None:
     count = np.bincount(groups[0])
     kinds = np.bincount(np.unique(groups[[0, 2]], axis=1)[0])
     many = count >= limits.SAME_PROMPT_GROUPS
-    if many.sum() < limits.DRIVEN_STEPS or len(np.unique(prompt)) < 2 or (kinds[many] > 1).mean() > 0.1:
+    few = (kinds == 1) | (limits.SAME_PROMPT_GROUPS * kinds <= count)
+    others = len(np.unique(prompt)) >= limits.SAME_PROMPT_GROUPS * np.max(kinds[many], initial=1)
+    if many.sum() < limits.DRIVEN_STEPS or not others or (~few[many]).mean() > 0.1:
         return None
-    return f"all groups of a step have the same prompt in {int((kinds[many] == 1).sum())} of {int(many.sum())} steps"
+    if kinds[many & few].max() == 1:
+        return f"all groups of a step have the same prompt in {int((few & many).sum())} of {int(many.sum())} steps"
+    return (
+        f"the {np.median(count[many]):.0f} groups of a step share {kinds[many & few].min()} to {kinds[many & few].max()} prompts in"
+        f" {int((few & many).sum())} of {int(many.sum())} steps, of {len(np.unique(prompt))} prompts in all"
+    )
 
 
 def cut_off_answers(e: Evidence) -> Cause | None:

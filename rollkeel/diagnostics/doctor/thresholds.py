@@ -273,7 +273,8 @@ REPEAT_CHANCE = 1e-3
 REPEATED = 0.2
 """… and have fewer copies than this."""
 SAME_PROMPT_GROUPS = 4
-"""Groups of a step that may not all have the same prompt."""
+"""Groups of a step that may not all have the same prompt; steps with as many groups a prompt, in a run with as many times their
+prompts, have too few."""
 CUT_ALL = 0.9
 """Share of responses at the limit, and of those that are shorter than the answer, from which the limit is below the answers."""
 CUT_RIGHT = 0.02
