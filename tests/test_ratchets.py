@@ -18,13 +18,13 @@ from rollkeel.config_table import leaves
 PACKAGE = Path(__file__).resolve().parent.parent / "rollkeel"
 BESIDE = {"sandbox": 8_210, "diagnostics": 5_430, "lab": 2_110, "data": 1_900, "evals": 1_630}
 """Most lines of what stands beside the core. Aims: sandbox 8,000, the doctor with its traces 5,000."""
-CORE, EVERYTHING = 38_495, 57_755
+CORE, EVERYTHING = 38_510, 57_770
 """Most lines of the rest, and of all. Aims: 26,000 and 50,000."""
 LEAVES = 127
 """Settings. Aim: 95."""
 DENSITY = 10.25
 """Tokens per line of code. Aim: 9.0."""
-LOADED = 38_400
+LOADED = 30_050
 """Lines of the package that a plain `train default` imports. Aim: 20,000."""
 NOTHING = {
     tokenize.COMMENT,

@@ -9,7 +9,6 @@ from typing import Any
 from rollkeel.config import Config
 from rollkeel.rollout.collect import collect
 from rollkeel.rollout.episodes import Episodes, Gather
-from rollkeel.sandbox.tool import TerminalTools
 from rollkeel.tasks import get
 from rollkeel.tasks.environment import Environment
 from rollkeel.tasks.turns import Dialogue
@@ -21,6 +20,8 @@ def equipped(environment: Environment[Any] | None) -> Iterator[None]:
     if environment is None or not environment.uses_tool:
         yield
         return
+    from rollkeel.sandbox.tool import TerminalTools
+
     environment.tools = TerminalTools()
     try:
         yield
@@ -45,6 +46,8 @@ def gather(config: Config, tokenizer: Any) -> Gather:
     if not isinstance(environment, Environment):
         return collect
     if environment.uses_tool:
+        from rollkeel.sandbox.tool import TerminalTools
+
         environment.tools = TerminalTools()
     limits = config.rollout.environment
     return Episodes(

@@ -6,6 +6,7 @@ gold answers with junk around them score 0, items are reproducible, splits share
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,21 +16,8 @@ from typing import Any, TypeVar
 
 from rollkeel import plugins
 from rollkeel.errors import BadInput, nearest
-from rollkeel.tasks.addition import Addition
 from rollkeel.tasks.base import JUNK, SPLITS, Task, TaskItem, TaskOptions, keyed_rng
-from rollkeel.tasks.constraints.family import Constraints
-from rollkeel.tasks.countdown import Countdown
 from rollkeel.tasks.environment import Environment, EnvironmentOptions, Step
-from rollkeel.tasks.environments.sudoku_turns import SudokuTurns
-from rollkeel.tasks.environments.terminal import Terminal
-from rollkeel.tasks.gym import Gym
-from rollkeel.tasks.logic.game24 import Game24
-from rollkeel.tasks.logic.knights import Knights
-from rollkeel.tasks.logic.maze import Maze
-from rollkeel.tasks.logic.sudoku import Sudoku
-from rollkeel.tasks.programs import Programs
-from rollkeel.tasks.runsum import Runsum
-from rollkeel.tasks.science import Science
 
 R = TypeVar("R")
 WRONG = "???"
@@ -55,10 +43,33 @@ __all__ = [
     "names",
 ]
 
-_LOGIC = (Countdown, Game24, Sudoku, Maze, Knights)
-_TURNS = (SudokuTurns, Terminal)
-_FAMILIES = (Runsum, Addition, *_LOGIC, Science, Programs, Constraints, *_TURNS, Gym)
-TASKS: dict[str, type[Task[Any]]] = {t.name: t for t in _FAMILIES}
+
+class _Families(dict[str, Any]):
+    """Classes by name; one that stands here as `module:Class` is imported when it is asked for."""
+
+    def __getitem__(self, name: str) -> type[Task[Any]]:
+        kind = super().__getitem__(name)
+        if isinstance(kind, str):
+            module, _, attribute = kind.partition(":")
+            kind = self[name] = getattr(importlib.import_module(f"rollkeel.tasks.{module}"), attribute)
+        return kind
+
+
+TASKS = _Families(
+    runsum="runsum:Runsum",
+    addition="addition:Addition",
+    countdown="countdown:Countdown",
+    game24="logic.game24:Game24",
+    sudoku="logic.sudoku:Sudoku",
+    maze="logic.maze:Maze",
+    knights="logic.knights:Knights",
+    science="science:Science",
+    programs="programs:Programs",
+    constraints="constraints.family:Constraints",
+    sudoku_turns="environments.sudoku_turns:SudokuTurns",
+    terminal="environments.terminal:Terminal",
+    gym="gym:Gym",
+)
 _GYM = "use data.task=gym data.options.generator={} of rollkeel[gym]"
 REMOVED = {"algebra": _GYM.format("simple_equations or polynomial_equations"), "patterns": _GYM.format("rearc")}
 """Families there once were, and what to use."""

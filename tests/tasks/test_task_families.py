@@ -37,6 +37,10 @@ KNOBS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def test_every_name_is_that_of_its_family() -> None:
+    assert [tasks.TASKS[name].name for name in tasks.names()] == tasks.names()
+
+
 @pytest.mark.parametrize(("name", "options"), KNOBS, ids=lambda v: str(v))
 def test_check_proves_every_family_at_several_difficulties(name: str, options: dict[str, Any]) -> None:
     report = tasks.check(tasks.get(name, options), 60)
