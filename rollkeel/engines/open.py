@@ -16,9 +16,6 @@ import rollkeel
 from rollkeel import plugins
 from rollkeel.config import EngineConfig
 from rollkeel.engines.local import LocalEngine
-from rollkeel.engines.served import ServedEngine
-from rollkeel.engines.vllm import VllmBackend
-from rollkeel.engines.workers import WorkerEngine
 from rollkeel.errors import BadInput
 from rollkeel.protocols import Engine
 from rollkeel.types import SamplingParams
@@ -47,6 +44,9 @@ def open_engine(
             raise BadInput(f"engine.kind {config.kind!r}: expected a rollkeel.protocols.Engine, got {engine!r:.80}")
         return engine
     if config.kind == "vllm":
+        from rollkeel.engines.served import ServedEngine
+        from rollkeel.engines.vllm import VllmBackend
+
         python = sys.executable if config.server.url else server_python(config)
         return ServedEngine(
             hf_config,
@@ -58,6 +58,8 @@ def open_engine(
             log_path=log_path,
         )
     if config.processes > 0:
+        from rollkeel.engines.workers import WorkerEngine
+
         return WorkerEngine(hf_config, config, device=device, max_length=max_length)
     return LocalEngine(hf_config, config, device=device, max_length=max_length)
 
@@ -73,6 +75,8 @@ def check_engine(config: EngineConfig, sampling: SamplingParams) -> None:
         _own(config.kind)
     if config.kind != "vllm":
         return
+    from rollkeel.engines.vllm import VllmBackend
+
     backend = VllmBackend()
     backend.check(config.dtype)
     if complaint := backend.objection(sampling):
