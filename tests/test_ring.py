@@ -20,7 +20,7 @@ from rollkeel.train.preferences import RewardModel
 
 SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "ring.sh"
 DATA = ["eval.items=8", "eval.samples=2"]
-WORDS = [*DATA, "sft.steps=40", "rollout.prompts=6", "rollout.samples=6", "train.updates_per_step=1", "eval.every=0"]
+WORDS = [*DATA, "sft.steps=220", "rollout.prompts=12", "rollout.samples=6", "train.updates_per_step=1", "eval.every=0"]
 
 
 def ring(out: Path, steps: str = "run.steps=3") -> subprocess.CompletedProcess[str]:
