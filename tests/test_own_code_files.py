@@ -15,12 +15,16 @@ from typing import Any
 import pytest
 from tiny_run import TINY, cli, rows, weights
 
-from rollkeel import plugins
+from rollkeel import plugins, tasks
+from rollkeel.batch import build
 from rollkeel.errors import BadInput
 from rollkeel.lab.preset import Arm, Preset
 from rollkeel.lab.runs import plan
+from rollkeel.loop import warm_start
 from rollkeel.loop.warm_start import warm_start_key
+from rollkeel.models import packed
 from rollkeel.recipe import load
+from rollkeel.train import sft
 
 TASK = """from rollkeel.tasks import Task, TaskItem, TaskOptions
 {imports}
@@ -140,6 +144,15 @@ def test_another_helper_makes_another_warm_start_and_other_runs_of_the_lab(tmp_p
     assert keys() == before
     (tmp_path / "helper.py").write_text(HELPER + "# another\n")
     assert all(old != new for old, new in zip(before, keys(), strict=True))
+
+
+def test_a_warm_start_is_named_by_the_code_that_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    digest = warm_start._digest_files
+    monkeypatch.setattr(warm_start, "_digest_files", lambda files: read.extend(files) or digest(files))
+    warm_start_key(load(None, []))
+    for module in (tasks, build, packed, sft):
+        assert Path(str(module.__file__)) in read
 
 
 def test_two_helpers_of_one_name_are_refused_by_both_names(

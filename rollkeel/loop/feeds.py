@@ -186,8 +186,7 @@ class Lagged(_Idle):
     def state_dict(self) -> dict[str, Any] | None:
         return self._waiting.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int, version: int) -> None:
-        assert state is not None  # `Run.restore` compared the names
+    def load_state_dict(self, state: Any, *, step: int, version: int) -> None:
         self._waiting.load_state_dict(state, step)
 
 
@@ -232,9 +231,8 @@ class Budgeted(_Idle):
     def state_dict(self) -> dict[str, Any] | None:
         return self._pooled.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int, version: int) -> None:
-        assert state is not None  # `Run.restore` compared the names
-        self._pooled.load_state_dict(dict(state))
+    def load_state_dict(self, state: Any, *, step: int, version: int) -> None:
+        self._pooled.load_state_dict(state)
 
 
 @final
@@ -297,8 +295,7 @@ class Overlapped:
     def state_dict(self) -> dict[str, Any] | None:
         return self._inner.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int, version: int) -> None:
-        assert state is not None  # `Run.restore` compared the names
+    def load_state_dict(self, state: Any, *, step: int, version: int) -> None:
         self._inner = self._opened(step)
         self._inner.load_state_dict(state, version=version, updates=self._updates, limit=self._max_staleness)
 

@@ -74,10 +74,10 @@ def learn(run: Run, drawn: StepRollouts, clock: Clock) -> dict[str, float]:
             metrics |= credited(run, parts, chosen)
             outputs = update(run, parts, known)
         metrics |= updates_metrics(run, parts, outputs)
-        kept, given = torch.cat([o.keep.cpu() for o in outputs]), torch.cat([p.advantages for p in parts])
-        metrics["advantages/kept"] = float((kept.bool() & (given != 0)).double().mean())
         metrics |= watch(run, whole, parts, known, outputs, version)
         seen = seen_of(parts, known, outputs, version)
+        given = torch.cat([p.advantages for p in parts])
+        metrics["advantages/kept"] = float((seen["keep"].cpu().bool() & (given != 0)).double().mean())
     metrics["optimizer/updates"] = float(len(groups))
     if config.report.rollouts:
         with clock.stage("record"):

@@ -110,7 +110,11 @@ def warm_start_key(config: Config) -> str:
         "own": plugins.digests({"data": {"task": config.data.task}}),
         "versions": [rollkeel.__version__, torch.__version__, transformers.__version__],
         "code": _digest_files(
-            sorted(p for d in ("tasks", "batch", "models", "train") for p in (Path(__file__).parent / d).rglob("*.py"))
+            sorted(
+                p
+                for d in ("tasks", "batch", "models", "train")
+                for p in (Path(rollkeel.__file__).parent / d).rglob("*.py")
+            )
         ),
     }
     if not config.model.path.startswith(PRESET_PREFIX) and Path(config.model.path).is_dir():

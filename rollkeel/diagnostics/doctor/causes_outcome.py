@@ -226,16 +226,16 @@ def _same_prompts(trace: Trace) -> str | None:
     count = np.bincount(groups[0])
     kinds = np.bincount(np.unique(groups[[0, 2]], axis=1)[0])
     many = count >= limits.SAME_PROMPT_GROUPS
-    few = (kinds == 1) | (limits.SAME_PROMPT_GROUPS * kinds <= count)
-    others = len(np.unique(prompt)) >= limits.SAME_PROMPT_GROUPS * np.max(kinds[many], initial=1)
-    if many.sum() < limits.DRIVEN_STEPS or not others or (~few[many]).mean() > 0.1:
+    few = kinds[many & (limits.SAME_PROMPT_GROUPS * kinds <= count)]
+    steps, one, prompts = int(many.sum()), int((few == 1).sum()), len(np.unique(prompt))
+    if steps < limits.DRIVEN_STEPS or prompts < 2 or len(few) < 0.9 * steps:
         return None
-    if kinds[many & few].max() == 1:
-        return f"all groups of a step have the same prompt in {int((few & many).sum())} of {int(many.sum())} steps"
-    return (
-        f"the {np.median(count[many]):.0f} groups of a step share {kinds[many & few].min()} to {kinds[many & few].max()} prompts in"
-        f" {int((few & many).sum())} of {int(many.sum())} steps, of {len(np.unique(prompt))} prompts in all"
-    )
+    if one >= 0.9 * steps:
+        return f"all groups of a step have the same prompt in {one} of {steps} steps"
+    if prompts < limits.SAME_PROMPT_GROUPS * few.max():
+        return None
+    shared = f"{few.min()} to {few.max()} prompts in {len(few)} of {steps} steps, of {prompts} in all"
+    return f"the {np.median(count[many]):.0f} groups of a step share {shared}"
 
 
 def cut_off_answers(e: Evidence) -> Cause | None:

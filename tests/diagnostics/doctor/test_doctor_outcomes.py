@@ -189,6 +189,7 @@ def test_one_prompt_for_a_whole_batch() -> None:
     own = [f"what is {g}?" for g in trace.group]
     assert first(trace.with_(prompt_text=own)) == "True"
     assert first(trace.with_(prompt_text=[f"what is {s}?" for s in trace.step])) == "duplicates"
+    assert first(trace.with_(prompt_text=[f"what is {s % 2}?" for s in trace.step])) == "duplicates"
     few = [f"what is {s} + {g % 2}?" for s, g in zip(trace.step, trace.group, strict=True)]
     assert first(trace.with_(prompt_text=few)) == "duplicates"  # two prompts for many groups, others in the next step
     assert first(trace.with_(prompt_text=[f"what is {g % 2}?" for g in trace.group])) == "True"  # data of two prompts
