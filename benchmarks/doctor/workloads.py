@@ -17,9 +17,11 @@ import torch
 from rich.console import Console
 
 from benchmarks.doctor.dropping import Dropping
+from benchmarks.doctor.ledger import Ledger
 from benchmarks.doctor.lookup import Lookup
 from benchmarks.doctor.shifting import Shifting
 from benchmarks.doctor.sorting import Sorting
+from benchmarks.doctor.unpacking import Unpacking
 from benchmarks.doctor.weaving import Weaving
 from rollkeel.config import Config
 from rollkeel.errors import BadInput, Interrupted, RollkeelError
@@ -36,7 +38,7 @@ from rollkeel.record.stopping import StopFlag
 from rollkeel.tasks import TASKS as KNOWN
 from rollkeel.train import checkpoint
 
-OWN_TASKS = {task.name: task for task in (Sorting, Lookup, Shifting, Dropping, Weaving)}
+OWN_TASKS = {task.name: task for task in (Sorting, Lookup, Shifting, Dropping, Weaving, Ledger, Unpacking)}
 """They have their names while a run of the corpus goes on; rollkeel's own stay what they are outside."""
 SPLITS = ("dev", "dev2", "dev3", "dev4", "dev5", "test")
 BRIEF = ("dev3", "dev4", "dev5", "test")
