@@ -22,7 +22,7 @@ from tiny_run import TINY, events, rows, weights
 from rollkeel import rewards
 from rollkeel.errors import BadInput, GraderFailure, RunStopped
 from rollkeel.loop.job import train
-from rollkeel.loop.learn import Known, credit_of, update, updates_metrics
+from rollkeel.loop.learn import OldScores, credit_of, update, updates_metrics
 from rollkeel.loop.run import Run
 from rollkeel.models import jit
 from rollkeel.objectives import build
@@ -365,11 +365,10 @@ def test_means_over_updates_count_what_they_are_means_of() -> None:
     for i, row in enumerate(numbers):
         row |= {"controller/bound": 4.0 - i, "mask/trajectory/bound": 4.0 - i}
     outputs = iter(SimpleNamespace(metrics=row) for row in numbers)
-    trainer = SimpleNamespace(update=lambda *args, **more: next(outputs))
+    trainer: Any = SimpleNamespace(update=lambda *args, **more: next(outputs))
     objective = build("ac_mis_po")
-    fake: Any = SimpleNamespace(objective=objective, trainer=trainer)
     parts: Any = [range(10), range(10), range(10), range(10)]
-    metrics = updates_metrics(fake, parts, update(fake, parts, Known()))
+    metrics = updates_metrics(objective, parts, update(trainer, objective, parts, OldScores()))
     assert metrics["mask/m/dropped"] == pytest.approx(0.35)
     assert metrics["mask/m/dropped_entropy"] == pytest.approx((1 + 3 * 2 + 10 * 2) / 14)
     assert metrics["controller/bound"] == metrics["mask/trajectory/bound"] == 1  # what the next update begins with
@@ -420,10 +419,9 @@ def test_effective_sample_size_is_that_of_the_weight_that_is_used(tmp_path: Path
     assert rho + 1e-6 < tight["mismatch/ess"] <= 1
 
 
-def credited(words: list[str], rollouts: list[Rollout], known: Known) -> tuple[dict[int, float], dict[str, float]]:
-    config = load(None, [*SHORT, *words])
-    fake: Any = SimpleNamespace(config=config, objective=SimpleNamespace(advantage="dr_grpo"))
-    return credit_of(fake, 1, rollouts, known)
+def credited(words: list[str], rollouts: list[Rollout], known: OldScores) -> tuple[dict[int, float], dict[str, float]]:
+    objective: Any = SimpleNamespace(advantage="dr_grpo")
+    return credit_of(load(None, [*SHORT, *words]), objective, 1, rollouts, known)
 
 
 def test_kl_and_length_enter_the_reward_by_hand(plain: Path) -> None:
@@ -436,7 +434,7 @@ def test_kl_and_length_enter_the_reward_by_hand(plain: Path) -> None:
         for r, reward, n in zip(some, (1.0, 0.0, 0.0), (1, 2, 3), strict=True)
     ]
     old, ref = torch.tensor([-1.0, -1, -2, -3, -1, -1]), torch.tensor([-1.5, -1, -1, -3, -1, -3])
-    known = Known(old=Scores(old, old), ref=ref)  # Σ(log o − log ref): 0.5; −1; 2
+    known = OldScores(old=Scores(old, old), ref=ref)  # Σ(log o − log ref): 0.5; −1; 2
     ids = [r.id for r in rollouts]
     credit, metrics = credited([], rollouts, known)
     assert [credit[i] for i in ids] == pytest.approx([2 / 3, -1 / 3, -1 / 3])

@@ -61,10 +61,41 @@ class TrainingBatch:
         """N, each ≥ 1: sampled tokens."""
         return tuple(map(len, self.positions))
 
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+
     def to(self, device: torch.device | str) -> TrainingBatch:
         """The same batch with its tensors on `device`."""
-        held = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{n: value.to(device) for n, value in held.items() if isinstance(value, torch.Tensor)})
+        return replace(self, **{name: value.to(device) for name, value in self._tensors().items()})
+
+    def parts(self, advantages: Sequence[Sequence[float]], aggregate: str) -> list[TrainingBatch]:
+        """Optimizer batches of consecutive sequences, as many in each as it has advantages. Their tensors are views of these.
+
+        Coefficients are those of each batch, and sequences and groups count from 0 in it. Raises `BadInput` for advantages
+        that are not finite, or not one for each sequence.
+        """
+        if sum(map(len, advantages)) != len(self.sequences):
+            raise BadInput(
+                f"training batch: expected an advantage for each of {len(self.sequences)} sequences, got {sum(map(len, advantages))}"
+            )
+        out, row, token = list[TrainingBatch](), 0, 0
+        for credit in advantages:
+            rows = slice(row, row + len(credit))
+            sizes = self.response_lengths[rows]
+            tokens = slice(token, token + sum(sizes))
+            row, token = rows.stop, tokens.stop
+            groups = self.group_ids[tokens].unique(return_inverse=True)[1]
+            cut = {name: value[tokens] for name, value in self._tensors().items()}
+            cut |= {
+                "advantages": _per_token(credit, sizes).to(groups.device),
+                "coefficients": coefficients(aggregate, sizes, groups[_firsts(sizes)].tolist()).to(groups.device),
+                "sequence_ids": cut["sequence_ids"] - rows.start,
+                "group_ids": groups,
+            }
+            names = ("sequences", "prompt_lengths", "positions")
+            out.append(replace(self, **cut, **{name: getattr(self, name)[rows] for name in names}))
+        return out
 
     def micro_batches(self, max_tokens: int, *, replay: bool = False) -> Iterator[MicroBatch]:
         """Whole sequences packed to at most `max_tokens` tokens each (see `packing.plan`), on the batch's device.
@@ -123,25 +154,37 @@ class TrainingBatch:
         )
 
 
+def _per_token(advantages: Sequence[float] | np.ndarray, sizes: Sequence[int]) -> torch.Tensor:
+    """`[T]` float32: one finite advantage per sequence, given to each of its `sizes` tokens."""
+    credit = np.asarray(advantages, dtype=np.float32)
+    if credit.shape != (len(sizes),) or not np.isfinite(credit).all():
+        raise BadInput(
+            f"training batch: expected one finite advantage for each of {len(sizes)} rollouts, got shape {credit.shape}"
+        )
+    return torch.from_numpy(np.repeat(credit, sizes))
+
+
+def _firsts(sizes: Sequence[int]) -> list[int]:
+    """Place of the first token of each sequence."""
+    return list(itertools.accumulate(sizes[:-1], initial=0))
+
+
 def build_batch(
-    rollouts: Sequence[Rollout], advantages_per_rollout: Sequence[float] | np.ndarray, aggregate: str
+    rollouts: Sequence[Rollout], advantages_per_rollout: Sequence[float] | np.ndarray | None, aggregate: str
 ) -> TrainingBatch:
     """Lay graded rollouts out as an optimizer batch on the CPU.
 
-    `advantages_per_rollout`: one finite number per rollout, given to each of its tokens; `aggregate`: see `coefficients`.
+    `advantages_per_rollout`: one finite number per rollout, given to each of its tokens; None where they come later, with
+    `TrainingBatch.parts`: they are NaN until then. `aggregate`: see `coefficients`.
     Raises `BadInput`, naming the rollout, for one that has no reward, is not complete, or has an empty prompt or response.
     """
     if not rollouts:
         raise BadInput("training batch: expected at least one rollout, got none; did every group fail or get filtered?")
-    credit = np.asarray(advantages_per_rollout, dtype=np.float32)
-    if credit.shape != (len(rollouts),) or not np.isfinite(credit).all():
-        raise BadInput(
-            f"training batch: expected one finite advantage for each of {len(rollouts)} rollouts, got shape {credit.shape}"
-        )
     for rollout in rollouts:
         _refuse(rollout)
     own = [r.span.own for r in rollouts]
     sizes = [len(places) for places in own]
+    later = torch.full((sum(sizes),), torch.nan)
     groups = {g: i for i, g in enumerate(dict.fromkeys(r.group for r in rollouts))}
 
     def cat(name: str, dtype: Any) -> torch.Tensor:
@@ -156,7 +199,7 @@ def build_batch(
         prompt_lengths=tuple(len(r.prompt.token_ids) for r in rollouts),
         positions=tuple(places + len(r.prompt.token_ids) for r, places in zip(rollouts, own, strict=True)),
         rollout_logprobs=cat("logprobs", np.float32),
-        advantages=each(credit, np.float32),
+        advantages=later if advantages_per_rollout is None else _per_token(advantages_per_rollout, sizes),
         coefficients=coefficients(aggregate, sizes, [r.group for r in rollouts]),
         sequence_ids=each(range(len(rollouts)), np.int64),
         group_ids=each([groups[r.group] for r in rollouts], np.int64),

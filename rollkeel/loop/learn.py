@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ import torch
 from rollkeel import advantages, plugins
 from rollkeel.analyzer.record import record_tensors
 from rollkeel.batch.build import TrainingBatch, build_batch, split_by_groups
+from rollkeel.config import Config, TrainConfig
 from rollkeel.loop.assemble import estimator
 from rollkeel.loop.run import Run
+from rollkeel.objectives import Objective
 from rollkeel.objectives.kl import PLAIN
 from rollkeel.record import checks, oddities
 from rollkeel.record.clock import Clock
@@ -24,15 +27,15 @@ from rollkeel.record.mismatch import mismatch_metrics
 from rollkeel.record.rollout_store import write_step
 from rollkeel.record.routing import flipped_layers, routing_metrics
 from rollkeel.record.updates import merge_updates
-from rollkeel.rewards.overlong import overlong_penalty
+from rollkeel.rewards.shaping import shaped
 from rollkeel.train.scores import Scores
-from rollkeel.train.trainer import UpdateOutput
+from rollkeel.train.trainer import LocalTrainer, UpdateOutput
 from rollkeel.types import Rollout, StepRollouts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
-    """What other policies say about the step's tokens, `[T]` each, where somebody needs it."""
+class OldScores:
+    """What other policies say about the step's tokens, `[T]` each, where the objective or KL needs it."""
 
     old: Scores | None = None
     """The weights at the start of the step."""
@@ -64,108 +67,101 @@ def learn(run: Run, drawn: StepRollouts, clock: Clock) -> dict[str, float]:
             with clock.stage("trace"), run.trainer.computing():
                 about: dict[str, Any] = {"step": step, "version": version, "layers": trace.layers}
                 record_tensors(run.folder.tensors(step), run.trainer.model, chosen[: trace.sequences], **about)
-        whole = build_batch(chosen, np.zeros(len(chosen)), objective.aggregate).to(run.trainer.device)
-        known = passes(run, whole, len(groups), clock)
-        credit, measured = credit_of(run, step, chosen, known)
+        whole = build_batch(chosen, None, objective.aggregate).to(run.trainer.device)
+        old = passes(config.train, objective, run.trainer, whole, len(groups), clock)
+        credit, measured = credit_of(config, objective, step, chosen, old)
         metrics |= measured
         metrics["advantages/nonzero"] = float(np.mean([c != 0 for c in credit.values()]))
         with clock.stage("update"):
-            parts = [build_batch(g, [credit[r.id] for r in g], objective.aggregate) for g in groups]
-            metrics |= credited(run, parts, chosen)
-            outputs = update(run, parts, known)
-        metrics |= updates_metrics(run, parts, outputs)
-        metrics |= watch(run, whole, parts, known, outputs, version)
-        seen = seen_of(parts, known, outputs, version)
+            parts = whole.parts([[credit[r.id] for r in g] for g in groups], objective.aggregate)
+            metrics |= credited(config, objective, parts, chosen)
+            outputs = update(run.trainer, objective, parts, old)
+        metrics |= updates_metrics(objective, parts, outputs)
+        metrics |= watch(objective, whole, parts, old, outputs, version)
+        seen = seen_of(parts, old, outputs, version)
         given = torch.cat([p.advantages for p in parts])
         metrics["advantages/kept"] = float((seen["keep"].cpu().bool() & (given != 0)).double().mean())
     metrics["optimizer/updates"] = float(len(groups))
     if config.report.rollouts:
         with clock.stage("record"):
-            store(run, step, graded, chosen, credit, seen)
+            store(run.folder.rollouts(step), step, graded, chosen, credit, seen, run.policy.tokenizer)
     return metrics
 
 
-def credited(run: Run, parts: Sequence[TrainingBatch], chosen: Sequence[Rollout]) -> dict[str, float]:
+def credited(
+    config: Config, objective: Objective, parts: Sequence[TrainingBatch], chosen: Sequence[Rollout]
+) -> dict[str, float]:
     """Whether advantages follow rewards, where nothing but the reward makes them."""
-    config = run.config
-    shaped = config.reward.overlong.buffer or config.train.kl_in == "reward" or config.advantages.shuffle
-    own = plugins.is_own(estimator(config, run.objective))  # may pay for what it likes
-    return {} if shaped or own else oddities.credited(parts, chosen)
+    added = config.reward.overlong.buffer or config.train.kl_in == "reward" or config.advantages.shuffle
+    own = plugins.is_own(estimator(config, objective))  # may pay for what it likes
+    return {} if added or own else oddities.credited(parts, chosen)
 
 
-def passes(run: Run, whole: TrainingBatch, updates: int, clock: Clock) -> Known:
-    """Forward passes over all tokens before the first update, as far as somebody needs them."""
-    needs, in_reward = run.objective.needs, run.config.train.kl_in == "reward" and run.config.train.kl_coefficient > 0
+def passes(
+    train: TrainConfig, objective: Objective, trainer: LocalTrainer, whole: TrainingBatch, updates: int, clock: Clock
+) -> OldScores:
+    """Compute old and reference log-probs of the batch, only if the objective or KL needs them."""
+    needs, in_reward = objective.needs, train.kl_in == "reward" and train.kl_coefficient > 0
     old = ref = None
     # One update on all tokens sees exactly the weights that "old" means: its own first pass is the old pass, unless
     # a rule must look at the whole batch before that.
-    if in_reward or ((updates > 1 or run.objective.looks_ahead) and needs & {"old_logprobs", "old_topk_logprobs"}):
+    if in_reward or ((updates > 1 or objective.looks_ahead) and needs & {"old_logprobs", "old_topk_logprobs"}):
         with clock.stage("logprob"):
-            old = run.trainer.score(whole)
+            old = trainer.score(whole)
     if in_reward or "ref_logprobs" in needs:
         with clock.stage("logprob"):
-            ref = run.trainer.ref_logprobs(whole)
-    return Known(old=old, ref=ref)
+            ref = trainer.ref_logprobs(whole)
+    return OldScores(old=old, ref=ref)
 
 
 def credit_of(
-    run: Run, step: int, rollouts: Sequence[Rollout], known: Known
+    config: Config, objective: Objective, step: int, rollouts: Sequence[Rollout], scores: OldScores
 ) -> tuple[dict[int, float], dict[str, float]]:
-    """Advantage of each rollout by id, from its reward with what the config adds to it; metrics of what was added."""
-    config, n = run.config, len(rollouts)
+    """Advantage of each rollout by id, from its shaped reward; metrics of the shaping."""
     lengths = np.array([r.span.own_count for r in rollouts])
-    reward = np.array([r.reward for r in rollouts], dtype=np.float64)
-    limit, overlong = config.sampling.max_new_tokens, config.reward.overlong
-    added, metrics = np.zeros(n), {}
-    if overlong.buffer:
-        penalty = overlong_penalty(lengths, limit, overlong.buffer, overlong.penalty)
-        metrics |= {
-            "reward/overlong_penalty": abs(float(penalty.mean())),
-            "reward/overlong_share": float((penalty < 0).mean()),
-        }
-        added += penalty
-    if config.train.kl_in == "reward" and known.old is not None and known.ref is not None:
-        per_token = PLAIN[config.train.kl_estimator](known.old.logprobs.double(), known.ref.double())
+    kl = None
+    if config.train.kl_in == "reward" and scores.old is not None and scores.ref is not None:
+        per_token = PLAIN[config.train.kl_estimator](scores.old.logprobs.double(), scores.ref.double())
         starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-        penalty = config.train.kl_coefficient * np.add.reduceat(per_token.cpu().numpy(), starts)
-        metrics["reward/kl_penalty"] = float(penalty.mean())
-        added -= penalty
-    if added.any():
-        metrics["reward/shaped_mean"] = float((reward + added).mean())
-    credit = advantages.compute(estimator(config, run.objective), reward + added, [r.group for r in rollouts], lengths)
+        kl = config.train.kl_coefficient * np.add.reduceat(per_token.cpu().numpy(), starts)
+    rewards = np.array([r.reward for r in rollouts], dtype=np.float64)
+    rewards, metrics = shaped(rewards, lengths, config.reward.overlong, config.sampling.max_new_tokens, kl)
+    credit = advantages.compute(estimator(config, objective), rewards, [r.group for r in rollouts], lengths)
     if config.advantages.shuffle:
         credit = advantages.shuffle(credit, config.run.seed, step)
     credit = advantages.one_sided(credit, config.advantages.only)
     return {r.id: float(c) for r, c in zip(rollouts, credit, strict=True)}, metrics
 
 
-def update(run: Run, parts: Sequence[TrainingBatch], known: Known) -> list[UpdateOutput]:
+def update(
+    trainer: LocalTrainer, objective: Objective, parts: Sequence[TrainingBatch], old: OldScores
+) -> list[UpdateOutput]:
     """One optimizer update per part."""
     outputs, start = [], 0
     for part in parts:
         window = slice(start, start + len(part))
         start += len(part)
-        current = "old_logprobs" in run.objective.needs and known.old is None
+        current = "old_logprobs" in objective.needs and old.old is None
         first = not outputs
-        outputs.append(
-            run.trainer.update(part, run.objective, **known.of(window), old_is_current=current, experts=first)
-        )
+        outputs.append(trainer.update(part, objective, **old.of(window), old_is_current=current, experts=first))
     return outputs
 
 
-def updates_metrics(run: Run, parts: Sequence[TrainingBatch], outputs: Sequence[UpdateOutput]) -> dict[str, float]:
+def updates_metrics(
+    objective: Objective, parts: Sequence[TrainingBatch], outputs: Sequence[UpdateOutput]
+) -> dict[str, float]:
     """Metrics of the updates together, see `merge_updates`."""
     # The controllers' bounds go by two names.
-    bounds = {f"mask/{owner}/{rule.parameter}" for owner, rule in run.objective.rules() if rule.threshold.adaptive}
+    bounds = {f"mask/{owner}/{rule.parameter}" for owner, rule in objective.rules() if rule.threshold.adaptive}
     metrics = merge_updates([o.metrics for o in outputs], [len(p) for p in parts], bounds)
     return metrics | {"mask/dropped_share": 1.0 - metrics["objective/kept"]}
 
 
 def watch(
-    run: Run,
+    objective: Objective,
     whole: TrainingBatch,
     parts: Sequence[TrainingBatch],
-    known: Known,
+    scores: OldScores,
     outputs: Sequence[UpdateOutput],
     version: int,
 ) -> dict[str, float]:
@@ -176,28 +172,30 @@ def watch(
         logprobs = torch.cat([o.logprobs for o in seen])
         tokens = credited.tokens(
             logprobs,
-            old_logprobs=known.old.logprobs if known.old else None,
-            ref_logprobs=known.ref,
+            old_logprobs=scores.old.logprobs if scores.old else None,
+            ref_logprobs=scores.ref,
             indices=torch.arange(len(logprobs), device=logprobs.device),
         )
-        weight = torch.cat([o.weight for o in seen]) if run.objective.weight is not None else None
+        weight = torch.cat([o.weight for o in seen]) if objective.weight is not None else None
         return mismatch_metrics(tokens, version, weight=weight)
 
-    found = measured(outputs)
-    if known.old is None and len(outputs) > 1:
+    metrics = measured(outputs)
+    if scores.old is None and len(outputs) > 1:
         # Without an old pass only the first update's pass saw the weights that sampled.
-        found = {name: value for name, value in found.items() if not name.startswith("mismatch/")}
-        found |= {name: value for name, value in measured(outputs[:1]).items() if name.startswith("mismatch/")}
+        metrics = {name: value for name, value in metrics.items() if not name.startswith("mismatch/")}
+        metrics |= {name: value for name, value in measured(outputs[:1]).items() if name.startswith("mismatch/")}
     engine, experts = parts[0].experts, outputs[0].experts
-    return found | routing_metrics(engine if experts is None or engine is None else engine.to(experts.device), experts)
+    return metrics | routing_metrics(
+        engine if experts is None or engine is None else engine.to(experts.device), experts
+    )
 
 
 def seen_of(
-    parts: Sequence[TrainingBatch], known: Known, outputs: Sequence[UpdateOutput], version: int
+    parts: Sequence[TrainingBatch], scores: OldScores, outputs: Sequence[UpdateOutput], version: int
 ) -> dict[str, torch.Tensor]:
     """What the trainer saw of each token, `[T]` each, under the names of the rollouts file: at the weights `version` that
     began the step, or without an old pass at those of each update."""
-    old = known.old
+    old = scores.old
     updates = torch.cat([torch.full((len(part),), i) for i, part in enumerate(parts)])
     seen = {
         "train_logprobs": old.logprobs if old else torch.cat([o.logprobs for o in outputs]),
@@ -226,12 +224,13 @@ def _at(rollout: Rollout, values: np.ndarray, absent: float) -> np.ndarray:
 
 
 def store(
-    run: Run,
+    path: Path,
     step: int,
     rollouts: Sequence[Rollout],
     chosen: Sequence[Rollout],
     credit: dict[int, float],
     seen: dict[str, torch.Tensor],
+    tokenizer: Any,
 ) -> None:
     """Write the step's rollouts with what the trainer thought of every token of those it was trained on."""
     sizes = [r.span.own_count for r in chosen]
@@ -246,9 +245,8 @@ def store(
     if "train_version" in per_token:
         columns["train_version"] = {i: int(per_token["train_version"][w.start]) for i, w in windows.items()}
     spread = {r.id: _at(r, np.full(n, credit[r.id], np.float32), np.nan) for r, n in zip(chosen, sizes, strict=True)}
-    tokenizer = run.policy.tokenizer
     write_step(
-        run.folder.rollouts(step),
+        path,
         rollouts,
         step=step,
         advantages=spread,

@@ -5,7 +5,7 @@ Not covered: grading, advantages.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -149,6 +149,36 @@ def test_advantages_must_fit(advantages: list[float]) -> None:
 def test_no_rollouts_are_refused() -> None:
     with pytest.raises(BadInput, match="at least one rollout"):
         build_batch([], [], "token_mean")
+
+
+@pytest.mark.parametrize("aggregate", ["token_mean", "sequence_mean", "prompt_mean", "constant_length(9)"])
+def test_parts_are_the_batches_that_would_have_been_laid_out_alone(aggregate: str) -> None:
+    rollouts = [routed(i, list(range(3 + i % 3)), k=2) for i in range(7)]
+    rollouts = [replace(r, group=g) for r, g in zip(rollouts, (5, 5, 3, 3, 8, 5, 9), strict=True)]
+    credit = [[0.5, -1.0], [2.0, 0.0, 1.0], [-3.0, 0.25]]
+    whole = build_batch(rollouts, None, aggregate)
+    assert whole.advantages.isnan().all()
+    first = 0
+    for part, given in zip(whole.parts(credit, aggregate), credit, strict=True):
+        alone = build_batch(rollouts[first : first + len(given)], given, aggregate)
+        first += len(given)
+        for name in (f.name for f in fields(alone)):
+            mine, its = getattr(part, name), getattr(alone, name)
+            if name in ("sequences", "positions"):
+                assert [a.tolist() for a in mine] == [a.tolist() for a in its]
+            elif isinstance(its, torch.Tensor):
+                assert torch.equal(mine, its), name
+                assert mine.dtype == its.dtype
+            else:
+                assert mine == its, name
+
+
+def test_parts_want_an_advantage_for_each_sequence() -> None:
+    whole = build_batch(two(), None, "token_mean")
+    with pytest.raises(BadInput, match="an advantage for each of 2 sequences, got 3"):
+        whole.parts([[1.0], [1.0, 0.0]], "token_mean")
+    with pytest.raises(BadInput, match="one finite advantage"):
+        whole.parts([[1.0], [float("inf")]], "token_mean")
 
 
 @pytest.mark.parametrize(

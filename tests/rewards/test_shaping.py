@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollkeel.errors import BadInput
-from rollkeel.rewards.overlong import overlong_penalty
+from rollkeel.rewards.shaping import overlong_penalty
 
 
 def test_the_three_branches_by_hand() -> None:
