@@ -89,7 +89,19 @@ def refine(found: Diagnosis, folder: Path) -> Diagnosis:
         sampled = _sampled(folder)
     except RollkeelError as error:
         return replace(found, notes=(*found.notes, f"not recomputed: {error}"))
-    cause = None if sampled is None else explain(sampled)
+    return found if sampled is None else decided(found, sampled)
+
+
+def decided(found: Diagnosis, sampled: Sampled) -> Diagnosis:
+    """With what explains the record in the place of what looked alike; without a gap that is what was stated."""
+    stated = _apart(sampled, checkpoint_views(sampled.policy.model), sampled.mode)
+    if stated < limits.RECOMPUTED_LEAST:
+        why = (
+            f"the checkpoint of step {sampled.step}, computed in {sampled.mode} as stated, gives the log-probs that the engine recorded "
+            f"({stated:.2g} away on average): the gap is what that dtype makes of this model"
+        )
+        return found if found.lost else found.cleared(why)
+    cause = explain(sampled)
     return found if cause is None else found.settled(cause)
 
 

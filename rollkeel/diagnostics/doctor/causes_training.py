@@ -19,6 +19,7 @@ _BROKEN = re.compile(
     r"no such file|out of memory|segfault",
     re.IGNORECASE,
 )
+_TESTED = re.compile(r"\b(test|case)s? #?\d+", re.IGNORECASE)
 
 
 def first_tokens(trace: Trace, sequences: IntArray) -> list[dict[str, int]]:
@@ -81,7 +82,14 @@ def _status(trace: Trace, status: str) -> np.ndarray:
 def _said(trace: Trace) -> np.ndarray:
     if trace.detail is None:
         return np.zeros(trace.sequences, bool)
-    return np.array([bool(d) and _BROKEN.search(d) is not None for d in trace.detail])
+    texts = trace.text or [""] * trace.sequences
+    return np.array([_tells(detail or "", text) for detail, text in zip(trace.detail, texts, strict=True)])
+
+
+def _tells(detail: str, text: str) -> bool:
+    """Whether the grader tells of a failure that is its own: not in the words of the response, nor of a program's test that failed."""
+    words = _BROKEN.search(detail)
+    return words is not None and words[0].lower() not in text.lower() and _TESTED.search(detail) is None
 
 
 def _silent(trace: Trace, graded: np.ndarray, low: np.ndarray) -> np.ndarray:
@@ -92,6 +100,8 @@ def _silent(trace: Trace, graded: np.ndarray, low: np.ndarray) -> np.ndarray:
     empty = np.array([not d for d in trace.detail])
     if trace.text is not None:
         empty &= np.array([bool(t and t.strip()) for t in trace.text])  # of an empty answer there is nothing to say
+    if (cut := cut_responses(trace)) is not None:
+        empty &= ~cut
     others = graded & ~low
     if not others.any() or empty[others].any() or empty[low].mean() > limits.SILENT_SHARE:
         return nothing
@@ -103,8 +113,9 @@ def _scored_otherwise(trace: Trace, graded: np.ndarray) -> np.ndarray:
     out = np.zeros(trace.sequences, bool)
     if trace.prompt_text is None or trace.text is None:
         return out
-    best: dict[tuple[str, str], float] = {}
-    keys = list(zip(trace.prompt_text, trace.text, strict=True))
+    best: dict[tuple[str, ...], float] = {}
+    # One prompt may ask for another answer each time: a number to be guessed, a document that an environment holds.
+    keys = list(zip(trace.prompt_text, trace.text, trace.answer or trace.prompt_text, strict=True))
     reward = trace.reward
     for i in np.flatnonzero(graded).tolist():
         if keys[i][0] and keys[i][1]:
@@ -180,6 +191,15 @@ def entropy_collapse(e: Evidence) -> Cause | None:
             advice="Look at the signs and sizes of the loss's other terms: entropy, KL, auxiliary losses.",
             positions=first_tokens(e.trace, np.flatnonzero(e.trace.step >= s.late(s.steps)[0])),
         )
+    if late < limits.ENTROPY_HALF * high and (ratio := bonus(e)) > 1:
+        return Cause(
+            id="entropy_collapse",
+            score=0.5 + 0.5 * (1 - late / high),
+            evidence=f"Entropy ({s.entropy_of}) fell from {high:.3f} to {late:.3f} nats per token, though the run states a bonus for it "
+            f"that weighs {ratio:.1f} times what its advantages do: the bonus punishes entropy.",
+            advice="Look at the sign of the entropy term: the loss subtracts a bonus.",
+            positions=first_tokens(e.trace, np.flatnonzero(e.trace.step >= s.late(s.steps)[0])),
+        )
     same, reward, spread = known_mean(s.late(s.same)), known_mean(s.late(s.reward)), s.high - s.low
     if spread <= 0 or (reward - s.low) / spread > limits.REWARD_BEST or trend(s).z > limits.TREND_Z:
         return None
@@ -188,7 +208,10 @@ def entropy_collapse(e: Evidence) -> Cause | None:
     fell = -lost.value > limits.ENTROPY_LOSS * (known_mean(s.early(s.reward)) - s.low) and lost.z < -limits.TREND_Z
     begin = known_mean(s.reward[: max(len(s.steps) // 10, 1)])
     stuck = reward - begin < limits.ENTROPY_GAIN * (s.high - begin)  # what was gained explains how sure it became
-    nothing = stuck and (late < limits.ENTROPY_LOW or same > limits.ZERO_VARIANCE)
+    alike = same > max(
+        limits.ZERO_VARIANCE, known_mean(s.early(s.same))
+    )  # where rewards are rare, most groups always were
+    nothing = stuck and (late < limits.ENTROPY_LOW or alike)
     if not ((late < limits.ENTROPY_FALL * high and nothing) or (late < limits.ENTROPY_HALF * high and fell)):
         return None
     return Cause(
@@ -214,6 +237,20 @@ def driven(s: Series) -> np.ndarray:
     return found if poor and found.sum() >= limits.DRIVEN_STEPS else np.zeros_like(found)
 
 
+def bonus(e: Evidence) -> float:
+    """Weight of the stated entropy bonus over that of the advantages, as they stand at a token's log-prob: root mean squares over the
+    tokens. Above 1 entropy goes where the bonus drives it, whatever rewards say. 0 where either is not known."""
+    tokens, advantages = e.clean, e.trace.advantages
+    if not e.trace.facts.entropy_coefficient or tokens.entropy is None or advantages is None:
+        return 0.0
+    driving, pulling = -tokens.o - tokens.entropy, advantages[tokens.index]
+    known = np.isfinite(driving) & np.isfinite(pulling)
+    if known.sum() < limits.MIN_TOKENS or not pulling[known].any():
+        return 0.0
+    up, down = (float(np.square(x[known]).mean(dtype=np.float64)) for x in (driving, pulling))
+    return e.trace.facts.entropy_coefficient * float(np.sqrt(up / down))
+
+
 def trend(s: Series) -> Mean:
     """Reward of the last quarter of the steps minus that of the quarter before it."""
     quarter = max(len(s.steps) // 4, 1)
@@ -229,9 +266,9 @@ def learning_rate(e: Evidence) -> Cause | None:
     peak = int(known[np.argmax(s.reward[known])])
     fall = difference(s, slice(peak, peak + 1), slice(-max((len(s.steps) - peak) // 2, 1), None))
     best = float(s.reward[peak]) - s.low
-    # One step's mean is uncertain; but where many answers in a row get nothing any more, no chance of that step explains it.
-    dead = bool((s.reward[known][len(known) // 2 :] <= s.low).all()) and len(known) >= limits.DEAD_STEPS
-    if -fall.value < limits.REWARD_FALL * best or (fall.z > -limits.TREND_Z and not dead):
+    # The best of n steps stands out by chance, by about √(2 ln n) standard errors.
+    chance = float(np.sqrt(limits.TREND_Z**2 + 2 * np.log(len(known))))
+    if -fall.value < limits.REWARD_FALL * best or (fall.z > -chance and not _dead(e, known)):
         return None
     signs = _moves(s)
     if not signs:
@@ -246,6 +283,14 @@ def learning_rate(e: Evidence) -> Cause | None:
         advice="Lower the learning rate by three to ten times and warm it up; go back to the checkpoint before the fall.",
         positions=first_tokens(e.trace, np.flatnonzero(e.trace.step >= s.steps[min(peak + 1, len(s.steps) - 1)])),
     )
+
+
+def _dead(e: Evidence, known: IntArray) -> bool:
+    """Whether the later half of the steps brings nothing, and the earlier half more than chance would put there."""
+    s, half = e.series, len(known) // 2
+    if len(known) < limits.DEAD_STEPS or (s.reward[known][half:] > s.low).any():
+        return False
+    return int((e.trace.reward > s.low).sum()) >= limits.DEAD_WINS
 
 
 def _moves(s: Series) -> list[str]:

@@ -14,7 +14,7 @@ from rollkeel.diagnostics.doctor.evidence import Evidence
 from rollkeel.diagnostics.doctor.repeats import repeats
 from rollkeel.diagnostics.doctor.series import lost
 from rollkeel.diagnostics.doctor.tokens import Gap, Mean, Tokens, gap
-from rollkeel.diagnostics.traces.trace import Facts
+from rollkeel.diagnostics.traces.trace import Facts, Trace
 from rollkeel.types import FloatArray, IntArray
 
 PROBES = "Compare log-probs of fixed probes after every publication, and refuse to stamp a version that fails."
@@ -44,7 +44,11 @@ def allowed(facts: Facts) -> Allowed:
         f"{side} {stated}" if stated in limits.NOISE else f"{side} of unstated dtype"
         for side, stated in zip(("engine", "trainer"), sides, strict=True)
     )
-    return Allowed(sum(limits.NOISE[k] for k in known), sum(limits.K3[k] for k in known), words)
+    cool = 1 / min(facts.temperature or 1.0, 1.0)  # divided by the temperature, logits are so much further apart
+    noise, k3 = sum(limits.NOISE[k] for k in known), sum(limits.K3[k] for k in known)
+    return Allowed(
+        noise * cool, k3 * cool**2, words if cool == 1 else f"{words} at a temperature of {facts.temperature:g}"
+    )
 
 
 def weights(e: Evidence) -> Cause | None:
@@ -81,13 +85,14 @@ def stale_kv(e: Evidence, limit: Allowed) -> Cause | None:
     if behind.sum() < limits.MIN_INFORMED or (~behind).sum() < limits.MIN_INFORMED:
         return None
     after, others = gap(fresh.where(behind)), gap(fresh.where(~behind))
-    if after.k3 < limits.BEHIND * max(others.k3, 1e-9) or limit.explains(after) or not limit.explains(others):
+    # Squares of the spread, as k3 goes: k3 itself hangs on the few flipped experts of either part.
+    if after.spread**2 < limits.BEHIND * others.spread**2 or limit.explains(after) or not limit.explains(others):
         return None
     return Cause(
         id="stale_kv",
         score=0.9,
-        evidence=f"Tokens sampled by the newest weights behind a change of version have k3 {after.k3:.2g} "
-        f"({after.tokens} tokens), the others of the same version {others.k3:.2g}; recomputed KV would make no difference.",
+        evidence=f"Tokens sampled by the newest weights behind a change of version have a spread of logits of "
+        f"{after.spread:.2g} ({after.tokens} tokens), the others of the same version {others.spread:.2g}; recomputed KV would make no difference.",
         advice="Flush the KV and prefix cache when weights change, or state the old KV so that the trainer can correct for it.",
         positions=places(trace, widest(fresh.where(behind))),
     )
@@ -264,12 +269,12 @@ def _partly(e: Evidence, step: int) -> bool:
         abs(g.bias) / g.noise for s, g in zip(e.fresh.steps, e.fresh_steps, strict=True) if s >= step and g.noise > 0
     ]
     biased = bool(each) and float(np.median(each)) > limits.STUCK_BIAS
-    return biased or learning(after, e.trace.reward) > limits.DRIFT_Z
+    return biased or learning(after, e.trace) > limits.DRIFT_Z
 
 
-def learning(tokens: Tokens, reward: FloatArray) -> float:
+def learning(tokens: Tokens, trace: Trace) -> float:
     """z-score of what the sampler has learnt over the steps: its own surprisal goes where the trainer's entropy goes, and its
-    rewards rise. Sequences are the unit; a sampler that stands still has a standard normal value.
+    rewards rise. Groups are the unit, for the answers to one prompt are alike; a sampler that stands still has a standard normal value.
 
     Some prompts are harder: what the trainer's entropy says of that, its trend taken out, is taken out of both.
     """
@@ -278,20 +283,21 @@ def learning(tokens: Tokens, reward: FloatArray) -> float:
     step = np.bincount(inverse, tokens.bin) / counts
     q, o = (-np.bincount(inverse, values) / counts for values in (tokens.q, tokens.o))
     trainer = o if tokens.entropy is None else np.bincount(inverse, tokens.entropy) / counts
-    toward = slope(step, trainer)
+    group = np.unique(trace.group[which], return_inverse=True)[1]
+    toward = slope(step, trainer, group)
     hardness = trainer - toward.value * step
-    rewards = reward[which]
+    rewards = trace.reward[which]
     graded = np.isfinite(rewards)
     rewards = np.where(graded, rewards, rewards[graded].mean() if graded.any() else 0.0)
     score = _standard(_without(rewards, hardness))
     if abs(toward.z) > limits.TREND_Z:
         score = score + np.sign(toward.value) * _standard(_without(q, hardness))
-    return slope(step, score).z
+    return slope(step, score, group).z
 
 
 def _without(values: FloatArray, known: FloatArray) -> FloatArray:
     """`values` less what a line on `known` says of them."""
-    return values - slope(known, values).value * known
+    return values - slope(known, values, np.arange(len(known))).value * known
 
 
 def _standard(values: FloatArray) -> FloatArray:
@@ -299,14 +305,14 @@ def _standard(values: FloatArray) -> FloatArray:
     return (values - values.mean()) / spread if spread > 0 else np.zeros(len(values))
 
 
-def slope(x: FloatArray, y: FloatArray) -> Mean:
-    """Least-squares slope of y on x, with an error that does not take the spread of y for constant."""
+def slope(x: FloatArray, y: FloatArray, cluster: IntArray) -> Mean:
+    """Least-squares slope of y on x, with an error that takes what is in one cluster for dependent."""
     x, y = x - x.mean(), y - y.mean()
     squares = float((x * x).sum())
     if squares == 0:
         return Mean(0.0, 0.0)
     value = float((x * y).sum()) / squares
-    return Mean(value, float(np.sqrt((np.square(x) * np.square(y - value * x)).sum())) / squares)
+    return Mean(value, float(np.sqrt(np.square(np.bincount(cluster, x * (y - value * x))).sum())) / squares)
 
 
 def _from_the_start(e: Evidence, limit: Allowed) -> Cause:

@@ -83,6 +83,8 @@ class Diagnosis:
     """Cause → what it would have needed."""
     notes: Sequence[str] = ()
     """What could not be read."""
+    lost: bool = False
+    """The reward fell for good."""
 
     @property
     def healthy(self) -> bool | None:
@@ -112,6 +114,10 @@ class Diagnosis:
     def settled(self, cause: Cause) -> Diagnosis:
         """With `cause` in the place of those that looked alike."""
         return replace(self, causes=[cause, *(c for c in self.causes if c.id not in CANDIDATES)])
+
+    def cleared(self, why: str) -> Diagnosis:
+        """Without the causes that are the engine's numbers alone, which are those that were stated."""
+        return replace(self, causes=[c for c in self.causes if c.kind != "numerics"], observed=[why, *self.observed])
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -8,7 +8,7 @@ import numpy as np
 
 from rollkeel.diagnostics.doctor import outliers, signs
 from rollkeel.diagnostics.doctor import thresholds as limits
-from rollkeel.diagnostics.doctor.series import Series, series
+from rollkeel.diagnostics.doctor.series import Series, extremes, series
 from rollkeel.diagnostics.doctor.tokens import Gap, Mean, Tokens, by_bin, gap, ordered, select
 from rollkeel.diagnostics.traces.trace import Trace
 from rollkeel.types import FloatArray, IntArray
@@ -103,14 +103,14 @@ def chosen_by_reward(trace: Trace) -> bool:
     heard = np.bincount(trace.sequence[np.isfinite(trace.train_logprobs)], minlength=trace.sequences) > 0
     reward, step = trace.reward[known], np.unique(trace.step[known], return_inverse=True)[1]
     _, first, group, size = np.unique(trace.group[known], return_index=True, return_inverse=True, return_counts=True)
-    level = (np.bincount(step, reward == reward.max()) / np.bincount(step))[step[first]]
-    least, most = np.full(len(size), np.inf), np.full(len(size), -np.inf)
-    np.minimum.at(least, group, reward)
-    np.maximum.at(most, group, reward)
+    least, most, _ = extremes(reward, trace.group[known])
     same = least == most
     trained = np.bincount(group, heard[known]) == size
     # Answers of one prompt are more alike than those of a step, so that chance makes more such groups and not fewer.
-    by_chance = np.where(trained, level**size + (1 - level) ** size, 0).sum()
+    cells, count = np.unique(np.stack([step, reward]), axis=1, return_counts=True)
+    share = count / np.bincount(step)[cells[0].astype(int)]
+    alike = {n: np.bincount(cells[0].astype(int), share**n) for n in np.unique(size).tolist()}
+    by_chance = sum(alike[n][step[first[trained & (size == n)]]].sum() for n in alike)
     expected = max(float(by_chance), trained.sum() * same.mean())
     return bool(expected >= limits.CHOSEN_EXPECTED and same[trained].sum() < limits.CHOSEN_LEFT * expected)
 

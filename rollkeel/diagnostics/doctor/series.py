@@ -141,6 +141,11 @@ def _rewards(trace: Trace, which: IntArray, size: int) -> tuple[FloatArray, Floa
     squares = np.bincount(cells % size, sums**2, size)
     counts = np.bincount(which[known], minlength=size)
     error = np.divide(np.sqrt(squares), counts, out=np.full(size, np.nan), where=counts > 0)
+    groups = np.bincount(cells % size, minlength=size)
+    error *= np.sqrt(groups / np.maximum(groups - 1, 1))
+    changes = np.diff(mean[counts > 0])
+    # A step of one group says nothing of its own error: what steps differ by does.
+    error[groups == 1] = np.sqrt(np.square(changes).mean() / 2) if len(changes) else np.inf
     return mean, error
 
 

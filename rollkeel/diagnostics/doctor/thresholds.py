@@ -186,7 +186,8 @@ RANDOM = 0.2
 FLIPS_OF_NOISE = 0.15
 """Share of flipped tokens over the noise in logits: 0.06 where the fault is behind the last router, rounding has 0.3 and more."""
 BEHIND = 3.0
-"""k3 behind a change of version over k3 of other tokens of the same staleness."""
+"""Square of the spread behind a change of version over that of other tokens of the same staleness: old KV has 5 and more in bf16,
+honest budgeted runs up to 2."""
 JUMP = 0.5
 """A gap whose first step has this share of its later level came at once; staleness grows over some steps."""
 LAG_FAR = 0.03
@@ -218,7 +219,9 @@ TREND_Z = 3.0
 REWARD_FALL = 0.5
 """Share of its best level that the reward must lose to be said to fall."""
 DEAD_STEPS = 6
-"""Of so many steps, at least, the later half must bring only the lowest reward for a policy to be called dead."""
+"""Of so many steps, at least, the later half must bring only the lowest reward for a policy to be called dead, …"""
+DEAD_WINS = 10
+"""… and the earlier half so many better ones: chance puts them all there once in a thousand."""
 CLIPPED = 0.05
 """Share of tokens whose ratio left PPO's band within a step: healthy runs have up to 0.025, learning rates ten times too high
 0.08 to 0.29. The threshold is their geometric mean."""

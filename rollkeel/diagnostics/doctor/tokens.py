@@ -160,8 +160,11 @@ def clustered(values: FloatArray, cluster: IntArray) -> Mean:
         return Mean(float("nan"), float("nan"))
     mean = float(values.mean(dtype=np.float64))
     first = cluster - cluster.min()
-    sums = np.bincount(first, values) - mean * np.bincount(first)
-    return Mean(mean, float(np.sqrt(np.square(sums).sum())) / len(values))
+    counts = np.bincount(first)
+    sums, clusters = np.bincount(first, values) - mean * counts, int((counts > 0).sum())
+    if clusters == 1:
+        return Mean(mean, float("inf"))
+    return Mean(mean, float(np.sqrt(np.square(sums).sum() * clusters / (clusters - 1))) / len(values))
 
 
 def logit(logprob: FloatArray) -> FloatArray:

@@ -11,7 +11,7 @@ from rollkeel.diagnostics.doctor import causes_weights as weights
 from rollkeel.diagnostics.doctor import thresholds as limits
 from rollkeel.diagnostics.doctor.diagnosis import CAUSES, Cause, Diagnosis
 from rollkeel.diagnostics.doctor.evidence import Evidence, measure
-from rollkeel.diagnostics.doctor.series import known_mean
+from rollkeel.diagnostics.doctor.series import known_mean, lost
 from rollkeel.diagnostics.traces.trace import Trace
 
 _ORDER = {"bug": 0, "numerics": 1, "dynamics": 2}
@@ -50,6 +50,7 @@ def diagnose(trace: Trace) -> Diagnosis:
         observed=observed(e, ranked),
         not_examined=not_examined(e, ranked),
         notes=tuple(e.trace.notes),
+        lost=lost(e.series) is not None,
     )
 
 

@@ -233,6 +233,7 @@ def _facts(stated: tuple[Any, ...], config: Mapping[str, Any], unmoved: tuple[in
         updates_per_step=train.get("updates_per_step"),
         objective=section("objective").get("name"),
         lr=train.get("lr"),
+        entropy_coefficient=train.get("entropy_coefficient"),
         loop=section("run").get("loop"),
         kv=section("engine").get("kv"),
         replay_routing=rollout.get("replay_routing"),

@@ -50,6 +50,8 @@ class Facts:
     updates_per_step: int | None = None
     objective: str | None = None
     lr: float | None = None
+    entropy_coefficient: float | None = None
+    """Weight of an entropy bonus in the loss."""
     loop: str | None = None
     """`sync`, `budgeted`, `async`."""
     kv: str | None = None

@@ -14,7 +14,7 @@ from simulated import STEPS, Simulated, simulate, stopped
 
 from rollkeel.diagnostics.doctor import diagnose
 from rollkeel.diagnostics.doctor.causes_weights import learning
-from rollkeel.diagnostics.doctor.tokens import gap, select
+from rollkeel.diagnostics.doctor.tokens import Tokens, gap, select
 from rollkeel.diagnostics.traces.trace import Facts, Trace
 
 FP32 = Facts(engine_dtype="fp32", train_dtype="fp32", temperature=1.0, top_p=1.0, max_new_tokens=99)
@@ -107,14 +107,15 @@ def test_flips_that_come_and_go_with_the_gap_are_not_the_routers_fault() -> None
     assert first(trace) == "stale_version"
 
 
-def tokens_of(sharpening: float, rising: float, seed: int = 0) -> tuple[Any, np.ndarray]:
+def tokens_of(sharpening: float, rising: float, seed: int = 0) -> tuple[Tokens, Trace]:
     """Tokens of a trainer that grows surer from step to step, and of a sampler that does by a share of that."""
     sim = simulate(seed, per_step=64)
     later = (sim.token_step - 1)[:, None] / STEPS
     sim = replace(sim, engine=sim.train * (1 + sharpening * later), train=sim.train * (1 + later))
     trace = sim.trace()
     level = 0.4 + rising * (trace.step - 1) / STEPS
-    return select(trace), (np.random.default_rng([9, seed]).random(trace.sequences) < level).astype(float)
+    right = (np.random.default_rng([9, seed]).random(trace.sequences) < level).astype(float)
+    return select(trace), trace.with_(reward=right)
 
 
 @pytest.mark.parametrize("seed", range(5))

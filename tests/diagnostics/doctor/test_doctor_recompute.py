@@ -17,7 +17,7 @@ import torch
 from rollkeel.analyzer.capture import Tokens
 from rollkeel.analyzer.sides import engine_forward, prefill_logprobs
 from rollkeel.config import ModelConfig
-from rollkeel.diagnose.recompute import Sampled, explain, refine, sets
+from rollkeel.diagnose.recompute import Sampled, decided, explain, refine, sets
 from rollkeel.diagnostics.doctor import Cause, Diagnosis
 from rollkeel.models.loading import Policy, load_policy
 from rollkeel.models.names import checkpoint_views
@@ -135,6 +135,21 @@ def test_nothing_is_said_where_nothing_fits(policy: Policy) -> None:
     noisy = replace(honest, logprobs=honest.logprobs + 0.1 * torch.randn(honest.logprobs.shape, generator=rng))
     other = recorded(policy, moved(policy, "q_proj"))
     assert [explain(found) for found in (honest, noisy, other)] == [None] * 3
+
+
+def noisy(lost: bool) -> Diagnosis:
+    """What tokens alone say of a model on which a dtype makes more noise than on others."""
+    causes = [Cause(id=name, score=0.7, evidence="", advice="") for name in ("quantisation", "length_truncation")]
+    return Diagnosis(source="rollkeel run", path="run", tokens=1, sequences=1, steps=1, causes=causes, lost=lost)
+
+
+def test_noise_that_the_stated_dtype_makes_of_this_model_is_no_cause(policy: Policy) -> None:
+    honest = replace(recorded(policy, {}, "int4"), mode="int4")
+    refined = decided(noisy(lost=False), honest)
+    assert [c.id for c in refined.causes] == ["length_truncation"]
+    assert "computed in int4 as stated" in refined.observed[0]
+    assert len(decided(noisy(lost=True), honest).causes) == 2  # noise may be why the reward was lost
+    assert decided(noisy(lost=False), replace(honest, mode="fp32")).causes[0].id == "quantisation"
 
 
 def test_sets_of_names() -> None:
