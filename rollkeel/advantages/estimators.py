@@ -116,11 +116,11 @@ def group_metrics(rewards: Any, group_ids: Any) -> dict[str, float]:
     """
     groups = _group(rewards, group_ids)
     first = np.unique(np.asarray(group_ids), return_index=True)[1]
-    found = {"groups/count": float(len(first)), "groups/zero_variance": float(groups.equal[first].sum())}
+    metrics = {"groups/count": float(len(first)), "groups/zero_variance": float(groups.equal[first].sum())}
     if len(groups.rewards):
-        found["reward/mean"] = float(groups.rewards.mean())
-        found["reward/std"] = _std(groups.rewards)
-    return found
+        metrics["reward/mean"] = float(groups.rewards.mean())
+        metrics["reward/std"] = _std(groups.rewards)
+    return metrics
 
 
 def shuffle(advantages: Any, seed: int, step: int) -> np.ndarray:

@@ -1,6 +1,6 @@
 """What one way of computing some tokens had after every operation of every layer, in memory and as a safetensors file.
 
-The names are the same whoever computed: rollkeel's engine forward, the trainer's packed forward, a file from elsewhere.
+The names are the same for all sources: rollkeel's engine forward, the trainer's packed forward, a file from elsewhere.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Capture:
 
     @property
     def layers(self) -> list[int]:
-        """Layers of which anything is known, in order."""
+        """Layers with any value, in order."""
         return sorted({layer for layer, _ in self.values if layer is not None})
 
     @property

@@ -248,7 +248,7 @@ class Reference:
 
 
 def complete_layers(capture: Capture) -> list[int]:
-    """Layers of which more is known than what they hand to the next."""
+    """Layers with more values than their output."""
     return [layer for layer in capture.layers if {k[1] for k in capture.values if k[0] == layer} != {"mlp_residual"}]
 
 

@@ -25,7 +25,9 @@ def clean(
             metavar="IN... [KEY=VALUE]...", help="Files, folders or patterns (.jsonl, .jsonl.gz, .parquet), options."
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the result; an unfinished one is gone on with.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder for the result. An unfinished result in it is resumed.")
+    ],
     options: Annotated[Path | None, typer.Option(help="YAML file of options.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes that work on rows.")] = 1,
 ) -> None:

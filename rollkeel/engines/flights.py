@@ -27,7 +27,7 @@ NO_LOGPROB = -9000.0
 
 @dataclass(eq=False)
 class Flight:
-    """One request. `tokens` and the lists beside it are what was sampled here, without the request's prefix."""
+    """One request. `tokens` and the other lists hold what was sampled here, without the request's prefix."""
 
     request: Request
     room: int

@@ -1,6 +1,6 @@
 """The life of one server behind `ServedEngine`: start, weights, proof, restart. Everything here runs on its event loop.
 
-A server serves known weights or none: whoever asks it for tokens does so between a proof and the next loss. `epoch` counts
+A server serves known weights or none: tokens are asked for between a proof and the next loss of the server. `epoch` counts
 proven lives, so that of many streams that break together the first one starts it again and the others find that done.
 """
 
@@ -78,8 +78,8 @@ class Keeper:
         if isinstance(error, EngineFailure):
             return error
         status = getattr(getattr(error, "response", None), "status_code", 500)
-        said = " ".join(str(error).split()) or type(error).__name__
-        return (Refused if 400 <= status < 500 else EngineFailure)(f"engine {self._backend.name}: {said[:300]}")
+        message = " ".join(str(error).split()) or type(error).__name__
+        return (Refused if 400 <= status < 500 else EngineFailure)(f"engine {self._backend.name}: {message[:300]}")
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:

@@ -129,7 +129,7 @@ class PagedCache:
         Raises `BadInput` where the layers' shapes differ.
         """
         blocks = [b for owned, _, _ in sequences for b in owned]
-        found = []
+        stacked = []
         for store in (self._keys, self._values):
             layers = [
                 store[layer].view(self.num_blocks, -1, *store[layer].shape[1:])[blocks] for layer in sorted(store)
@@ -138,13 +138,13 @@ class PagedCache:
                 raise BadInput(
                     "engine.kv=keep: expected layers whose keys have one shape; use recompute for this model"
                 )
-            found.append(torch.stack(layers).transpose(1, 2).flatten(2, 3).float().cpu().numpy() if layers else None)
+            stacked.append(torch.stack(layers).transpose(1, 2).flatten(2, 3).float().cpu().numpy() if layers else None)
         out: list[KeptKV | None] = []
         start = 0
         for owned, tokens, version in sequences:
             part, kept = slice(start, start + tokens), None
-            if tokens and found[0] is not None and found[1] is not None:
-                kept = KeptKV(keys=found[0][:, :, part].copy(), values=found[1][:, :, part].copy(), version=version)
+            if tokens and stacked[0] is not None and stacked[1] is not None:
+                kept = KeptKV(keys=stacked[0][:, :, part].copy(), values=stacked[1][:, :, part].copy(), version=version)
             out.append(kept)
             start += len(owned) * self.block_size
         return out
@@ -219,11 +219,11 @@ class PagedCache:
 
     def _gather(self, which: int, cache: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Rows of `cache` in a buffer that every layer reuses: fresh pages for each call cost more than the copy."""
-        wanted = rows.numel() * cache[0].numel()
+        size = rows.numel() * cache[0].numel()
         buffer = self._buffers.get(which)
-        if buffer is None or buffer.numel() < wanted or buffer.dtype != cache.dtype:
-            buffer = self._buffers[which] = torch.empty(2 * wanted, dtype=cache.dtype, device=cache.device)
-        return torch.index_select(cache, 0, rows, out=buffer[:wanted].view(-1, *cache.shape[1:]))
+        if buffer is None or buffer.numel() < size or buffer.dtype != cache.dtype:
+            buffer = self._buffers[which] = torch.empty(2 * size, dtype=cache.dtype, device=cache.device)
+        return torch.index_select(cache, 0, rows, out=buffer[:size].view(-1, *cache.shape[1:]))
 
     def _store(self, store: dict[int, torch.Tensor], layer: int, new: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         if layer not in store:

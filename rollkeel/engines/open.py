@@ -115,10 +115,12 @@ def server_python(config: EngineConfig) -> str:
         own = [place / f".venv-{kind}" / "bin" / "python" for place in places]
         python = next((str(path) for path in own if path.is_file()), sys.executable)
     try:
-        found = subprocess.run([python, "-I", "-c", _FOUND, kind], timeout=_LOOK_S, capture_output=True).returncode == 0
+        installed = (
+            subprocess.run([python, "-I", "-c", _FOUND, kind], timeout=_LOOK_S, capture_output=True).returncode == 0
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BadInput(f"engine.server.python: cannot run {python}: {error}") from None
-    if not found:
+    if not installed:
         raise BadInput(
             f"engine.server.python: {python} has no package {kind}; install it into .venv-{kind} (for vllm on a CPU:"
             " `make .venv-vllm/.done`), or name an interpreter that has it, or set engine.server.url"

@@ -14,7 +14,7 @@ from rollkeel.models.compiled import Job
 
 @dataclass(frozen=True)
 class Copy:
-    """A shared prompt's last half-filled block, of which each of its sequences has one of its own."""
+    """A shared prompt's last, half-filled block. Each of its sequences has its own copy."""
 
     source: int
     target: int

@@ -375,7 +375,7 @@ class ServedEngine:
         while True:
             epoch = self._keeper.epoch
             try:
-                found = await asyncio.gather(*(one(ids) for ids in sequences))
+                scores = await asyncio.gather(*(one(ids) for ids in sequences))
                 break
             except Refused:
                 raise
@@ -383,10 +383,10 @@ class ServedEngine:
                 await self._recover(epoch, str(self._keeper.failure(error)))
                 if self._keeper.epoch == epoch:
                     raise self._keeper.failure(error) from None
-        if any(not np.isfinite(row).all() for row in found):
+        if any(not np.isfinite(row).all() for row in scores):
             raise EngineFailure(f"engine {self._backend.name}: a log-prob under version {self._version} is not finite")
-        weights.probes, weights.scores = list(sequences), list(found)
-        return list(found)
+        weights.probes, weights.scores = list(sequences), list(scores)
+        return list(scores)
 
     async def _close(self) -> None:
         self._open = False

@@ -91,7 +91,7 @@ class ServerProcess:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Kill what a guard that was killed itself left of its group. Once: later its id may be somebody else's."""
+        """Kill the rest of a group whose guard was killed. Once: later its id may belong to another process."""
         if not self._swept:
             self._swept = True
             with contextlib.suppress(ProcessLookupError):

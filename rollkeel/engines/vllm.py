@@ -141,10 +141,10 @@ class VllmBackend:
         answer = _check(await http.post("/inference/v1/generate", json=body), "score")
         try:
             rows = answer["prompt_logprobs"][1:]
-            found = [row[str(token)]["logprob"] for token, row in zip(token_ids[1:], rows, strict=True)]
+            logprobs = [row[str(token)]["logprob"] for token, row in zip(token_ids[1:], rows, strict=True)]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineFailure(f"engine vllm: expected log-probs of {len(token_ids)} tokens, got {error!r}") from None
-        return np.array(found, np.float32)
+        return np.array(logprobs, np.float32)
 
     async def pause(self, http: Any, keep_kv: bool) -> None:
         mode = "keep" if keep_kv else "abort"

@@ -229,7 +229,7 @@ class WorkerEngine:
         return living
 
     def _share_memory(self, size: int, workers: Sequence[_Worker]) -> mmap.mmap:
-        """Memory of `size` bytes without a name, so that whoever is killed leaves none behind, for these workers too."""
+        """Memory of `size` bytes without a name, for these workers too; a process that is killed leaves none behind."""
         with tempfile.TemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:
             file.truncate(size)
             for worker in workers:

@@ -94,7 +94,7 @@ def eval_prompts(config: Config, policy: Policy) -> list[Prompt]:
 
 
 def build_objective(config: Config) -> Objective:
-    """The config's objective with the trainer's KL and entropy terms; KL in the reward is none of its business."""
+    """The config's objective with the trainer's KL and entropy terms; it does not see KL in the reward."""
     return objectives.build(
         config.objective.name,
         config.objective.options,
@@ -132,7 +132,7 @@ def run_probes(config: Config, policy: Policy, source: PromptSource | None = Non
 
 
 def open_graders(config: Config) -> Graders:
-    """The config's graders, which whoever asks closes."""
+    """The config's graders; the caller closes them."""
 
     def load_model(path: str) -> Scorer:
         from rollkeel.train.preferences import RewardModel  # pyright: ignore[reportMissingImports]
@@ -143,7 +143,7 @@ def open_graders(config: Config) -> Graders:
 
 
 def serve(config: Config, policy: Policy) -> Engine:
-    """The config's engine with the policy's weights in it, proven; whoever asks closes it."""
+    """The config's engine with the policy's weights in it, proven; the caller closes it."""
     check_engine(config.engine, sampling_params(config, ()))
     probes = run_probes(config, policy)
     engine = open_engine(policy.model.config, config.engine, resolve_device(config.run.device))
@@ -262,7 +262,7 @@ def open_feed(config: Config, sampler: Sampler, source: PromptSource, view: Live
 
 
 def overlapped(config: Config, sampler: Sampler, folder: RunFolder, after: int) -> OverlappedRollouts:
-    """The rollouts of an asynchronous run behind step `after`, from which a schedule is replayed where there is one."""
+    """Rollouts of an asynchronous run for the steps after `after`; a recorded schedule, if the config names one, is replayed from there."""
     gate = Gate(
         prompts=config.rollout.prompts,
         samples=config.rollout.samples,

@@ -29,7 +29,7 @@ class Feed(Protocol):
     """Makes the rollouts of each step, in order. One step is `draw`, an update, `published`."""
 
     name: str
-    """Under which a checkpoint keeps `state_dict()`."""
+    """Key of `state_dict()` in a checkpoint."""
     consumed: int
     """Prompts taken from the data source so far; the next draw begins behind them."""
 

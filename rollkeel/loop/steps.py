@@ -23,7 +23,7 @@ from rollkeel.rollout.evaluate import evaluate
 from rollkeel.train.checkpoint import step_name
 
 BARREN_STEPS = 20
-"""Steps in a row without any group to learn from after which a run stops."""
+"""A run stops after so many steps in a row without a group to learn from."""
 
 
 def train(run: Run, first: int) -> None:

@@ -1,4 +1,4 @@
-"""What a step says to whoever watches: alarms, checks, graders that misbehave; told on screen and logged."""
+"""Show and log what goes wrong in a step: alarms, checks, graders that misbehave."""
 
 from __future__ import annotations
 

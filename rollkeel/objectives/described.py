@@ -28,8 +28,8 @@ def description(name: str, options: Mapping[str, Any]) -> str:
     parameters = inspect.signature(recipe).parameters.values()
     defaults = ", ".join(f"{p.name}={p.default!r}" for p in parameters if p.default is not p.empty and p.name != "name")
     resolved = "\n".join(f"  {key}: {json.dumps(value)}" for key, value in built.describe().items())
-    said = [name, inspect.getdoc(recipe) or "", f"Defaults: {defaults}", f"Resolved:\n{resolved}"]
-    return "\n\n".join(part for part in said if part)
+    lines = [name, inspect.getdoc(recipe) or "", f"Defaults: {defaults}", f"Resolved:\n{resolved}"]
+    return "\n\n".join(part for part in lines if part)
 
 
 def in_words(described: Mapping[str, Any]) -> str:

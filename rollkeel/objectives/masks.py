@@ -36,8 +36,8 @@ class Rule:
 
     def values(self, terms: Terms) -> torch.Tensor:
         """The statistic once per unit that the threshold counts: `[T]`, or `[N]` for a sequence statistic."""
-        found = self.statistic.value(terms)
-        return terms.per_sequence(found) if self.statistic.level == "sequence" else found
+        statistic = self.statistic.value(terms)
+        return terms.per_sequence(statistic) if self.statistic.level == "sequence" else statistic
 
     def prepare(self, terms: Terms, gather: Gather) -> None:
         """Let the threshold see the whole optimizer batch."""
@@ -196,9 +196,9 @@ def sequence_kl(
 
 def at_most(name: str = "at_most", statistic: str = "ratio", value: Any = 1.0, directional: bool = False) -> Mask:
     """Keep where a named statistic (see `statistics.STATISTICS`) is ≤ value; `directional`: only judge moves away."""
-    found = stats.STATISTICS[choice(f"{name}.statistic", statistic, tuple(stats.STATISTICS))]
-    found = stats.moving_away(found) if flag(f"{name}.directional", directional) else found
-    return from_rules(name, Rule("value", found, threshold(f"{name}.value", value, default=1.0)))
+    chosen = stats.STATISTICS[choice(f"{name}.statistic", statistic, tuple(stats.STATISTICS))]
+    chosen = stats.moving_away(chosen) if flag(f"{name}.directional", directional) else chosen
+    return from_rules(name, Rule("value", chosen, threshold(f"{name}.value", value, default=1.0)))
 
 
 def top_entropy(name: str = "top_entropy", share: float = 0.2) -> Mask:

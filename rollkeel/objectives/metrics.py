@@ -163,19 +163,19 @@ def _clamped(objective: Objective, tokens: TokenBatch, terms: Terms) -> torch.Te
 
 def _thresholds(objective: Objective) -> dict[str, float]:
     """Current thresholds and what is known about the controllers among them; nothing here is on a device."""
-    found: dict[str, float | None] = {}
+    thresholds: dict[str, float | None] = {}
     controllers: dict[str, Controller] = {}
     for mask in objective.masks:
-        found.update({f"mask/{mask.name}/{key}": float(value) for key, value in mask.parameters.items()})
+        thresholds.update({f"mask/{mask.name}/{key}": float(value) for key, value in mask.parameters.items()})
         for rule in mask.rules:
-            found[f"mask/{mask.name}/{rule.parameter}"] = rule.threshold.value
+            thresholds[f"mask/{mask.name}/{rule.parameter}"] = rule.threshold.value
     for name, rule in objective.rules():
         if isinstance(rule.threshold, Controller):
             several = sum(other == name for other, _ in objective.rules()) > 1
             controllers[f"{name}_{rule.parameter}" if several else name] = rule.threshold
     for name, controller in controllers.items():
         for prefix in {f"controller/{name}", "controller" if len(controllers) == 1 else f"controller/{name}"}:
-            found[f"{prefix}/bound"] = controller.value
-            found[f"{prefix}/acceptance"] = controller.acceptance
-            found[f"{prefix}/target"] = controller.target
-    return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+            thresholds[f"{prefix}/bound"] = controller.value
+            thresholds[f"{prefix}/acceptance"] = controller.acceptance
+            thresholds[f"{prefix}/target"] = controller.target
+    return {name: value for name, value in thresholds.items() if value is not None and math.isfinite(value)}

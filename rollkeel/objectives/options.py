@@ -38,10 +38,10 @@ def number(
 
 def whole(name: str, value: Any, *, at_least: float = -math.inf) -> int:
     """`value` as an integer, as `number` checks it. Raises `BadInput` for a fraction, which would be cut off silently."""
-    found = number(name, value, at_least=at_least)
-    if found != int(found):
+    parsed = number(name, value, at_least=at_least)
+    if parsed != int(parsed):
         raise BadInput(f"{name}: expected a whole number, got {value!r}")
-    return int(found)
+    return int(parsed)
 
 
 def optional_number(name: str, value: Any, *, above: float = -math.inf) -> float | None:

@@ -70,7 +70,7 @@ def ipo(
     All tokens, dropped ones too, carry `gap_penalty`·(log u)². δ 0.3 without a penalty is its default since pull request 3586;
     before, δ was 0.1 with a penalty of 1e-3, and earlier still that loss dropped only updates that move away:
     `directional=True, delta=0.2, gap_penalty=1e-3`.
-    Gradient coefficient of A·∇log p: u where kept, else 0; beside it −2·gap_penalty·log u on ∇log p. A = R − mean.
+    Gradient coefficient of A·∇log p: u where kept, else 0; plus −2·gap_penalty·log u on ∇log p. A = R − mean.
     """
     directional = flag("ipo.directional", directional)
     return assemble(

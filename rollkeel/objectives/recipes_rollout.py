@@ -274,5 +274,5 @@ def _rollout(
 
 
 def _by_preset(name: str, preset: str, given: Any, stability: Any, scaling: Any) -> Any:
-    found = scaling if choice(f"{name}.preset", preset, PRESETS) == "scaling" else stability
-    return found if given is None else starting_at(found, given)
+    defaults = scaling if choice(f"{name}.preset", preset, PRESETS) == "scaling" else stability
+    return defaults if given is None else starting_at(defaults, given)

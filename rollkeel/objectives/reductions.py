@@ -28,12 +28,12 @@ class Reductions:
     def read(self) -> dict[str, float]:
         """Names in the order they were added → Python floats."""
         numbers = iter(torch.stack(self._tensors).tolist() if self._tensors else [])
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name, quotient in self._names:
             value = next(numbers)
             if quotient:
                 over = next(numbers)
                 value = value / over if over != 0 else math.nan
             if math.isfinite(value):
-                found[name] = value
-        return found
+                metrics[name] = value
+        return metrics

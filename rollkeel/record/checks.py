@@ -21,7 +21,7 @@ from rollkeel.models.routers import unreached_experts
 
 Row = Mapping[str, Any]
 WINDOW = 10
-"""Steps without it after which a check that was said is said again."""
+"""A check is told again after so many steps without it."""
 MASKED, TRUNCATED, CHANGED, CHANGEABLE = 0.99, 0.95, 0.02, 0.5
 """Shares: of the tokens that masks were to leave, dropped; of answers, cut; both above which, and of weights that an update changed
 and could change, below which something is wrong. Healthy float32 runs change 0.3 to 1 of the weights (experts without tokens keep
@@ -81,7 +81,7 @@ def _no_signal(row: Row) -> str:
 
 
 def _gradient(row: Row) -> str:
-    credit = row.get("advantages/kept", _credit(row))  # a mask may keep a few tokens of which none has any
+    credit = row.get("advantages/kept", _credit(row))  # a mask may keep a few tokens, none of them with credit
     learns = row.get("optimizer/updates") and credit and row.get("objective/kept", 1.0) > 1 - MASKED
     return "the gradient is 0 where advantages are not" if learns and row.get("optimizer/grad_norm") == 0 else ""
 
@@ -261,7 +261,7 @@ class Checks:
 
 @torch.no_grad()
 def changeable(parameters: Sequence[torch.Tensor], lr: float) -> float:
-    """Share of weights that a step of `lr` can change: those of which it is more than half a unit in the last place."""
+    """Share of weights that a step of `lr` can change: it must be more than half a unit in their last place."""
     able = total = 0
     for p in parameters:
         part = p.detach().reshape(-1)[:: p.numel() // 4096 | 1]  # an odd stride meets every column

@@ -160,7 +160,7 @@ GLOSSARY: tuple[tuple[str, str, str], ...] = (
     (
         f"{_GAP}tokens",
         "count",
-        "Tokens that the numbers beside it are over; equal_version: same weights on both sides.",
+        "Tokens behind the other numbers of this prefix; equal_version: same weights on both sides.",
     ),
     (f"{_GAP}ratio_mean", "1", "Mean ρ; 1 with honest log-probs and untruncated sampling, whatever the weights."),
     (f"{_GAP}ratio_std", "1", "Standard deviation of ρ: the mismatch of the stability study; 0 means no mismatch."),

@@ -18,7 +18,7 @@ _HELD: set[tuple[int, int, int]] = set()
 
 
 class RunLock:
-    """Held from construction to `release` or the end of the process. Raises `BadInput` if somebody holds it."""
+    """Held from construction to `release` or the end of the process. Raises `BadInput` if another process holds it."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME

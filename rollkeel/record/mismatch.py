@@ -68,24 +68,24 @@ def mismatch_metrics(
         # The one synchronisation.
         flat = torch.cat([sums.flatten(), maxima.flatten(), bins.flatten(), torch.stack([*means.values()]).flatten()])
         numbers = iter(flat.tolist())
-    found: dict[str, float] = {"mismatch/source": float(tokens.old_logprobs is not None)}
+    metrics: dict[str, float] = {"mismatch/source": float(tokens.old_logprobs is not None)}
     table = _take(numbers, len(sums), len(selected) * gap.base)
     for i, prefix in enumerate(("mismatch", "mismatch/equal_version")[: len(selected)]):
         part = [row[i * gap.base : (i + 1) * gap.base] for row in table]
-        found |= _moments(prefix, part, gap.base)
+        metrics |= _moments(prefix, part, gap.base)
     for prefix, (ratio, difference) in zip(
         ("mismatch", "mismatch/equal_version"), _take(numbers, len(selected), 2), strict=False
     ):
-        if found[f"{prefix}/tokens"]:
-            found |= {f"{prefix}/ratio_max": ratio, f"{prefix}/prob_abs_diff_max": difference}
+        if metrics[f"{prefix}/tokens"]:
+            metrics |= {f"{prefix}/ratio_max": ratio, f"{prefix}/prob_abs_diff_max": difference}
     for name, rows in (("o", _take(numbers, BINS, 3)), ("q", _take(numbers, BINS, 3))):
-        found |= _bin_metrics(f"mismatch/by_probability/{name}", rows)
-    found |= {
+        metrics |= _bin_metrics(f"mismatch/by_probability/{name}", rows)
+    metrics |= {
         name: total / over for name, (total, over) in zip(means, _take(numbers, len(means), 2), strict=True) if over
     }
-    if len(selected) > 1 and found["mismatch/tokens"]:
-        found["mismatch/equal_version/share"] = found["mismatch/equal_version/tokens"] / found["mismatch/tokens"]
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+    if len(selected) > 1 and metrics["mismatch/tokens"]:
+        metrics["mismatch/equal_version/share"] = metrics["mismatch/equal_version/tokens"] / metrics["mismatch/tokens"]
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _take(numbers: Iterator[float], rows: int, columns: int) -> list[list[float]]:
@@ -131,27 +131,27 @@ def _measure(tokens: TokenBatch, weight: torch.Tensor | None) -> _Gap:
 def _moments(prefix: str, sums: Sequence[Sequence[float]], base: int) -> dict[str, float]:
     """Metrics from `sums [R][base]`: of rows times base rows over a selection of n tokens."""
     n = sums[0][0]
-    found = {f"{prefix}/tokens": n}
+    metrics = {f"{prefix}/tokens": n}
     if not n:
-        return found
+        return metrics
     linear = {name: row[0] / n for name, row in zip(_LINEAR, sums[base:], strict=True)}
     for name in ("prob_abs_diff", "logprob_abs_diff", "inverse_ratio_mean", "js"):
-        found[f"{prefix}/{name}"] = linear[name]
-    found[f"{prefix}/kl"] = -linear["log_ratio"]
+        metrics[f"{prefix}/{name}"] = linear[name]
+    metrics[f"{prefix}/kl"] = -linear["log_ratio"]
     one, excess, o, q = ([value / n for value in row] for row in sums[:4])
     mean, square = excess[0], excess[1]
     second = 1 + 2 * mean + square
-    found[f"{prefix}/kl_k3"] = mean - linear["clamped"]
-    found[f"{prefix}/ratio_mean"] = 1 + mean
-    found[f"{prefix}/ratio_std"] = max(square - mean * mean, 0.0) ** 0.5
-    found[f"{prefix}/second_moment"] = second
+    metrics[f"{prefix}/kl_k3"] = mean - linear["clamped"]
+    metrics[f"{prefix}/ratio_mean"] = 1 + mean
+    metrics[f"{prefix}/ratio_std"] = max(square - mean * mean, 0.0) ** 0.5
+    metrics[f"{prefix}/second_moment"] = second
     first, of_square = (1 + mean, second) if base == len(_BASE) else (one[4], sums[4][4] / n)
     if of_square > 0:
-        found[f"{prefix}/ess"] = min(first**2 / of_square, 1.0)
+        metrics[f"{prefix}/ess"] = min(first**2 / of_square, 1.0)
     var_o, var_q = o[2] - o[0] ** 2, q[3] - q[0] ** 2
     if min(var_o, var_q) > MIN_VARIANCE:
-        found[f"{prefix}/pearson"] = max(-1.0, min(1.0, (o[3] - o[0] * q[0]) / (var_o * var_q) ** 0.5))
-    return found
+        metrics[f"{prefix}/pearson"] = max(-1.0, min(1.0, (o[3] - o[0] * q[0]) / (var_o * var_q) ** 0.5))
+    return metrics
 
 
 def _bins(gap: _Gap, square: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ def _recorded(run: Path) -> set[str]:
     lines = log.read_bytes().splitlines() if log.is_file() else []
     texts = [line for line in lines if b'"config"' in line]
     texts += [file.read_bytes() for file in run.glob("checkpoints/*/manifest.json")]
-    found: set[str] = set()
+    recorded: set[str] = set()
     for text in texts:
         try:
             row = json.loads(text)
@@ -54,8 +54,8 @@ def _recorded(run: Path) -> set[str]:
             continue
         if isinstance(row, dict):
             about = row.get("info", row)
-            found |= {about["config"]} if isinstance(about, dict) and isinstance(about.get("config"), str) else set()
-    return found
+            recorded |= {about["config"]} if isinstance(about, dict) and isinstance(about.get("config"), str) else set()
+    return recorded
 
 
 def changes(old: Config, new: Config, run: Path | None = None) -> dict[str, list[Any]]:
@@ -90,7 +90,7 @@ def _under(leaf: str, sections: tuple[str, ...]) -> bool:
 
 
 def _leaves(tree: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= _leaves(value, f"{where}{key}.") if isinstance(value, Mapping) else {f"{where}{key}": value}
-    return found
+        leaves |= _leaves(value, f"{where}{key}.") if isinstance(value, Mapping) else {f"{where}{key}": value}
+    return leaves

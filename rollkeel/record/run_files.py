@@ -33,7 +33,7 @@ class RunFiles:
     """`running`, `killed`, `unknown` (running or killed), or what the run itself recorded: `done`, `interrupted`, …"""
     detail: str
     duration_s: float
-    """Wall time of all sessions of the run, seconds, as far as the files tell."""
+    """Wall time of all sessions of the run that its files record, seconds."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -67,13 +67,13 @@ def damage(path: Path, *, rollouts: bool = True) -> list[str]:
     """What is wrong with the files that `rollkeel train` wrote to `path`, one line each; nothing for what it did not write."""
     if not (path / CONFIG).is_file() and not (path / EVENTS).is_file():
         return []
-    found = list(read_run(path).problems)
+    problems = list(read_run(path).problems)
     for _, file in rollout_files(path) if rollouts else ():
         try:
             pq.read_metadata(file)
         except (OSError, pa.ArrowException) as error:
-            found.append(f"{file.name} cannot be read: {' '.join(str(error).split())[:200]}")
-    return found
+            problems.append(f"{file.name} cannot be read: {' '.join(str(error).split())[:200]}")
+    return problems
 
 
 def finished(run_dir: str | Path, steps: int) -> str:
@@ -96,14 +96,14 @@ def nothing_to_do(step: int, steps: int) -> str:
 
 def _gaps(path: Path, config: dict[str, Any], steps: list[int], status: str) -> list[str]:
     """Rows that must have been there once; of a run that goes on, the last may be on their way."""
-    found = [f"{METRICS}: step {b} follows step {a}" for a, b in itertools.pairwise(steps) if b != a + 1][:3]
+    gaps = [f"{METRICS}: step {b} follows step {a}" for a, b in itertools.pairwise(steps) if b != a + 1][:3]
     last, planned = max(steps, default=0), (config.get("run") or {}) if isinstance(config.get("run"), dict) else {}
     sampled = max((step for step, _ in rollout_files(path)), default=0)
     if sampled > last + 1:
-        found.append(f"{METRICS}: ends at step {last}, rollouts go up to step {sampled}")
+        gaps.append(f"{METRICS}: ends at step {last}, rollouts go up to step {sampled}")
     elif status == "done" and isinstance(planned.get("steps"), int) and last < planned["steps"]:
-        found.append(f"{METRICS}: ends at step {last}, the run was done at step {planned['steps']}")
-    return found
+        gaps.append(f"{METRICS}: ends at step {last}, the run was done at step {planned['steps']}")
+    return gaps
 
 
 def _config(path: Path, problems: list[str]) -> tuple[str, dict[str, Any]]:

@@ -130,7 +130,7 @@ class RunFolder:
         self.announced = True
 
     def change_config(self, config: Config) -> None:
-        """Replace the saved config (more steps, say), so that the next resume goes on with it."""
+        """Replace the saved config (more steps, say); the next resume continues with it."""
         if config != self.config:
             text = config.to_yaml().encode()
             # Recorded before it is written: a kill in between must not leave a file that nobody owns up to.
@@ -285,8 +285,8 @@ def _step_files(path: Path, kind: str) -> list[tuple[int, Path]]:
     folder = path / kind
     if not folder.is_dir():
         return []
-    found = ((_STEP_FILE[kind].fullmatch(file.name), file) for file in folder.iterdir())
-    return sorted((int(match[1]), file) for match, file in found if match)
+    matches = ((_STEP_FILE[kind].fullmatch(file.name), file) for file in folder.iterdir())
+    return sorted((int(match[1]), file) for match, file in matches if match)
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], list[bytes], bytes | None]:

@@ -184,7 +184,7 @@ class _Episode:
     # -- the caller's side ---------------------------------------------------------------------------------------------
 
     def asked(self, turn_tokens: int) -> Rollout:
-        """The next turn as a rollout that the engine goes on with: its limit counts prefix and all."""
+        """The next turn as a rollout that the engine continues: its limit counts the prefix too."""
         span, sampling = self._rollout.span, self._rollout.sampling
         left = sampling.max_new_tokens - span.own_count
         limit = len(span) + (min(left, turn_tokens) if turn_tokens else left)

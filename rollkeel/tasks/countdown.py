@@ -37,7 +37,7 @@ O = TypeVar("O", bound=TaskOptions)  # noqa: E741 - reads as ExpressionTask[O]
 class ExpressionTask(Task[O]):
     """Items whose answer is any expression of `rollkeel.tasks.expression` over `metadata["numbers"]` worth `["target"]`.
 
-    The whole response is the expression: anything beside it, an `= 22` too, scores 0.
+    The whole response is the expression: anything else in it, an `= 22` too, scores 0.
     """
 
     use_all = True

@@ -100,7 +100,7 @@ class Environment(Task[E]):
 
     uses_tool: ClassVar[bool] = False
     tools: Tools | None = None
-    """Opens a tool; handed in by whoever plays."""
+    """Opens a tool; the player hands it in."""
 
     @abstractmethod
     def reset(self, item: TaskItem) -> str:

@@ -8,7 +8,7 @@
 | LiveCodeBench | `public_test_cases`, `private_test_cases` | `{input, output, testtype}`; private ones may be packed |
 | plain | `tests` | a list of `{input, output}`, or as in APPS or MBPP; `fn_name` or `entry_point` beside it |
 
-A row of which any test cannot be read is refused: half its tests would be another problem.
+A row with a test that cannot be read is refused: half its tests would be another problem.
 """
 
 from __future__ import annotations

@@ -144,8 +144,8 @@ def listing(folder: str | Path) -> list[tuple[int, Path]]:
     folder = Path(folder)
     if not folder.is_dir():
         return []
-    found = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
-    return sorted((int(match[1]), path) for match, path in found if match)
+    matches = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
+    return sorted((int(match[1]), path) for match, path in matches if match)
 
 
 def clean(folder: str | Path) -> list[str]:
@@ -258,13 +258,13 @@ def _sha256(file: Path) -> str:
 
 def versions() -> dict[str, str]:
     """Installed versions of what decides a run's bits, as a checkpoint records them."""
-    found = {}
+    installed = {}
     for package in ("rollkeel", "torch", "transformers", "safetensors"):
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            installed[package] = "not installed"
+    return installed
 
 
 def _discard(path: Path) -> None:

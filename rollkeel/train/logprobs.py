@@ -48,9 +48,9 @@ def head_of(model: PreTrainedModel) -> Head:
     config = model.config.get_text_config()
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     cap = getattr(config, "final_logit_softcapping", None)
-    found = Head(head.weight, getattr(head, "bias", None), scale, float(cap) if cap else None)
-    _check_head(model, found)
-    return found
+    output_head = Head(head.weight, getattr(head, "bias", None), scale, float(cap) if cap else None)
+    _check_head(model, output_head)
+    return output_head
 
 
 @torch.no_grad()
@@ -106,8 +106,8 @@ def token_logprobs(
             f" {list(hidden.shape)}, {list(weight.shape)}, {list(targets.shape)}{extra}"
         )
     options = _Options(1.0 / (temperature or 1.0), scale, softcap, chunk, entropy)
-    found = _TokenLogprobs.apply(hidden, weight, bias, targets, topk_ids, options)
-    logprobs, entropies, topk = found  # type: ignore[misc]
+    scores = _TokenLogprobs.apply(hidden, weight, bias, targets, topk_ids, options)
+    logprobs, entropies, topk = scores  # type: ignore[misc]
     return logprobs, entropies if entropy else None, None if topk_ids is None else topk
 
 

@@ -32,7 +32,7 @@ METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two responses to one prompt, of which `chosen` was preferred."""
+    """Two responses to one prompt; `chosen` was preferred."""
 
     prompt: str
     chosen: str
@@ -310,8 +310,8 @@ def _step(model: RewardModel, stepper: Stepper, pairs: Sequence[Pair], render: R
             raise NonFinite(f"reward model update {stepper.updates}: the loss is not finite; weights left untouched")
         (losses.sum() / len(pairs)).backward()
         parts.append((chosen.detach(), rejected.detach(), losses.detach()))
-    found = _metrics(*(torch.cat(side) for side in zip(*parts, strict=True)))
-    return {**{f"train/{k}": v for k, v in found.items()}, **stepper.step()}
+    metrics = _metrics(*(torch.cat(side) for side in zip(*parts, strict=True)))
+    return {**{f"train/{k}": v for k, v in metrics.items()}, **stepper.step()}
 
 
 def _save(out: Path, model: RewardModel, stepper: Stepper, rows: Sequence[Mapping[str, float]]) -> None:

@@ -29,5 +29,5 @@ class SequenceScorer:
         starts = [0, *ends[:-1].tolist()]
         device = next(self._model.parameters()).device
         micro = pack(range(len(sequences)), sequences, [1] * len(sequences), starts, device)
-        found = self._forward.score(micro).logprobs.cpu().numpy()
-        return np.split(found, ends[:-1].tolist())
+        logprobs = self._forward.score(micro).logprobs.cpu().numpy()
+        return np.split(logprobs, ends[:-1].tolist())

@@ -116,14 +116,14 @@ def _step(
     stepper.zero_grad()
     for members in plan([len(s) for s in sequences], max_tokens):
         micro = pack(members, sequences, prompts, starts, device, positions)
-        found = forward.score(micro)
+        scores = forward.score(micro)
         c = weights.index_select(0, micro.indices)
-        loss = -(c * found.logprobs).sum()
+        loss = -(c * scores.logprobs).sum()
         if not math.isfinite(loss.item()):
             raise NonFinite(f"sft update {stepper.updates}: loss is {loss.item()}; weights left untouched")
         loss.backward()
         with torch.no_grad():
-            totals += torch.stack([loss, (c * found.entropy).sum(), (c * found.logprobs.exp()).sum()]).double().cpu()
+            totals += torch.stack([loss, (c * scores.entropy).sum(), (c * scores.logprobs.exp()).sum()]).double().cpu()
     stepped = stepper.step()
     names = ("sft/loss", "sft/entropy", "sft/target_probability")
     return {**dict(zip(names, totals.tolist(), strict=True)), **stepped}

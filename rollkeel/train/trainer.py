@@ -189,11 +189,11 @@ class LocalTrainer:
         seen = sheet.scores
         with torch.no_grad():
             about = {"entropy": seen.entropy, "topk_logprobs": seen.topk_logprobs}
-            found = objective(batch.tokens(seen.logprobs, **about, **shared))
-        metrics.update(found.metrics)
+            output = objective(batch.tokens(seen.logprobs, **about, **shared))
+        metrics.update(output.metrics)
         metrics["policy/entropy"] = float(seen.entropy.mean())
         metrics["policy/prob_mean"] = float(seen.logprobs.exp().mean())
-        return UpdateOutput(metrics, seen.logprobs, seen.entropy, found.keep, found.weight, seen.experts)
+        return UpdateOutput(metrics, seen.logprobs, seen.entropy, output.keep, output.weight, seen.experts)
 
     def _step(self, batch: TrainingBatch, loss_of: _LossOf, through_entropy: bool, experts: bool) -> dict[str, float]:
         """Forward, backward and optimizer step over all micro-batches, here and in the helpers; `optimizer/*` metrics."""

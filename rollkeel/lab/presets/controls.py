@@ -64,7 +64,7 @@ SANITY = Preset(
         ),
     ),
     notes=(
-        "Problems have 6 digits, of which the start model solves each with some probability; the paper picks 1,460 such problems.",
+        "Problems have 6 digits; the start model solves each with some probability; the paper picks 1,460 such problems.",
         "The sampler is bf16 and the trainer fp32; the paper trains in bf16.",
     ),
 )
