@@ -39,8 +39,6 @@ class RunConfig(Node):
     loop: Literal["sync", "budgeted", "async"] = "sync"
     """`sync` waits for every rollout of a step, `budgeted` is C3PO++: see `rollout.budget`, `async` samples while it trains:
     see `rollout.overlap`."""
-    schedule: str | None = None
-    """With `run.loop=async`: the `schedule.jsonl` of another run of this config, to be replayed bit for bit."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where trainer and embedded engine compute; `auto` takes a GPU if there is one."""
     threads: int = Field(default=1, ge=1)
@@ -105,8 +103,6 @@ class SftConfig(Node):
     """Largest norm of the gradient; a larger one is scaled down."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Tokens packed into one forward pass; whole sequences that do not see each other, and one longer than this is alone."""
-    label_noise: float = Field(default=0.07, ge=0, le=1)
-    """Share of demonstration steps made wrong on purpose (tasks that support it), so that RL has entropy left."""
     cache_dir: str | None = None
     """Warm starts keyed by content; None means `~/.cache/rollkeel/sft`."""
 
@@ -217,15 +213,12 @@ class RolloutConfig(Node):
     """Prompts (groups) per step."""
     samples: int = Field(default=8, ge=1)
     """Rollouts per prompt."""
-    drop_zero_variance: bool = False
-    """Leave groups whose rewards are all equal out of the batch (they are counted either way)."""
-    dynamic_rounds: int = Field(default=0, ge=0)
-    """DAPO's dynamic sampling: draw further prompts, in at most this many rounds, until `prompts` groups have rewards that
-    differ, and train on those alone. 0 is off."""
-    return_experts: bool = True
-    """Record the experts each token was routed to, where engine and model can, for `routing/flip_rate`."""
-    replay_routing: bool = False
-    """Train every token through the experts the engine recorded for it (rollout routing replay, Ma et al. 2025)."""
+    zero_variance: Literal["keep", "drop", "refill"] | Annotated[int, Field(ge=1)] = "keep"
+    """Groups whose rewards are all equal: `keep` them, `drop` them from the batch, or `refill` it with further prompts until
+    `prompts` groups have rewards that differ (DAPO's dynamic sampling), in at most 4 rounds; a number is `refill` with that many."""
+    routing: Literal["off", "record", "replay"] = "record"
+    """Experts each token was routed to: `record` them where engine and model can, for `routing/flip_rate`, or `replay` them in
+    training as well (rollout routing replay, Ma et al. 2025)."""
     failure_budget: float = Field(default=0.05, ge=0, le=1)
     """Share of a step's rollouts that may fail in engine or grader before the run stops."""
     budget: BudgetConfig = BudgetConfig()
@@ -233,8 +226,6 @@ class RolloutConfig(Node):
     overlap: OverlapConfig = OverlapConfig()
     """With `run.loop=async`."""
     environment: EnvironmentConfig = EnvironmentConfig()
-    lag: int = Field(default=0, ge=0)
-    """Experiment: steps between sampling a batch and training on it (with `run.loop=sync`); staleness is exactly that."""
 
 
 class OverlongConfig(Node):
@@ -291,10 +282,6 @@ class ObjectiveConfig(BaseModel):
 class AdvantageConfig(Node):
     name: Annotated[str, OrOwn("grpo", "dr_grpo", "rloo", "batch_std", "reinforce_plus_plus", "maxrl", "opo", "gpg", "grpo_passk", "pass@2", "pass@4", "pass@8", "reinforce_plus_plus_tokens", "reinforce_plus_plus_no_baseline")] | None = None  # fmt: skip
     """How rewards become credit; None takes the objective's own."""
-    only: Literal["all", "negative", "positive"] = "all"
-    """Experiment: advantages of the other sign become 0. Their tokens still count in denominators."""
-    shuffle: bool = False
-    """Control experiment: permute advantages over the batch's rollouts, so that nothing can be learnt."""
 
 
 class TrainConfig(Node):
@@ -316,9 +303,6 @@ class TrainConfig(Node):
     logprob_chunk: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at one time."""
     freeze_router: bool = Field(default=False, description="Leave the routers of a mixture as they are.")
-    rounding: Literal["none", "fp8_weights", "int8", "int4"] = "none"
-    """Compute with weights rounded as an engine of this dtype rounds them; gradients go straight through to the exact weights,
-    which are what is published and saved. With the same `engine.dtype` both sides compute one function: ρ = 1."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """γ: weight of KL(p‖ref); above 0 keeps a frozen copy of the start model."""
     kl_estimator: Literal["k1", "k2", "k3", "rk3", "uk3", "sk3"] = "k3"
@@ -371,6 +355,23 @@ class TraceConfig(Node):
     """Rollouts recorded of a step, the first ones."""
 
 
+class ExperimentConfig(Node):
+    """What only experiments and controls change."""
+
+    lag: int = Field(default=0, ge=0)
+    """Steps between sampling a batch and training on it (with `run.loop=sync`); staleness is exactly that."""
+    schedule: str | None = None
+    """With `run.loop=async`: the `schedule.jsonl` of another run of this config, to be replayed bit for bit."""
+    label_noise: float = Field(default=0.07, ge=0, le=1)
+    """Share of the warm start's demonstration steps made wrong on purpose (tasks that support it), so that RL has entropy left."""
+    advantages: Literal["all", "negative", "positive", "shuffled"] = "all"
+    """`negative`, `positive`: those of the other sign become 0, and their tokens still count in denominators. `shuffled` permutes
+    them over the batch's rollouts, so that nothing can be learnt."""
+    rounding: Literal["none", "fp8_weights", "int8", "int4"] = "none"
+    """The trainer computes with weights rounded as an engine of this dtype rounds them; gradients go straight through to the exact
+    weights, which are what is published and saved. With the same `engine.dtype` both sides compute one function: ρ = 1."""
+
+
 class Config(Node):
     """The whole tree. Section defaults are the default recipe."""
 
@@ -390,6 +391,7 @@ class Config(Node):
     report: ReportConfig = ReportConfig()
     alarms: AlarmConfig = AlarmConfig()
     trace: TraceConfig = TraceConfig()
+    experiment: ExperimentConfig = ExperimentConfig()
 
     def to_yaml(self) -> str:
         """The tree as YAML that `load` reads back to an equal tree."""

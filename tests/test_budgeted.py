@@ -164,7 +164,10 @@ def test_partial_groups_are_trained_at_once_with_a_leave_one_out_baseline(tmp_pa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rollout.dynamic_rounds=2"], r"rollout\.dynamic_rounds: expected 0 with run\.loop=budgeted, got 2"),
+        (
+            ["rollout.zero_variance=2"],
+            r"rollout\.zero_variance: expected keep or drop with run\.loop=budgeted, .*, got 2",
+        ),
         (["rollout.budget.train_capacity=3"], "train_capacity must be 0"),
         (["rollout.budget.group=whole"], "rollout.budget.group"),
     ],

@@ -184,7 +184,7 @@ def test_one_update_per_step_needs_no_old_pass_and_changes_nothing(
 
 
 def test_groups_without_variance_are_dropped_or_kept_as_asked(tmp_path: Path) -> None:
-    kept, dropped = run(tmp_path / "kept"), run(tmp_path / "dropped", "rollout.drop_zero_variance=true")
+    kept, dropped = run(tmp_path / "kept"), run(tmp_path / "dropped", "rollout.zero_variance=drop")
     assert kept[1]["groups/zero_variance"] == dropped[1]["groups/zero_variance"] > 0
     # Step 1 samples from the same weights: the batch alone differs.
     tokens = [found[1]["mismatch/tokens"] for found in (kept, dropped)]
@@ -202,7 +202,7 @@ def test_groups_without_variance_are_dropped_or_kept_as_asked(tmp_path: Path) ->
 
 
 def test_shuffle_deals_the_same_advantages_to_other_rollouts(plain: Path, tmp_path: Path) -> None:
-    run(tmp_path / "run", "run.steps=1", "advantages.shuffle=true")
+    run(tmp_path / "run", "run.steps=1", "experiment.advantages=shuffled")
     (mine, reward), (theirs, same_reward) = advantages(tmp_path / "run", 1), advantages(plain, 1)
     assert reward == same_reward
     assert sorted(mine.values()) == sorted(theirs.values())
@@ -240,7 +240,7 @@ def test_a_file_of_prompts_trains(tmp_path: Path) -> None:
 
 def test_a_run_in_which_no_group_has_variance_still_records_its_steps(tmp_path: Path) -> None:
     words = [*file_data(tmp_path, answer="no such answer is ever sampled"), "sft.enabled=false", "eval.every=0"]
-    found = run(tmp_path / "dropped", *words, "rollout.drop_zero_variance=true")
+    found = run(tmp_path / "dropped", *words, "rollout.zero_variance=drop")
     assert [r["step"] for r in found] == [0, 1, 2, 3]
     assert [r["version"] for r in found] == [0, 0, 0, 0]
     assert all(r["reward/mean"] == 0 and r["optimizer/updates"] == 0 for r in found[1:])
@@ -254,7 +254,7 @@ def test_a_run_with_nothing_to_learn_from_stops_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollkeel.loop.steps.BARREN_STEPS", 2)
-    words = [*file_data(tmp_path, answer="never"), "sft.enabled=false", "rollout.drop_zero_variance=true"]
+    words = [*file_data(tmp_path, answer="never"), "sft.enabled=false", "rollout.zero_variance=drop"]
     with pytest.raises(RunStopped, match="2 steps in a row had no group with differing rewards") as stopped:
         run(tmp_path / "run", *words)
     assert stopped.value.exit_code == 3
@@ -311,7 +311,7 @@ def test_experts_are_recorded_where_there_are_any_and_wanted(plain: Path, tmp_pa
         return [r.span.experts for r in to_rollouts(read_step(path / "rollouts" / "step_000001.parquet"))]
 
     assert all(e.shape[1:] == (2, 2) for e in spans(plain))
-    without = run(tmp_path / "without", "rollout.return_experts=false")
+    without = run(tmp_path / "without", "rollout.routing=off")
     assert spans(tmp_path / "without") == [None] * 32
     routed = {"routing/flip_rate", "routing/flipped_tokens"}
     assert without == [{k: v for k, v in row.items() if k not in routed} for row in rows(plain)]
@@ -482,7 +482,7 @@ def test_the_length_penalty_changes_credit_and_not_the_reported_reward(plain: Pa
 
 
 def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(plain: Path, tmp_path: Path) -> None:
-    found = run(tmp_path / "run", "rollout.dynamic_rounds=4")
+    found = run(tmp_path / "run", "rollout.zero_variance=4")
     at = 0
     for step, row in enumerate(found[1:], 1):
         table = read_step(tmp_path / "run" / "rollouts" / f"step_{step:06d}.parquet")
@@ -501,14 +501,14 @@ def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(plain: Path, t
         assert 1 <= row["rollout/dynamic_rounds"] <= 4
     # The first round is what a run without it samples.
     assert max(row["rollout/dynamic_rounds"] for row in found[1:]) > 1
-    one = run(tmp_path / "one", "rollout.dynamic_rounds=1", "run.steps=1")
-    dropped = run(tmp_path / "dropped", "rollout.drop_zero_variance=true", "run.steps=1")
+    one = run(tmp_path / "one", "rollout.zero_variance=1", "run.steps=1")
+    dropped = run(tmp_path / "dropped", "rollout.zero_variance=drop", "run.steps=1")
     extra = {"rollout/dynamic_rounds", "rollout/dynamic_discarded"}
     assert [{k: v for k, v in row.items() if k not in extra} for row in one] == dropped
 
 
 def test_rounds_of_failures_stop_the_run_in_the_first_one(tmp_path: Path, broken_grader: str) -> None:
-    words = [*file_data(tmp_path), f"data.grader={broken_grader}", "sft.enabled=false", "rollout.dynamic_rounds=9"]
+    words = [*file_data(tmp_path), f"data.grader={broken_grader}", "sft.enabled=false", "rollout.zero_variance=9"]
     with pytest.raises(GraderFailure, match=r"32 of 32 rollouts failed"):
         run(tmp_path / "run", *words, "run.steps=5")
 
@@ -525,7 +525,7 @@ def test_a_controller_sees_the_mismatch_even_where_one_update_is_the_old_pass(tm
 def test_the_dapo_recipe_uses_what_dapo_needs(tmp_path: Path) -> None:
     config = load("dapo", [*SHORT, f"run.dir={tmp_path / 'run'}"])
     assert config.objective.name == "dapo"
-    assert config.rollout.dynamic_rounds > 1
+    assert config.rollout.zero_variance == "refill"
     train(load("dapo", [*SHORT, "reward.overlong.buffer=2", f"run.dir={tmp_path / 'run'}"]))
     for row in rows(tmp_path / "run")[1:]:
         assert {"rollout/dynamic_rounds", "reward/overlong_penalty", "clip/high", "clip/low"} <= set(row)

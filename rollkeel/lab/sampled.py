@@ -33,9 +33,13 @@ class Sampled:
 
     def trainer(self, *, replay_routing: bool = False) -> LocalTrainer:
         """The trainer of these weights; nothing is ever updated."""
-        temperature = self.config.sampling.temperature
         return LocalTrainer(
-            self.policy, self.config.train, temperature=temperature, total_updates=1, replay_routing=replay_routing
+            self.policy,
+            self.config.train,
+            temperature=self.config.sampling.temperature,
+            total_updates=1,
+            replay_routing=replay_routing,
+            rounding=self.config.experiment.rounding,
         )
 
 

@@ -92,7 +92,9 @@ def credited(
     config: Config, objective: Objective, parts: Sequence[TrainingBatch], chosen: Sequence[Rollout]
 ) -> dict[str, float]:
     """Whether advantages follow rewards, where nothing but the reward makes them."""
-    added = config.reward.overlong.buffer or config.train.kl_in == "reward" or config.advantages.shuffle
+    added = (
+        config.reward.overlong.buffer or config.train.kl_in == "reward" or config.experiment.advantages == "shuffled"
+    )
     own = plugins.is_own(estimator(config, objective))  # may pay for what it likes
     return {} if added or own else oddities.credited(parts, chosen)
 
@@ -127,9 +129,9 @@ def credit_of(
     rewards = np.array([r.reward for r in rollouts], dtype=np.float64)
     rewards, metrics = shaped(rewards, lengths, config.reward.overlong, config.sampling.max_new_tokens, kl)
     credit = advantages.compute(estimator(config, objective), rewards, [r.group for r in rollouts], lengths)
-    if config.advantages.shuffle:
+    if config.experiment.advantages == "shuffled":
         credit = advantages.shuffle(credit, config.run.seed, step)
-    credit = advantages.one_sided(credit, config.advantages.only)
+    credit = advantages.one_sided(credit, config.experiment.advantages)
     return {r.id: float(c) for r, c in zip(rollouts, credit, strict=True)}, metrics
 
 

@@ -77,7 +77,7 @@ def sft(
     if kept is not None and kept.found():
         view.note(f"warm start goes on at step {kept.step} of {config.sft.steps}")
     source = prompt_source(config, policy, "sft")
-    noise = config.sft.label_noise
+    noise = config.experiment.label_noise
     with equipped(source.environment):
         return run_sft(
             policy,
@@ -103,6 +103,7 @@ def warm_start_key(config: Config) -> str:
         "model": config.model.model_dump(),
         "data": config.data.model_dump(),
         "sft": {k: v for k, v in config.sft.model_dump().items() if k not in ("cache_dir", "enabled")},
+        "label_noise": config.experiment.label_noise,
         "seed": config.run.seed,
         "chunk": config.train.logprob_chunk,
         "threads": config.run.threads,

@@ -13,7 +13,7 @@ from rollkeel.config import Config
 from rollkeel.errors import BadInput
 
 CONFIG, EVENTS = "config.yaml", "events.jsonl"
-OWNED = ("data", "sft", "run.seed", "rollout.samples")
+OWNED = ("data", "sft", "experiment.label_noise", "run.seed", "rollout.samples")
 """Sections and leaves that say what the rows so far are about. Of `data`, the file may have moved."""
 MOVED = ("data.path",)
 FREE = (

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from rollkeel import plugins
+from rollkeel import plugins, renamed
 from rollkeel.config import Config, parse_yaml
 from rollkeel.errors import BadInput, Corrupt, NonFinite
 from rollkeel.events import EventLog, write_atomic
@@ -109,7 +109,7 @@ class RunFolder:
         if problem := foreign_config(path):
             raise Corrupt(f"{file}: {problem}; put it back, and give changes on the command line behind --resume")
         try:
-            config = from_tree(parse_yaml(file.read_text(encoding="utf-8")))
+            config = from_tree(renamed.upgraded(parse_yaml(file.read_text(encoding="utf-8"))))
         except (BadInput, ValueError, yaml.YAMLError, AttributeError) as error:
             reason = " ".join(str(error).split())
             raise Corrupt(

@@ -52,7 +52,7 @@ def run(path: Path, *words: str) -> list[dict[str, Any]]:
 def test_a_grader_in_workers_gives_the_run_of_the_same_one_here(loop: str, words: list[str], tmp_path: Path) -> None:
     words = [*words, *LOOPS[loop]]
     there = run(tmp_path / "there", *words, "data.grader=there")
-    replay = [f"run.schedule={tmp_path / 'there' / 'schedule.jsonl'}"] if loop == "async" else []
+    replay = [f"experiment.schedule={tmp_path / 'there' / 'schedule.jsonl'}"] if loop == "async" else []
     here = run(tmp_path / "here", *words, *replay, "data.grader=here")
     assert here == there
     assert weights(tmp_path / "here") == weights(tmp_path / "there")

@@ -165,7 +165,11 @@ def wrong_advantages(e: Evidence) -> Cause | None:
         return None
     turned = agree.value < -limits.ADVANTAGE_AGREES
     why = (
-        "permuted, as advantages.shuffle says" if trace.facts.shuffled else "turned" if turned else "of other rollouts"
+        "permuted, as experiment.advantages says"
+        if trace.facts.shuffled
+        else "turned"
+        if turned
+        else "of other rollouts"
     )
     return Cause(
         id="wrong_advantages",
