@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from rollkeel import plugins, renamed
+from rollkeel import plugins
 from rollkeel.config import Config, ObjectiveConfig, parse_yaml
 from rollkeel.errors import BadInput, fault, nearest
 
@@ -72,7 +72,11 @@ def _read(recipe: str | Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         got = "an empty file" if tree is None else type(tree).__name__
         raise BadInput(f"recipe {path}: expected a mapping of sections, got {got}")
-    return renamed.upgraded(tree) if path.name == "config.yaml" else tree  # of a run folder
+    if path.name == "config.yaml" and "experiment" not in tree:  # of a run older than that section
+        from rollkeel.renamed import upgraded
+
+        return upgraded(tree)
+    return tree
 
 
 def _apply(tree: dict[str, Any], text: str, given: set[str]) -> None:
@@ -118,7 +122,9 @@ def _check_keys(tree: Any, model: type[BaseModel], where: str) -> None:
             if model.model_config.get("extra") == "allow":
                 continue
             unknown = f"config {path}: unknown key{nearest(str(key), list(model.model_fields), where)}"
-            raise BadInput(renamed.refusal(path, value) or unknown)
+            from rollkeel.renamed import refusal  # what is not old does without
+
+            raise BadInput(refusal(path, value) or unknown)
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             _check_keys({} if value is None else value, info.annotation, path)
 

@@ -31,8 +31,38 @@ RENAMED: dict[str, tuple[str, Translation]] = {
     "rollout.dynamic_rounds": ("rollout.zero_variance", lambda rounds: "refill" if rounds == 4 else rounds or None),
     "rollout.return_experts": ("rollout.routing", lambda on: None if on else "off"),
     "rollout.replay_routing": ("rollout.routing", lambda on: "replay" if on else None),
+    "sft.enabled": ("sft.steps", lambda on: None if on else 0),
+    "data.form": ("data.grader", lambda form: "code" if form == "tests" else None),
 }
-CONSTANTS: dict[str, tuple[Any, str]] = {}
+CONSTANTS: dict[str, tuple[Any, str]] = {
+    "model.seed": (0, ""),
+    "sft.min_lr_ratio": (0.1, ""),
+    "sft.clip_norm": (1.0, ""),
+    "sft.weight_decay": (0.0, "train.weight_decay"),
+    "sft.micro_batch_tokens": (8192, "train.micro_batch_tokens, and at least 8192"),
+    "sft.cache_dir": (None, "ROLLKEEL_CACHE in the environment"),
+    "engine.threads": (1, "run.threads, shared by the engine's processes"),
+    "engine.block_size": (16, ""),
+    "engine.prefill_tokens": (8192, ""),
+    "engine.prefix_sharing": (True, ""),
+    "engine.server.python": (None, "ROLLKEEL_SERVER_PYTHON in the environment"),
+    "engine.server.port": (0, "a free port"),
+    "engine.server.start_s": (300.0, "half of engine.deadline_s"),
+    "engine.server.silence_s": (120.0, "a fifth of engine.deadline_s"),
+    "engine.server.restarts": (3, ""),
+    "engine.server.probe_prompts": (8, ""),
+    "rollout.environment.threads": (8, ""),
+    "rollout.environment.deadline_s": (60.0, "6 times reward.graders.deadline_s"),
+    "reward.overlong.penalty": (1.0, ""),
+    "reward.graders.memory_mb": (1024, ""),
+    "reward.graders.wait_s": (900.0, "90 times reward.graders.deadline_s"),
+    "reward.graders.sandbox_token_file": (None, "ROLLKEEL_SANDBOX_TOKEN in the environment"),
+    "reward.graders.regrade": (0.02, ""),
+    "reward.graders.slow": (0.5, ""),
+    "train.eps": (1e-8, ""),
+    "train.logprob_chunk": (1024, ""),
+    "trace.sequences": (2, ""),
+}
 """Default of a setting that can no longer be set, and what it is now where that is not simply the default."""
 
 

@@ -38,9 +38,9 @@ ASYNC = [
     "checkpoint.every=5",
 ]
 VARIED = [
-    "sft.enabled=false",
+    "sft.steps=0",
     "sampling.max_new_tokens=32",
-    "reward.overlong={buffer: 32, penalty: 1.0}",
+    "reward.overlong={buffer: 32}",
     "engine.forward=fast",
     "engine.slots=2",
 ]
@@ -166,7 +166,7 @@ def test_ctrl_c_and_kill_lose_nothing_and_the_whole_run_replays(tmp_path: Path) 
 @pytest.mark.slow
 def test_a_killed_replay_goes_on_with_the_schedule(tmp_path: Path) -> None:
     run(tmp_path / "a", *VARIED)
-    words = [*ASYNC, *VARIED, f"experiment.schedule={tmp_path / 'a' / 'schedule.jsonl'}", "sft.enabled=false"]
+    words = [*ASYNC, *VARIED, f"experiment.schedule={tmp_path / 'a' / 'schedule.jsonl'}", "sft.steps=0"]
     process = start("train", *words, f"run.dir={tmp_path / 'b'}")
     wait_for(tmp_path / "b", process, "update", 7)
     process.kill()
@@ -180,9 +180,12 @@ def test_a_killed_replay_goes_on_with_the_schedule(tmp_path: Path) -> None:
     [
         (["engine.processes=0"], r"engine\.processes: expected at least 1 with run\.loop=async, got 0"),
         (["rollout.zero_variance=2"], r"rollout\.zero_variance: expected keep or drop with run\.loop=async, .*, got 2"),
-        (["experiment.lag=2"], r"rollout\.lag: expected 0 with run\.loop=async"),
-        (["experiment.schedule=/nowhere/schedule.jsonl"], r"run\.schedule=/nowhere/schedule\.jsonl: cannot be read"),
-        (["run.loop=sync", "experiment.schedule=x"], r"run\.schedule: expected run\.loop=async"),
+        (["experiment.lag=2"], r"experiment\.lag: expected 0 with run\.loop=async"),
+        (
+            ["experiment.schedule=/nowhere/schedule.jsonl"],
+            r"experiment\.schedule=/nowhere/schedule\.jsonl: cannot be read",
+        ),
+        (["run.loop=sync", "experiment.schedule=x"], r"experiment\.schedule: expected run\.loop=async"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_written(words: list[str], message: str, tmp_path: Path) -> None:

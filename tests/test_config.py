@@ -148,6 +148,11 @@ def test_the_settings_nearest_to_a_wrong_one_are_few(section: str, near: str) ->
     assert len(str(refused.value)) < 200
 
 
+def test_off_is_a_word_where_it_is_one_of_the_values() -> None:
+    config = load(None, ["rollout.routing=off", "alarms.on_alarm=off", "eval.greedy=off"])
+    assert (config.rollout.routing, config.alarms.on_alarm, config.eval.greedy) == ("off", "off", False)
+
+
 def test_a_value_is_not_a_section() -> None:
     with pytest.raises(BadInput, match="'steps' is a value, not a section"):
         load(None, ["run.steps=3", "run.steps.x=3"])

@@ -30,7 +30,7 @@ RL = [file.stem for file in FILES if file.stem != "ring_1t_sft"]
 Says = tuple[str, str, dict[str, Any]]
 # recipes, where in the paper, setting → value; `objective.*` beyond the name is what the built objective says of itself
 SAYS: list[Says] = [
-    ("ring_1t_sft", "Ring-1T §2.2", {"sft.lr": 2e-4, "sft.warmup_steps": 30, "sft.weight_decay": 0.1, "sft.micro_batch_tokens": 65536}),
+    ("ring_1t_sft", "Ring-1T §2.2", {"sft.lr": 2e-4, "sft.warmup_steps": 30, "train.weight_decay": 0.1, "train.micro_batch_tokens": 65536}),
     ("ring_1t_sft", "an RL stage follows in its own recipe", {"run.steps": 0, "experiment.label_noise": 0.0}),
     ("ring_1t_*_rl", "Ring-1T §2.3.4", {"train.betas": (0.9, 0.999), "train.weight_decay": 0.01, "train.kl_coefficient": 0.0, "train.freeze_router": True}),
     ("ring_1t_reasoning_rl", "Ring-1T §2.3.4", {"train.lr": 2e-6, "rollout.prompts": 480, "rollout.samples": 8, "sampling.max_new_tokens": 65536}),
@@ -111,7 +111,7 @@ def test_a_recipe_can_be_run_and_trains_as_the_papers_do(name: str) -> None:
     config = load(f"papers/{name}", ["engine.kind=local"])  # a server need not be installed here
     validate(config)
     assert config.sampling.max_new_tokens < (config.engine.max_length or 10**6)
-    assert (config.sampling.temperature, config.train.kl_coefficient, config.sft.enabled) == (1.0, 0.0, False)
+    assert (config.sampling.temperature, config.train.kl_coefficient, config.sft.steps) == (1.0, 0.0, 0)
     objective = built(config)
     assert (objective.aggregate == "sequence_sum", objective.advantage == "dr_grpo") == (name.startswith("dppo"),) * 2
 

@@ -61,6 +61,11 @@ def changed(key: str, value: Any) -> dict[str, Any]:
         ("rollout.drop_zero_variance=false", "rollout.drop_zero_variance is rollout.zero_variance now: leave it out"),
         ("rollout.dynamic_rounds=4", "rollout.dynamic_rounds is rollout.zero_variance now: set rollout.zero_variance=refill"),
         ("rollout.dynamic_rounds=3", "rollout.dynamic_rounds is rollout.zero_variance now: set rollout.zero_variance=3"),
+        ("sft.enabled=false", "sft.enabled is sft.steps now: set sft.steps=0"),
+        ("data.form=tests", "data.form is data.grader now: set data.grader=code"),
+        ("engine.block_size=32", "engine.block_size can no longer be set: it is 16; leave it out"),
+        ("engine.server.silence_s=60", "engine.server.silence_s can no longer be set: it is a fifth of engine.deadline_s; leave it out"),
+        ("sft.cache_dir=x", "sft.cache_dir can no longer be set: it is ROLLKEEL_CACHE in the environment; leave it out"),
         ("rollout.return_experts=false", "rollout.return_experts is rollout.routing now: set rollout.routing=off"),
     ],
 )  # fmt: skip
@@ -97,6 +102,12 @@ def test_the_config_of_an_older_run_means_the_same() -> None:
 def test_settings_of_an_older_run_that_exclude_each_other_now_are_refused() -> None:
     with pytest.raises(BadInput, match=r"^advantages\.shuffle=true: experiment\.advantages=negative excludes it now$"):
         upgraded(changed("advantages.shuffle", True))
+
+
+@pytest.mark.parametrize("key", CONSTANTS)
+def test_a_constant_of_an_older_run_must_be_what_it_is_now(key: str) -> None:
+    with pytest.raises(BadInput, match=f"^{key}=other: {key} can no longer be set: it is "):
+        upgraded(changed(key, "other"))
 
 
 def test_a_run_of_the_older_version_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

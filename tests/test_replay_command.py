@@ -256,7 +256,7 @@ SYNC = [
     "engine.dtype=fp8",
     "objective.phi={drop_rate: 0.05}",
     "rollout.zero_variance=3",
-    "reward.overlong={buffer: 2, penalty: 0.5}",
+    "reward.overlong.buffer=2",
     "train.kl_in=reward",
     "checkpoint.every=5",
 ]

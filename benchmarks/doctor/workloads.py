@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -286,8 +287,9 @@ def make(
         return 0.0
     shutil.rmtree(path, ignore_errors=True)
     began = time.perf_counter()
-    config = load(recipe, [*_today(words), f"sft.cache_dir={cache}"])
-    ended = run_once(config, path, patches, killed_at=killed_at, own_start=own_start)
+    config = load(recipe, _today(words))
+    with mock.patch.dict(os.environ, ROLLKEEL_CACHE=str(cache)):
+        ended = run_once(config, path, patches, killed_at=killed_at, own_start=own_start)
     gc.collect()
     seconds = time.perf_counter() - began
     label.write_text(json.dumps({"about": about, "ended": ended, "seconds": round(seconds, 2)}, indent=1) + "\n")

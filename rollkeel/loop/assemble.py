@@ -41,6 +41,8 @@ from rollkeel.types import Prompt, SamplingParams
 
 EVAL_SEED = 0x5EED
 """Mixed into the run seed for evaluation draws, so that they never repeat those of training."""
+PROBE_PROMPTS = 8
+"""Sequences whose log-probs are compared with the trainer's after every publication: some hundred tokens tell wrong weights."""
 REFILL_ROUNDS = 4
 """Most rounds of `rollout.zero_variance=refill`: enough for one useful prompt in four, and an end where there is none."""
 
@@ -117,17 +119,15 @@ def run_probes(config: Config, policy: Policy, source: PromptSource | None = Non
 
     `source`: of the training prompts, opened here where none is given and prompts are needed.
     """
-    count = config.engine.server.probe_prompts
-    if config.engine.kind == "local" or not count:
+    if config.engine.kind == "local":
         return None
     source = source or prompt_source(config, policy, "train")
-    if source.size is not None:
-        count = min(count, source.size)
+    count = min(PROBE_PROMPTS, source.size or PROBE_PROMPTS)
     prompts = [prompt.token_ids for prompt in source.prompts(range(count))]
     context = min(policy.context, config.engine.max_length or policy.context)
     return Probes(
         sequences=probe_sequences(prompts, policy.vocab_size, context),
-        trainer=SequenceScorer(policy.model, chunk=config.train.logprob_chunk),
+        trainer=SequenceScorer(policy.model),
         dtype="bf16" if config.engine.dtype == "fp32" and config.model.dtype == "bfloat16" else config.engine.dtype,
         tolerance=config.engine.server.tolerance,
     )

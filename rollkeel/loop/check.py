@@ -79,7 +79,7 @@ def _check_memory(config: Config) -> None:
         "rollout.prompts × rollout.samples": 0 if budgeted else groups * size.samples * ROLLOUT_BYTES,
         "rollout.budget.capacity": size.budget.capacity * ROLLOUT_BYTES if budgeted else 0,
         "eval.items × eval.samples": 0 if config.data.path else config.eval.items * config.eval.samples * ROLLOUT_BYTES,
-        "sft.batch_size": config.sft.batch_size * ROLLOUT_BYTES if config.sft.enabled else 0,
+        "sft.batch_size": config.sft.batch_size * ROLLOUT_BYTES if config.sft.steps else 0,
         "engine.slots": config.engine.slots * config.sampling.max_new_tokens * TOKEN_BYTES,
         "engine.processes": config.engine.processes * PROCESS_BYTES,
         "train.processes": (config.train.processes - 1) * PROCESS_BYTES,

@@ -32,6 +32,9 @@ from rollkeel.train.scores import Scores
 from rollkeel.train.trainer import LocalTrainer, UpdateOutput
 from rollkeel.types import Rollout, StepRollouts
 
+TRACED = 2
+"""Rollouts of a step whose tensors are recorded: one may be odd by itself, more cost a model's activations each."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OldScores:
@@ -66,7 +69,7 @@ def learn(run: Run, drawn: StepRollouts, clock: Clock) -> dict[str, float]:
         if trace.tensors_every and step % trace.tensors_every == 0:
             with clock.stage("trace"), run.trainer.computing():
                 about: dict[str, Any] = {"step": step, "version": version, "layers": trace.layers}
-                record_tensors(run.folder.tensors(step), run.trainer.model, chosen[: trace.sequences], **about)
+                record_tensors(run.folder.tensors(step), run.trainer.model, chosen[:TRACED], **about)
         whole = build_batch(chosen, None, objective.aggregate).to(run.trainer.device)
         old = passes(config.train, objective, run.trainer, whole, len(groups), clock)
         credit, measured = credit_of(config, objective, step, chosen, old)

@@ -16,7 +16,6 @@ from rollkeel.errors import BadInput, Corrupt
 from rollkeel.record.lock import is_locked
 from rollkeel.record.run_config import foreign_config
 from rollkeel.record.runfolder import CHECKPOINTS, CONFIG, EVENTS, METRICS, REPORT, rollout_files
-from rollkeel.renamed import upgraded
 from rollkeel.train import checkpoint
 
 
@@ -116,11 +115,15 @@ def _config(path: Path, problems: list[str]) -> tuple[str, dict[str, Any]]:
         return "", {}
     if problem := foreign_config(path.parent):
         problems.append(f"{path.name}: {problem}")
-    try:
-        return text, upgraded(tree) if isinstance(tree, dict) else {}
-    except BadInput as error:
-        problems.append(f"{path.name}: {error}")
-        return text, tree
+    tree = tree if isinstance(tree, dict) else {}
+    if "experiment" not in tree:  # older than that section
+        from rollkeel.renamed import upgraded
+
+        try:
+            return text, upgraded(tree)
+        except BadInput as error:
+            problems.append(f"{path.name}: {error}")
+    return text, tree
 
 
 def _jsonl(path: Path, problems: list[str]) -> list[dict[str, Any]]:

@@ -90,7 +90,6 @@ class LocalTrainer:
             self.model.named_parameters(),
             schedule,
             betas=config.betas,
-            eps=config.eps,
             weight_decay=config.weight_decay,
             clip_norm=config.clip_norm,
         )
@@ -101,18 +100,16 @@ class LocalTrainer:
                     f"train.processes={config.processes}: helper processes share CPU memory, the device is {self.device}"
                 )
             self.model.share_memory()
-        self._forward = PolicyForward(self.model, chunk=config.logprob_chunk)
+        self._forward = PolicyForward(self.model)
         self._rounding = Rounding(self.model, rounding)
         self._replay = self._forward.packed.replayable() if replay_routing else None
-        self._helpers = [
-            Helper(i, self.model, config.logprob_chunk, torch.get_num_threads()) for i in range(1, config.processes)
-        ]
+        self._helpers = [Helper(i, self.model, torch.get_num_threads()) for i in range(1, config.processes)]
         self._views: dict[str, torch.Tensor] | None = None
         self._reference: PolicyForward | None = None
         if config.kl_coefficient > 0:
             with self.computing():
                 frozen = copy.deepcopy(self.model).requires_grad_(False)
-            self._reference = PolicyForward(frozen, chunk=config.logprob_chunk)
+            self._reference = PolicyForward(frozen)
 
     def computing(self) -> AbstractContextManager[None]:
         """Inside, `model` holds the weights that passes compute with: rounded ones under `experiment.rounding`."""

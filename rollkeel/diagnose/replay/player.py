@@ -215,7 +215,7 @@ class Player:
         torch.set_num_threads(config.run.threads)
         policy = load_policy(config.model, resolve_device(config.run.device))
         folder = RunFolder(self.scratch, config, None)
-        if warm and config.sft.enabled and config.sft.steps > 0:
+        if warm and config.sft.steps > 0:
             warm_start(policy, config, self.view, self.stop, folder.events)
         self.run = assemble(config, folder, policy, self.view, self.stop, None if self.samples else IdleEngine())
         self._stack.callback(self.run.close)

@@ -25,10 +25,10 @@ from rollkeel.train import checkpoint
 
 FIXED = (
     "run.loop",
+    "run.seed",
     "experiment.schedule",
     "experiment.lag",
     "experiment.label_noise",
-    "run.seed",
     "model",
     "data",
     "sft",
