@@ -252,7 +252,7 @@ def test_a_stopped_process_counts_as_hanging(open_engine: Any) -> None:
 
 @pytest.mark.parametrize("fault", ["die_at_start", "slow_start"])
 def test_a_server_that_does_not_come_up_is_started_again(open_engine: Any, fault: str) -> None:
-    engine, backend = open_engine(publish=False, deadline_s=4.0)
+    engine, backend = open_engine(publish=False, deadline_s=12.0)
     backend.set(fault)
     assert engine.update_weights(weights(1.0, 1)).version == 1
     check([request(1)], {1: _only(engine, request(1))}, {1: 1.0})
