@@ -32,7 +32,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "dense": ("dense",),
     "bfloat16": ("default", "model.dtype=bfloat16", "train.lr=1e-3"),
     "short warm start": ("default", "sft.steps=60"),
-    "several updates": ("default", "train.updates_per_step=4", "rollout.lag=2"),
+    "several updates": ("default", "train.updates_per_step=4", "experiment.lag=2"),
     "sharp": ("default", "train.lr=3e-3", "sampling.temperature=0.6"),
     "addition": ("addition",),
     "c3po": ("c3po",),

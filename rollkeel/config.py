@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from rollkeel.plugins import OrOwn
 from rollkeel.yaml_numbers import dump_yaml, parse_yaml
@@ -24,6 +24,8 @@ class Node(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+OrOff = BeforeValidator(lambda value: "off" if value is False else value)
+"""YAML reads an unquoted `off` as false."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -39,20 +41,16 @@ class RunConfig(Node):
     loop: Literal["sync", "budgeted", "async"] = "sync"
     """`sync` waits for every rollout of a step, `budgeted` is C3PO++: see `rollout.budget`, `async` samples while it trains:
     see `rollout.overlap`."""
-    schedule: str | None = None
-    """With `run.loop=async`: the `schedule.jsonl` of another run of this config, to be replayed bit for bit."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where trainer and embedded engine compute; `auto` takes a GPU if there is one."""
     threads: int = Field(default=1, ge=1)
-    """CPU threads of the trainer process."""
+    """CPU threads of the trainer process; worker processes of the engine share as many."""
 
 
 class ModelConfig(Node):
     """Policy to train: `preset:<name>` or a Hugging Face folder or id."""
 
     path: str = Field(default="preset:tiny-qwen3-moe", description="`preset:<name>`, a Hugging Face folder, or an id.")
-    seed: int = 0
-    """Initialisation seed of a preset."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the trainer's weights and arithmetic."""
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
@@ -72,13 +70,12 @@ class DataConfig(Node):
     prompt_column: str = Field(default="prompt", description="Column of a file's prompts.")
     answer_column: str = "answer"
     """Column of a file's gold answers; a dot goes into a column of objects: `reward_model.ground_truth`."""
-    form: Literal["answers", "tests"] = "answers"
-    """`tests`: rows are code problems with tests in one of the forms of `rollkeel.tasks.tests_form`, graded by `code`."""
     solution_column: str | None = None
     """Worked answers, which SFT learns; None: it learns the answers."""
     split: str = Field(default="train", description="Split of a Hugging Face data set.")
     grader: str = "exact"
-    """Grader of file data; generated tasks bring their own."""
+    """Grader of file data; generated tasks bring their own. With `code`, rows are problems with tests in one of the forms of
+    `rollkeel.tasks.tests_form`."""
     grader_options: dict[str, Any] = Field(default_factory=dict)
     """Options of that grader."""
     eval_fraction: float = Field(default=0.1, ge=0, lt=1)
@@ -90,25 +87,14 @@ class DataConfig(Node):
 
 
 class SftConfig(Node):
-    """Supervised warm start on gold answers, loss on responses only, packed."""
+    """Supervised warm start on gold answers, loss on responses only, packed. `ROLLKEEL_CACHE` in the environment says where
+    warm starts are kept; without it that is `~/.cache/rollkeel`."""
 
-    enabled: bool = Field(default=True, description="Warm-start before RL.")
-    steps: int = Field(default=160, ge=0, description="Optimizer steps.")
+    steps: int = Field(default=160, ge=0, description="Optimizer steps before RL; 0 is no warm start.")
     batch_size: int = Field(default=64, ge=1)
     """Examples per optimizer step."""
-    lr: float = Field(default=5e-3, gt=0, description="Highest learning rate.")
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Cosine schedule ends at `lr * min_lr_ratio`."""
+    lr: float = Field(default=5e-3, gt=0, description="Highest learning rate; a cosine ends at a tenth of it.")
     warmup_steps: int = Field(default=10, ge=0, description="Optimizer steps of linear warm-up.")
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
-    clip_norm: float = Field(default=1.0, gt=0)
-    """Largest norm of the gradient; a larger one is scaled down."""
-    micro_batch_tokens: int = Field(default=8192, ge=1)
-    """Tokens packed into one forward pass; whole sequences that do not see each other, and one longer than this is alone."""
-    label_noise: float = Field(default=0.07, ge=0, le=1)
-    """Share of demonstration steps made wrong on purpose (tasks that support it), so that RL has entropy left."""
-    cache_dir: str | None = None
-    """Warm starts keyed by content; None means `~/.cache/rollkeel/sft`."""
 
 
 class ServerConfig(Node):
@@ -116,55 +102,36 @@ class ServerConfig(Node):
 
     url: str | None = None
     """Address of a running server, which is never started, restarted or ended; None starts one."""
-    python: str | None = None
-    """Interpreter that has the server installed; None takes `.venv-<kind>/bin/python` below the working folder, else ours."""
-    port: int = Field(default=0, ge=0, le=65535)
-    """0 takes a free one."""
-    start_s: float = Field(default=300.0, gt=0)
-    """Longest time from start to ready."""
-    silence_s: float = Field(default=120.0, gt=0)
-    """Longest time without a token of any request in flight; then the server counts as hung and is killed."""
-    restarts: int = Field(default=3, ge=0)
-    """Restarts in a row without a finished request before giving up."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further command line options of the server, `name: value`; they win over rollkeel's."""
-    probe_prompts: int = Field(default=8, ge=0)
-    """Sequences whose log-probs are compared with the trainer's after every publication; 0 compares none."""
     tolerance: float | None = Field(default=None, gt=0)
-    """Largest median of |engine − trainer| log-prob over the probes; None takes what the engine's dtype allows."""
+    """Largest median of |engine − trainer| log-prob over the probes that follow every publication; None takes what the engine's
+    dtype allows."""
 
 
 class EngineConfig(Node):
     """What samples. The numeric mode is independent of the trainer's."""
 
     kind: Annotated[str, OrOwn("local", "vllm", sglang=_PARKED)] = "local"
-    """`local` is the embedded engine, `vllm` a server (see `server`); its `block_size`, `prefill_tokens`, `forward`, `prefix_sharing`
-    and `processes` have no meaning there."""
+    """`local` is the embedded engine, `vllm` a server (see `server`), for which `forward` and `processes` have no meaning."""
     kv: Literal["recompute", "keep"] = "recompute"
     """KV of sequences that new weights find unfinished: computed again under them, or kept as older weights computed it."""
     dtype: Literal["fp32", "bf16", "fp8", "fp8_weights", "int8", "int4"] = "fp32"
     """`fp8` is weights and activations, `fp8_weights`/`int8`/`int4` weights only; router, norms, embeddings and head stay high precision."""
     processes: int = Field(default=0, ge=0)
     """Worker processes; 0 samples in this process."""
-    threads: int = Field(default=1, ge=1)
-    """CPU threads of each worker process."""
     slots: int = Field(default=128, ge=1)
     """Sequences decoded together, per process."""
-    block_size: int = Field(default=16, ge=1)
-    """Tokens per KV block."""
     max_length: int | None = None
     """Longest prompt + response, tokens, at most the model's context; None takes that context."""
     kv_memory_gb: float = Field(default=4.0, gt=0)
     """Most memory for the KV cache, per process; when it runs out the youngest sequence waits and is recomputed."""
-    prefill_tokens: int = Field(default=8192, ge=1)
-    """Tokens (with padding) prefilled in one forward pass."""
-    prefix_sharing: bool = True
-    """Compute and store a prompt's KV once for all requests with the same prompt."""
     forward: Literal["auto", "fast", "compiled", "transformers"] = "auto"
     """`fast` is rollkeel's own inference forward (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE), `compiled` the same with compiled
     decode steps (float32 on a CPU, extra `cpu`, compiled once), `transformers` fits the rest; `auto` takes the fastest that fits."""
     deadline_s: float = Field(default=600.0, gt=0)
-    """Longest silence before the engine counts as hung."""
+    """Longest silence before the engine counts as hung. A server has half of it to start, and is killed and started again after
+    a fifth of it without a token."""
     server: ServerConfig = ServerConfig()
 
 
@@ -206,10 +173,6 @@ class EnvironmentConfig(Node):
 
     turn_tokens: int = Field(default=0, ge=0)
     """Most tokens of one turn; 0 is no limit."""
-    threads: int = Field(default=8, ge=1)
-    """Environments at work at one time."""
-    deadline_s: float = Field(default=60.0, gt=0)
-    """Longest silence of all environments that owe an answer; those that hang are failures."""
 
 
 class RolloutConfig(Node):
@@ -217,15 +180,12 @@ class RolloutConfig(Node):
     """Prompts (groups) per step."""
     samples: int = Field(default=8, ge=1)
     """Rollouts per prompt."""
-    drop_zero_variance: bool = False
-    """Leave groups whose rewards are all equal out of the batch (they are counted either way)."""
-    dynamic_rounds: int = Field(default=0, ge=0)
-    """DAPO's dynamic sampling: draw further prompts, in at most this many rounds, until `prompts` groups have rewards that
-    differ, and train on those alone. 0 is off."""
-    return_experts: bool = True
-    """Record the experts each token was routed to, where engine and model can, for `routing/flip_rate`."""
-    replay_routing: bool = False
-    """Train every token through the experts the engine recorded for it (rollout routing replay, Ma et al. 2025)."""
+    zero_variance: Literal["keep", "drop", "refill"] | Annotated[int, Field(ge=1)] = "keep"
+    """Groups whose rewards are all equal: `keep` them, `drop` them from the batch, or `refill` it with further prompts until
+    `prompts` groups have rewards that differ (DAPO's dynamic sampling), in at most 4 rounds; a number is `refill` with that many."""
+    routing: Annotated[Literal["off", "record", "replay"], OrOff] = "record"
+    """Experts each token was routed to: `record` them where engine and model can, for `routing/flip_rate`, or `replay` them in
+    training as well (rollout routing replay, Ma et al. 2025)."""
     failure_budget: float = Field(default=0.05, ge=0, le=1)
     """Share of a step's rollouts that may fail in engine or grader before the run stops."""
     budget: BudgetConfig = BudgetConfig()
@@ -233,17 +193,13 @@ class RolloutConfig(Node):
     overlap: OverlapConfig = OverlapConfig()
     """With `run.loop=async`."""
     environment: EnvironmentConfig = EnvironmentConfig()
-    lag: int = Field(default=0, ge=0)
-    """Experiment: steps between sampling a batch and training on it (with `run.loop=sync`); staleness is exactly that."""
 
 
 class OverlongConfig(Node):
     """Soft overlong punishment (DAPO, Yu et al. 2025, eq. 13)."""
 
     buffer: int = Field(default=0, ge=0)
-    """Tokens before `sampling.max_new_tokens` over which the penalty grows from 0 to its full size; 0 is off."""
-    penalty: float = Field(default=1.0, ge=0)
-    """Taken off the reward of a response of full length."""
+    """Tokens before `sampling.max_new_tokens` over which 0 to 1 is taken off the reward; 0 is off."""
 
 
 class GradersConfig(Node):
@@ -252,21 +208,12 @@ class GradersConfig(Node):
     workers: int = Field(default=2, ge=1)
     """Processes for graders that are not trusted to return (`math`), and jobs in the sandbox at one time."""
     deadline_s: float = Field(default=10.0, gt=0)
-    """Of one grading in a worker; jobs in the sandbox have their own limits."""
-    memory_mb: int = Field(default=1024, ge=64)
-    """Of one worker, beyond what the grader takes when it is imported."""
-    wait_s: float = Field(default=900.0, gt=0)
-    """Longest wait for any one grading when its step needs it; then the run stops and names it."""
+    """Of one grading in a worker; jobs in the sandbox have their own limits. Environments that all are silent for 6 times it are
+    given up, and a step waits 90 times it for any one grading before the run stops and names it."""
     sandbox: str = "local"
-    """Where `code` runs: `local`, or the address of a `rollkeel sandbox serve`."""
-    sandbox_token_file: str | None = None
-    """Token of that server; None takes `ROLLKEEL_SANDBOX_TOKEN`."""
+    """Where `code` runs: `local`, or the address of a `rollkeel sandbox serve`, whose token is in `ROLLKEEL_SANDBOX_TOKEN`."""
     sandbox_level: Literal["restricted", "namespaces", "full"] = "namespaces"
     """Isolation below which nothing is run; every grading is then a failure."""
-    regrade: float = Field(default=0.02, ge=0, le=1)
-    """Share of rollouts, drawn by the seed, that are graded twice to find graders that do not agree with themselves; 0 is off."""
-    slow: float = Field(default=0.5, gt=0)
-    """Share of `deadline_s` above which a grading is reported as slow."""
 
 
 class RewardConfig(Node):
@@ -291,10 +238,6 @@ class ObjectiveConfig(BaseModel):
 class AdvantageConfig(Node):
     name: Annotated[str, OrOwn("grpo", "dr_grpo", "rloo", "batch_std", "reinforce_plus_plus", "maxrl", "opo", "gpg", "grpo_passk", "pass@2", "pass@4", "pass@8", "reinforce_plus_plus_tokens", "reinforce_plus_plus_no_baseline")] | None = None  # fmt: skip
     """How rewards become credit; None takes the objective's own."""
-    only: Literal["all", "negative", "positive"] = "all"
-    """Experiment: advantages of the other sign become 0. Their tokens still count in denominators."""
-    shuffle: bool = False
-    """Control experiment: permute advantages over the batch's rollouts, so that nothing can be learnt."""
 
 
 class TrainConfig(Node):
@@ -303,22 +246,19 @@ class TrainConfig(Node):
     """Optimizer updates of linear warm-up."""
     schedule: Literal["constant", "cosine"] = Field(default="constant", description="Learning rate behind the warm-up.")
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="AdamW's decay rates of both moments.")
-    eps: float = Field(default=1e-8, gt=0, description="AdamW's addition to the denominator.")
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="AdamW's decoupled weight decay, of the warm start as well."
+    )
     clip_norm: float = Field(default=1.0, gt=0)
     """Largest norm of the gradient; a larger one is scaled down."""
     updates_per_step: int = Field(default=4, ge=1)
     """Optimizer updates per batch of rollouts; the batch is split by whole groups."""
     micro_batch_tokens: int = Field(default=4096, ge=1)
-    """Prompt + response tokens per forward pass."""
+    """Prompt + response tokens per forward pass: whole sequences, and one longer than this is alone. The warm start packs at least
+    8192."""
     processes: int = Field(default=1, ge=1)
     """Processes that run forward and backward on shared weights; CPU only."""
-    logprob_chunk: int = Field(default=1024, ge=1)
-    """Tokens whose logits exist at one time."""
     freeze_router: bool = Field(default=False, description="Leave the routers of a mixture as they are.")
-    rounding: Literal["none", "fp8_weights", "int8", "int4"] = "none"
-    """Compute with weights rounded as an engine of this dtype rounds them; gradients go straight through to the exact weights,
-    which are what is published and saved. With the same `engine.dtype` both sides compute one function: ρ = 1."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """γ: weight of KL(p‖ref); above 0 keeps a frozen copy of the start model."""
     kl_estimator: Literal["k1", "k2", "k3", "rk3", "uk3", "sk3"] = "k3"
@@ -356,19 +296,35 @@ class ReportConfig(Node):
 class AlarmConfig(Node):
     """Early warning from several metrics together, see `rollkeel/record/alarms.py`."""
 
-    on_alarm: Literal["off", "warn", "checkpoint", "stop"] = "warn"
+    on_alarm: Annotated[Literal["off", "warn", "checkpoint", "stop"], OrOff] = "warn"
     """`warn` says it, `checkpoint` saves the state as well, `stop` ends the run behind that (exit code 3)."""
 
 
 class TraceConfig(Node):
-    """Tensors of the trainer, for `rollkeel analyze`: `tensors/step_000012.safetensors`. Metrics and tokens are `report`'s."""
+    """Tensors of the trainer on the first two rollouts of a step, for `rollkeel analyze`: `tensors/step_000012.safetensors`. Metrics
+    and tokens are `report`'s."""
 
     tensors_every: int = Field(default=0, ge=0)
     """Steps between recordings; 0 records none."""
     layers: tuple[int, ...] = ()
     """Record these layers only; empty is all of them."""
-    sequences: int = Field(default=2, ge=1)
-    """Rollouts recorded of a step, the first ones."""
+
+
+class ExperimentConfig(Node):
+    """What only experiments and controls change."""
+
+    lag: int = Field(default=0, ge=0)
+    """Steps between sampling a batch and training on it (with `run.loop=sync`); staleness is exactly that."""
+    schedule: str | None = None
+    """With `run.loop=async`: the `schedule.jsonl` of another run of this config, to be replayed bit for bit."""
+    label_noise: float = Field(default=0.07, ge=0, le=1)
+    """Share of the warm start's demonstration steps made wrong on purpose (tasks that support it), so that RL has entropy left."""
+    advantages: Literal["all", "negative", "positive", "shuffled"] = "all"
+    """`negative`, `positive`: those of the other sign become 0, and their tokens still count in denominators. `shuffled` permutes
+    them over the batch's rollouts, so that nothing can be learnt."""
+    rounding: Literal["none", "fp8_weights", "int8", "int4"] = "none"
+    """The trainer computes with weights rounded as an engine of this dtype rounds them; gradients go straight through to the exact
+    weights, which are what is published and saved. With the same `engine.dtype` both sides compute one function: ρ = 1."""
 
 
 class Config(Node):
@@ -390,6 +346,7 @@ class Config(Node):
     report: ReportConfig = ReportConfig()
     alarms: AlarmConfig = AlarmConfig()
     trace: TraceConfig = TraceConfig()
+    experiment: ExperimentConfig = ExperimentConfig()
 
     def to_yaml(self) -> str:
         """The tree as YAML that `load` reads back to an equal tree."""

@@ -89,4 +89,5 @@ def fault(error: Any) -> tuple[tuple[str, ...], str]:
     if first["type"] not in ("missing", "value_error"):  # whose words are ours
         for theirs, ours in _WORDS:
             said = re.sub(theirs, ours, said)
-    return tuple(map(str, first["loc"])), said if ", got" in said else f"{said}, got {first['input']!r:.80}"
+    place = tuple(str(part) for part in first["loc"] if not str(part).startswith("literal["))  # of a union
+    return place, said if ", got" in said else f"{said}, got {first['input']!r:.80}"

@@ -72,6 +72,10 @@ def _read(recipe: str | Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         got = "an empty file" if tree is None else type(tree).__name__
         raise BadInput(f"recipe {path}: expected a mapping of sections, got {got}")
+    if path.name == "config.yaml" and "experiment" not in tree:  # of a run older than that section
+        from rollkeel.renamed import upgraded
+
+        return upgraded(tree)
     return tree
 
 
@@ -117,7 +121,10 @@ def _check_keys(tree: Any, model: type[BaseModel], where: str) -> None:
         if info is None:
             if model.model_config.get("extra") == "allow":
                 continue
-            raise BadInput(f"config {path}: unknown key{nearest(str(key), list(model.model_fields), where)}")
+            unknown = f"config {path}: unknown key{nearest(str(key), list(model.model_fields), where)}"
+            from rollkeel.renamed import refusal  # what is not old does without
+
+            raise BadInput(refusal(path, value) or unknown)
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             _check_keys({} if value is None else value, info.annotation, path)
 

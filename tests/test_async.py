@@ -38,9 +38,9 @@ ASYNC = [
     "checkpoint.every=5",
 ]
 VARIED = [
-    "sft.enabled=false",
+    "sft.steps=0",
     "sampling.max_new_tokens=32",
-    "reward.overlong={buffer: 32, penalty: 1.0}",
+    "reward.overlong={buffer: 32}",
     "engine.forward=fast",
     "engine.slots=2",
 ]
@@ -85,7 +85,7 @@ def check(path: Path, steps: int = STEPS, bound: int = BOUND) -> int:
 
 
 def replayed(path: Path, of: Path, words: Sequence[str] = ()) -> None:
-    run(path, *words, f"run.schedule={of / 'schedule.jsonl'}")
+    run(path, *words, f"experiment.schedule={of / 'schedule.jsonl'}")
     assert_same(path, of)
     assert not (path / "schedule.jsonl").exists()
 
@@ -166,7 +166,7 @@ def test_ctrl_c_and_kill_lose_nothing_and_the_whole_run_replays(tmp_path: Path) 
 @pytest.mark.slow
 def test_a_killed_replay_goes_on_with_the_schedule(tmp_path: Path) -> None:
     run(tmp_path / "a", *VARIED)
-    words = [*ASYNC, *VARIED, f"run.schedule={tmp_path / 'a' / 'schedule.jsonl'}", "sft.enabled=false"]
+    words = [*ASYNC, *VARIED, f"experiment.schedule={tmp_path / 'a' / 'schedule.jsonl'}", "sft.steps=0"]
     process = start("train", *words, f"run.dir={tmp_path / 'b'}")
     wait_for(tmp_path / "b", process, "update", 7)
     process.kill()
@@ -179,10 +179,13 @@ def test_a_killed_replay_goes_on_with_the_schedule(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["engine.processes=0"], r"engine\.processes: expected at least 1 with run\.loop=async, got 0"),
-        (["rollout.dynamic_rounds=2"], r"rollout\.dynamic_rounds: expected 0 with run\.loop=async, got 2"),
-        (["rollout.lag=2"], r"rollout\.lag: expected 0 with run\.loop=async"),
-        (["run.schedule=/nowhere/schedule.jsonl"], r"run\.schedule=/nowhere/schedule\.jsonl: cannot be read"),
-        (["run.loop=sync", "run.schedule=x"], r"run\.schedule: expected run\.loop=async"),
+        (["rollout.zero_variance=2"], r"rollout\.zero_variance: expected keep or drop with run\.loop=async, .*, got 2"),
+        (["experiment.lag=2"], r"experiment\.lag: expected 0 with run\.loop=async"),
+        (
+            ["experiment.schedule=/nowhere/schedule.jsonl"],
+            r"experiment\.schedule=/nowhere/schedule\.jsonl: cannot be read",
+        ),
+        (["run.loop=sync", "experiment.schedule=x"], r"experiment\.schedule: expected run\.loop=async"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_written(words: list[str], message: str, tmp_path: Path) -> None:
@@ -198,12 +201,12 @@ def test_another_schedule_and_another_bound_are_refused_in_one_line(
 ) -> None:
     words = [*VARIED, "run.steps=6", "eval.every=0", *SHORTER]
     run(tmp_path / "a", *words)
-    schedule = f"run.schedule={tmp_path / 'a' / 'schedule.jsonl'}"
+    schedule = f"experiment.schedule={tmp_path / 'a' / 'schedule.jsonl'}"
     for other in (["checkpoint.every=4"], ["engine.processes=2"]):
         name = tmp_path / other[0]
         code, _, err = cli(capsys, "train", *ASYNC, *words, schedule, *other, f"run.dir={name}")
         assert (code, err.count("\n")) == (2, 1), (other, err)
-        assert "run.schedule" in err
+        assert "experiment.schedule" in err
     shutil.rmtree(tmp_path / "a" / "checkpoints" / "step_000006")  # as if killed behind step 5
     bounds = ["rollout.overlap.max_staleness=1", "run.loop=sync", "rollout.samples=5"]
     for bound, message in zip(

@@ -164,7 +164,10 @@ def test_partial_groups_are_trained_at_once_with_a_leave_one_out_baseline(tmp_pa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rollout.dynamic_rounds=2"], r"rollout\.dynamic_rounds: expected 0 with run\.loop=budgeted, got 2"),
+        (
+            ["rollout.zero_variance=2"],
+            r"rollout\.zero_variance: expected keep or drop with run\.loop=budgeted, .*, got 2",
+        ),
         (["rollout.budget.train_capacity=3"], "train_capacity must be 0"),
         (["rollout.budget.group=whole"], "rollout.budget.group"),
     ],
@@ -189,8 +192,8 @@ def test_broken_graders_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     data.write_text("".join(f'{{"prompt": "{i:02d}", "answer": "{i % 2}"}}\n' for i in range(60)))
     words = ["data.task=null", "data.options={}", f"data.path={data}", "data.grader=breaks_budgeted"]
     with pytest.raises(GraderFailure, match="the judge is gone"):
-        run(tmp_path / "run", *words, "sft.enabled=false")
-    found = run(tmp_path / "free", *words, "sft.enabled=false", "rollout.failure_budget=1")
+        run(tmp_path / "run", *words, "sft.steps=0")
+    found = run(tmp_path / "free", *words, "sft.steps=0", "rollout.failure_budget=1")
     assert all(row["pool/failed"] == row["failures/grader"] == row["pool/finished"] > 0 for row in found[1:])
     assert all(row["optimizer/updates"] == 0 for row in found[1:])
     assert sum(row["pool/returned"] for row in found[1:]) > 0  # lost prompts are asked again

@@ -24,7 +24,7 @@ from rollkeel.record.rollout_store import read_step, to_rollouts
 from rollkeel.tasks import names as task_names
 from rollkeel.types import GraderSpec
 
-QUICK = [*TINY, "sft.enabled=false", "run.steps=1", "rollout.prompts=2", "eval.items=2"]
+QUICK = [*TINY, "sft.steps=0", "run.steps=1", "rollout.prompts=2", "eval.items=2"]
 
 
 def jsonl(path: Path, *records: object) -> Path:
@@ -465,7 +465,7 @@ def test_stages_chain_through_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(to_rollouts(read_step(tmp_path / "answers.parquet"))) == 16
 
     run = tmp_path / "run"
-    code, _, err = cli(capsys, "train", *model, "run.steps=1", "sft.enabled=false", f"run.dir={run}")
+    code, _, err = cli(capsys, "train", *model, "run.steps=1", "sft.steps=0", f"run.dir={run}")
     assert (code, err) == (0, "")
     assert rows(run)[0]["eval/runsum/avg@k"] == pytest.approx(scores["eval/runsum/avg@k"], abs=1e-6)
     (run / "report.html").unlink()

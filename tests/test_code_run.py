@@ -35,7 +35,6 @@ WORDS = [
     "eval.every=0",
     "checkpoint.every=0",
     "reward.graders.sandbox_level=restricted",
-    "reward.graders.regrade=0",
 ]
 FAMILIES = {
     "programs": ["data.options.level=1"],
@@ -72,10 +71,10 @@ def test_killing_the_server_all_the_time_changes_nothing(
 
     words = [*WORDS, f"data.task={family}", *FAMILIES[family]]
     here = train(load(None, [*words, f"run.dir={tmp_path / 'here'}"]))
-    (tmp_path / "mine").write_text(TOKEN)
+    monkeypatch.setenv("ROLLKEEL_SANDBOX_TOKEN", TOKEN)
     server, over, kills = Server(tmp_path, "--minimum", "restricted"), threading.Event(), []
     killer = threading.Thread(target=lambda: kills.extend(kills_until(over, server)))
-    remote = [f"reward.graders.sandbox={server.url}", f"reward.graders.sandbox_token_file={tmp_path / 'mine'}"]
+    remote = [f"reward.graders.sandbox={server.url}"]
     killer.start()
     try:
         there = train(load(None, [*words, *remote, f"run.dir={tmp_path / 'there'}"]))

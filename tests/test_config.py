@@ -138,12 +138,19 @@ def test_every_setting_says_what_it_expected_in_our_words(value: str) -> None:
     ] == []
 
 
-@pytest.mark.parametrize(("section", "near"), [("nosuch", "run.schedule"), ("engine.kin", "did you mean engine.kind?")])
+@pytest.mark.parametrize(
+    ("section", "near"), [("nosuch", "experiment.schedule"), ("engine.kin", "did you mean engine.kind?")]
+)
 def test_the_settings_nearest_to_a_wrong_one_are_few(section: str, near: str) -> None:
     with pytest.raises(BadInput) as refused:
         leaves(section)
     assert near in str(refused.value)
     assert len(str(refused.value)) < 200
+
+
+def test_off_is_a_word_where_it_is_one_of_the_values() -> None:
+    config = load(None, ["rollout.routing=off", "alarms.on_alarm=off", "eval.greedy=off"])
+    assert (config.rollout.routing, config.alarms.on_alarm, config.eval.greedy) == ("off", "off", False)
 
 
 def test_a_value_is_not_a_section() -> None:

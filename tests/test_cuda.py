@@ -64,7 +64,7 @@ def test_a_run_trains_on_the_gpu(tmp_path: Path) -> None:
         "default",
         [
             "run.device=cuda", "run.steps=3", "sft.steps=20", "eval.items=8", "eval.samples=2",
-            f"run.dir={tmp_path / 'run'}", f"sft.cache_dir={tmp_path / 'cache'}",
+            f"run.dir={tmp_path / 'run'}", 
         ],
     )  # fmt: skip
     folder = train(config)

@@ -17,7 +17,7 @@ from rollkeel.record.glossary import GLOSSARY, meaning, page
 LOOPS = {
     "sync": (
         "reward.overlong.buffer=2",
-        "rollout.dynamic_rounds=3",
+        "rollout.zero_variance=3",
         "objective={name: ac_mis_po}",
         "train.kl_in=reward",
     ),

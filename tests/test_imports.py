@@ -39,6 +39,7 @@ FOUNDATIONS = {
     "yaml_numbers",
     "plugins",
     "recipe",
+    "renamed",
     "errors",
     "events",
     "models",
@@ -55,7 +56,8 @@ OF_FOUNDATIONS = {
     "config": {"errors", "plugins", "yaml_numbers"},
     "config_table": {"config", "errors"},
     "plugins": {"errors", "events"},
-    "recipe": {"config", "errors", "plugins"},
+    "recipe": {"config", "errors", "plugins", "renamed"},
+    "renamed": {"errors"},
     "events": {"errors"},
     "models": {"errors", "types", "config", "events"},
 }

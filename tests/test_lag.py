@@ -20,7 +20,7 @@ from rollkeel.record import checks
 from rollkeel.record.rollout_store import read_step, to_rollouts
 
 LAG, UPDATES = 3, 2
-LAGGED = [*TINY, f"rollout.lag={LAG}"]
+LAGGED = [*TINY, f"experiment.lag={LAG}"]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_the_first_batches_are_those_of_the_start_model(
     """With a step size of nothing the weights stay, which would stop any other run, and so do the rollouts of every batch."""
     monkeypatch.setattr(checks, "CHECKS", tuple(c for c in checks.CHECKS if c.name != "unchanged"))
     still = ["train.lr=1e-30", "run.steps=6", "eval.every=0"]
-    plain, lagged = run(tmp_path / "a", *still), run(tmp_path / "b", *still, "rollout.lag=5")
+    plain, lagged = run(tmp_path / "a", *still), run(tmp_path / "b", *still, "experiment.lag=5")
     for one, two in zip(plain, lagged, strict=True):
         names = [k for k in one if k.startswith(("reward/", "rollout/", "failures/"))]
         assert {k: one[k] for k in names} == {k: two[k] for k in names}
@@ -99,7 +99,7 @@ def test_ctrl_c_while_the_queue_fills_starts_over(whole: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_dynamic_sampling_draws_its_prompts_when_it_samples(tmp_path: Path) -> None:
-    words = ["rollout.dynamic_rounds=3", "rollout.lag=2", "run.steps=6", "eval.every=0", "checkpoint.keep=9"]
+    words = ["rollout.zero_variance=3", "experiment.lag=2", "run.steps=6", "eval.every=0", "checkpoint.keep=9"]
     found = run(tmp_path / "a", *words)
     seen: list[int] = []
     for step in range(1, 7):
@@ -119,8 +119,8 @@ def test_dynamic_sampling_draws_its_prompts_when_it_samples(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rollout.lag=2"], "rollout.lag: the checkpoint has 3, got 2"),
-        (["rollout.lag=0"], "got one of sync with rollout.lag"),
+        (["experiment.lag=2"], "experiment.lag: the checkpoint has 3, got 2"),
+        (["experiment.lag=0"], "got one of sync with experiment.lag"),
         (["run.steps=20"], "the checkpoint has batches up to step 12, got 20"),
     ],
 )
@@ -136,6 +136,6 @@ def test_resume_that_could_not_keep_the_lag_changes_nothing(
 
 @pytest.mark.parametrize("loop", ["budgeted", "async"])
 def test_other_loops_refuse_a_lag(loop: str, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=f"rollout.lag: expected 0 with run.loop={loop}, got 3"):
-        run(tmp_path / "run", "rollout.lag=3", f"run.loop={loop}", "engine.processes=1")
+    with pytest.raises(BadInput, match=f"experiment.lag: expected 0 with run.loop={loop}, got 3"):
+        run(tmp_path / "run", "experiment.lag=3", f"run.loop={loop}", "engine.processes=1")
     assert not (tmp_path / "run").exists()

@@ -33,6 +33,6 @@ def test_default_recipe_lifts_held_out_accuracy(tmp_path: Path) -> None:
 
 
 def test_shuffled_advantages_teach_nothing(tmp_path: Path) -> None:
-    start, end = accuracies(tmp_path / "run", "advantages.shuffle=true")
+    start, end = accuracies(tmp_path / "run", "experiment.advantages=shuffled")
     print(f"held-out accuracy with shuffled advantages {start:.3f} → {end:.3f}")
     assert end - start < 0.05

@@ -56,7 +56,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_same_config_and_seed_give_the_same_bits_and_another_seed_does_not(plain: Path, tmp_path: Path) -> None:
     assert run(tmp_path / "again") == rows(plain)
     assert weights(tmp_path / "again") == weights(plain)
-    other = run(tmp_path / "other", "run.seed=1", "sft.enabled=false")
+    other = run(tmp_path / "other", "run.seed=1", "sft.steps=0")
     assert [r["policy/entropy"] for r in other[1:]] != [r["policy/entropy"] for r in rows(plain)[1:]]
 
 
@@ -70,9 +70,7 @@ def test_a_run_works_in_a_thread(tmp_path: Path, capsys: pytest.CaptureFixture[s
     """A notebook, a server or a Ray actor calls from one, where Python refuses signal handlers."""
     before = signal.getsignal(signal.SIGINT)
     with ThreadPoolExecutor(1) as threads:
-        assert (
-            len(threads.submit(run, tmp_path / "run", "run.steps=1", "sft.enabled=false", "eval.items=1").result()) == 2
-        )
+        assert len(threads.submit(run, tmp_path / "run", "run.steps=1", "sft.steps=0", "eval.items=1").result()) == 2
     assert "did not learn: runsum avg@k" in (out := capsys.readouterr().out), "one item shows nothing"
     assert "95 % interval -1." in out
     assert signal.getsignal(signal.SIGINT) is before
@@ -87,8 +85,6 @@ def test_what_does_not_change_the_arithmetic_does_not_change_the_run(plain: Path
         "checkpoint.every=2",
         "report.rollouts=false",
         "engine.slots=5",
-        "engine.block_size=8",
-        "engine.prefix_sharing=false",
     )
     names = [k for k in rows(plain)[1] if k.split("/")[0] in ("reward", "rollout", "optimizer", "policy", "loss")]
     for mine, theirs in zip(found[1:], rows(plain)[1:], strict=True):
@@ -184,7 +180,7 @@ def test_one_update_per_step_needs_no_old_pass_and_changes_nothing(
 
 
 def test_groups_without_variance_are_dropped_or_kept_as_asked(tmp_path: Path) -> None:
-    kept, dropped = run(tmp_path / "kept"), run(tmp_path / "dropped", "rollout.drop_zero_variance=true")
+    kept, dropped = run(tmp_path / "kept"), run(tmp_path / "dropped", "rollout.zero_variance=drop")
     assert kept[1]["groups/zero_variance"] == dropped[1]["groups/zero_variance"] > 0
     # Step 1 samples from the same weights: the batch alone differs.
     tokens = [found[1]["mismatch/tokens"] for found in (kept, dropped)]
@@ -202,7 +198,7 @@ def test_groups_without_variance_are_dropped_or_kept_as_asked(tmp_path: Path) ->
 
 
 def test_shuffle_deals_the_same_advantages_to_other_rollouts(plain: Path, tmp_path: Path) -> None:
-    run(tmp_path / "run", "run.steps=1", "advantages.shuffle=true")
+    run(tmp_path / "run", "run.steps=1", "experiment.advantages=shuffled")
     (mine, reward), (theirs, same_reward) = advantages(tmp_path / "run", 1), advantages(plain, 1)
     assert reward == same_reward
     assert sorted(mine.values()) == sorted(theirs.values())
@@ -239,8 +235,8 @@ def test_a_file_of_prompts_trains(tmp_path: Path) -> None:
 
 
 def test_a_run_in_which_no_group_has_variance_still_records_its_steps(tmp_path: Path) -> None:
-    words = [*file_data(tmp_path, answer="no such answer is ever sampled"), "sft.enabled=false", "eval.every=0"]
-    found = run(tmp_path / "dropped", *words, "rollout.drop_zero_variance=true")
+    words = [*file_data(tmp_path, answer="no such answer is ever sampled"), "sft.steps=0", "eval.every=0"]
+    found = run(tmp_path / "dropped", *words, "rollout.zero_variance=drop")
     assert [r["step"] for r in found] == [0, 1, 2, 3]
     assert [r["version"] for r in found] == [0, 0, 0, 0]
     assert all(r["reward/mean"] == 0 and r["optimizer/updates"] == 0 for r in found[1:])
@@ -254,7 +250,7 @@ def test_a_run_with_nothing_to_learn_from_stops_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollkeel.loop.steps.BARREN_STEPS", 2)
-    words = [*file_data(tmp_path, answer="never"), "sft.enabled=false", "rollout.drop_zero_variance=true"]
+    words = [*file_data(tmp_path, answer="never"), "sft.steps=0", "rollout.zero_variance=drop"]
     with pytest.raises(RunStopped, match="2 steps in a row had no group with differing rewards") as stopped:
         run(tmp_path / "run", *words)
     assert stopped.value.exit_code == 3
@@ -279,7 +275,7 @@ def broken_grader() -> str:
 
 
 def test_broken_graders_stop_the_run_and_never_score_zero(tmp_path: Path, broken_grader: str) -> None:
-    words = [*file_data(tmp_path), f"data.grader={broken_grader}", "sft.enabled=false"]
+    words = [*file_data(tmp_path), f"data.grader={broken_grader}", "sft.steps=0"]
     with pytest.raises(GraderFailure, match=r"32 of 32 rollouts failed.*ValueError: the judge is gone") as stopped:
         run(tmp_path / "run", *words)
     assert stopped.value.exit_code == 3
@@ -290,7 +286,7 @@ def test_broken_graders_stop_the_run_and_never_score_zero(tmp_path: Path, broken
 
 
 def test_failures_within_the_budget_are_counted_and_left_out(tmp_path: Path, broken_grader: str) -> None:
-    words = [*file_data(tmp_path), f"data.grader={broken_grader}", "sft.enabled=false", "rollout.failure_budget=1"]
+    words = [*file_data(tmp_path), f"data.grader={broken_grader}", "sft.steps=0", "rollout.failure_budget=1"]
     last = run(tmp_path / "run", *words)[-1]
     assert (last["failures/grader"], last["groups/count"], last["optimizer/updates"]) == (32, 0, 0)
     assert "reward/mean" not in last
@@ -311,14 +307,14 @@ def test_experts_are_recorded_where_there_are_any_and_wanted(plain: Path, tmp_pa
         return [r.span.experts for r in to_rollouts(read_step(path / "rollouts" / "step_000001.parquet"))]
 
     assert all(e.shape[1:] == (2, 2) for e in spans(plain))
-    without = run(tmp_path / "without", "rollout.return_experts=false")
+    without = run(tmp_path / "without", "rollout.routing=off")
     assert spans(tmp_path / "without") == [None] * 32
     routed = {"routing/flip_rate", "routing/flipped_tokens"}
     assert without == [{k: v for k, v in row.items() if k not in routed} for row in rows(plain)]
     # An engine that runs any architecture through transformers sees its routers too.
     general = run(tmp_path / "general", "engine.forward=transformers", "run.steps=1")
     assert general[1]["routing/flip_rate"] == 0
-    dense = run(tmp_path / "dense", "model.path=preset:tiny-qwen3", "run.steps=1", "sft.enabled=false")
+    dense = run(tmp_path / "dense", "model.path=preset:tiny-qwen3", "run.steps=1", "sft.steps=0")
     assert not routed & set(dense[1])
     assert spans(tmp_path / "dense") == [None] * 32
 
@@ -379,7 +375,7 @@ def test_a_run_is_made_of_the_pieces_of_its_config(tmp_path: Path, monkeypatch: 
     seen: list[Run] = []
     monkeypatch.setattr("rollkeel.loop.job.train_steps", lambda made, first: seen.append(made))
     monkeypatch.setattr("rollkeel.loop.job._last_word", lambda made: None)
-    words = ["sft.enabled=false", "engine.dtype=int8", "objective.name=icepop", "sampling.top_k=5", "run.seed=3"]
+    words = ["sft.steps=0", "engine.dtype=int8", "objective.name=icepop", "sampling.top_k=5", "run.seed=3"]
     train(load(None, [*SHORT, *words, f"run.dir={tmp_path / 'run'}"]))
     (made,) = seen
     assert (made.engine.capabilities.dtype, made.objective.name, made.sampling.top_k) == ("int8", "icepop", 5)
@@ -406,7 +402,7 @@ def test_the_best_tokens_travel_from_the_engine_to_the_objective(words: list[str
 
 def test_more_best_tokens_than_there_are_is_refused_before_anything_is_sampled(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="needs the 300 most likely tokens, the vocabulary has 288"):
-        run(tmp_path / "run", "objective.name=dppo_topk_tv", "objective.k=300", "sft.enabled=false")
+        run(tmp_path / "run", "objective.name=dppo_topk_tv", "objective.k=300", "sft.steps=0")
 
 
 def test_effective_sample_size_is_that_of_the_weight_that_is_used(tmp_path: Path) -> None:
@@ -465,11 +461,11 @@ def test_kl_in_the_reward_leaves_the_loss_and_pulls_to_the_start(tmp_path: Path)
 
 
 def test_the_length_penalty_changes_credit_and_not_the_reported_reward(plain: Path, tmp_path: Path) -> None:
-    found = run(tmp_path / "run", "reward.overlong={buffer: 3, penalty: 0.25}", "run.steps=1")
+    found = run(tmp_path / "run", "reward.overlong.buffer=3", "run.steps=1")
     credit, reward = advantages(tmp_path / "run", 1)
     assert found[1]["reward/mean"] == rows(plain)[1]["reward/mean"]
     drawn = to_rollouts(read_step(tmp_path / "run" / "rollouts" / "step_000001.parquet"))
-    lost = {r.id: 0.25 * max(len(r.span) - 1, 0) / 3 for r in drawn}
+    lost = {r.id: max(len(r.span) - 1, 0) / 3 for r in drawn}
     assert found[1]["reward/overlong_penalty"] == pytest.approx(np.mean(list(lost.values())))
     assert found[1]["reward/overlong_share"] == pytest.approx(np.mean([v > 0 for v in lost.values()]))
     for r in drawn:
@@ -482,7 +478,7 @@ def test_the_length_penalty_changes_credit_and_not_the_reported_reward(plain: Pa
 
 
 def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(plain: Path, tmp_path: Path) -> None:
-    found = run(tmp_path / "run", "rollout.dynamic_rounds=4")
+    found = run(tmp_path / "run", "rollout.zero_variance=4")
     at = 0
     for step, row in enumerate(found[1:], 1):
         table = read_step(tmp_path / "run" / "rollouts" / f"step_{step:06d}.parquet")
@@ -501,14 +497,14 @@ def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(plain: Path, t
         assert 1 <= row["rollout/dynamic_rounds"] <= 4
     # The first round is what a run without it samples.
     assert max(row["rollout/dynamic_rounds"] for row in found[1:]) > 1
-    one = run(tmp_path / "one", "rollout.dynamic_rounds=1", "run.steps=1")
-    dropped = run(tmp_path / "dropped", "rollout.drop_zero_variance=true", "run.steps=1")
+    one = run(tmp_path / "one", "rollout.zero_variance=1", "run.steps=1")
+    dropped = run(tmp_path / "dropped", "rollout.zero_variance=drop", "run.steps=1")
     extra = {"rollout/dynamic_rounds", "rollout/dynamic_discarded"}
     assert [{k: v for k, v in row.items() if k not in extra} for row in one] == dropped
 
 
 def test_rounds_of_failures_stop_the_run_in_the_first_one(tmp_path: Path, broken_grader: str) -> None:
-    words = [*file_data(tmp_path), f"data.grader={broken_grader}", "sft.enabled=false", "rollout.dynamic_rounds=9"]
+    words = [*file_data(tmp_path), f"data.grader={broken_grader}", "sft.steps=0", "rollout.zero_variance=9"]
     with pytest.raises(GraderFailure, match=r"32 of 32 rollouts failed"):
         run(tmp_path / "run", *words, "run.steps=5")
 
@@ -525,7 +521,7 @@ def test_a_controller_sees_the_mismatch_even_where_one_update_is_the_old_pass(tm
 def test_the_dapo_recipe_uses_what_dapo_needs(tmp_path: Path) -> None:
     config = load("dapo", [*SHORT, f"run.dir={tmp_path / 'run'}"])
     assert config.objective.name == "dapo"
-    assert config.rollout.dynamic_rounds > 1
+    assert config.rollout.zero_variance == "refill"
     train(load("dapo", [*SHORT, "reward.overlong.buffer=2", f"run.dir={tmp_path / 'run'}"]))
     for row in rows(tmp_path / "run")[1:]:
         assert {"rollout/dynamic_rounds", "reward/overlong_penalty", "clip/high", "clip/low"} <= set(row)

@@ -176,7 +176,7 @@ def test_stages_take_own_code_too(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_tracker_and_an_engine(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*OWN, "run.steps=1", "sft.enabled=false", "engine.kind=mine.py:engine", "report.trackers=[mine.py:Log]"]
+    words = [*OWN, "run.steps=1", "sft.steps=0", "engine.kind=mine.py:engine", "report.trackers=[mine.py:Log]"]
     assert cli(capsys, "train", *words, "run.dir=run")[0] == 0
     assert (here / "run" / "mine.txt").read_text() == "0\n1\n"
 

@@ -164,7 +164,7 @@ def test_gold_answers_that_earn_nothing_are_refused_with_what_came_or_told_witho
     said = refused(capsys, *words)
     assert "a gold answer earns 0 (no), on the response '" in said
     assert "and so does that of each of 4 problems tried" in said
-    code, out, err = cli(capsys, "train", *BASE, *words, "sft.enabled=false", "run.steps=1", "run.dir=run")
+    code, out, err = cli(capsys, "train", *BASE, *words, "sft.steps=0", "run.steps=1", "run.dir=run")
     assert (code, err) == (0, "")
     assert "check at step 0: reward_untold: grader graders.py:types" in out
     assert '"check": "reward_untold"' in Path("run/events.jsonl").read_text()
@@ -183,7 +183,7 @@ def test_rows_that_a_grader_of_ours_cannot_read_are_refused(capsys: pytest.Captu
 def test_rewards_that_do_not_tell_right_from_wrong_are_told(
     name: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*FILE, f"data.grader=graders.py:{name}", "sft.enabled=false", "run.steps=1", "run.dir=run"]
+    words = [*FILE, f"data.grader=graders.py:{name}", "sft.steps=0", "run.steps=1", "run.dir=run"]
     code, out, err = cli(capsys, "train", *BASE, *words)
     assert (code, err) == (0, "")
     assert ("check at step 0: reward_untold" in out) == bool(told)
@@ -241,7 +241,7 @@ def test_a_verifier_may_return_a_number_alone(
 def test_a_mistake_during_training_stops_the_run_with_its_place(
     name: str, line: str, method: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [f"data.task=own.py:{name}", "sft.enabled=false", "run.steps=40", "eval.items=1", "run.dir=run"]
+    words = [f"data.task=own.py:{name}", "sft.steps=0", "run.steps=40", "eval.items=1", "run.dir=run"]
     code, _, err = cli(capsys, "train", *BASE, *words)
     assert (code, err.count("\n")) == (3, 1), err
     assert f"LookupError: {'no more words' if name == 'LateDraw' else 'lost'}" in err

@@ -30,8 +30,8 @@ RL = [file.stem for file in FILES if file.stem != "ring_1t_sft"]
 Says = tuple[str, str, dict[str, Any]]
 # recipes, where in the paper, setting → value; `objective.*` beyond the name is what the built objective says of itself
 SAYS: list[Says] = [
-    ("ring_1t_sft", "Ring-1T §2.2", {"sft.lr": 2e-4, "sft.warmup_steps": 30, "sft.weight_decay": 0.1, "sft.micro_batch_tokens": 65536}),
-    ("ring_1t_sft", "an RL stage follows in its own recipe", {"run.steps": 0, "sft.label_noise": 0.0}),
+    ("ring_1t_sft", "Ring-1T §2.2", {"sft.lr": 2e-4, "sft.warmup_steps": 30, "train.weight_decay": 0.1, "train.micro_batch_tokens": 65536}),
+    ("ring_1t_sft", "an RL stage follows in its own recipe", {"run.steps": 0, "experiment.label_noise": 0.0}),
     ("ring_1t_*_rl", "Ring-1T §2.3.4", {"train.betas": (0.9, 0.999), "train.weight_decay": 0.01, "train.kl_coefficient": 0.0, "train.freeze_router": True}),
     ("ring_1t_reasoning_rl", "Ring-1T §2.3.4", {"train.lr": 2e-6, "rollout.prompts": 480, "rollout.samples": 8, "sampling.max_new_tokens": 65536}),
     ("ring_1t_reasoning_rl", "Ring-1T §2.3.2, §2.3.4: IcePop, α 0.5, β 5", {"objective.name": "icepop", "objective.low": 0.5, "objective.high": 5.0}),
@@ -57,9 +57,9 @@ SAYS: list[Says] = [
     ("dppo_moe_base_lora", "DPPO Table 1", {"rollout.prompts": 128, "rollout.samples": 8, "train.updates_per_step": 8, "train.lr": 1e-5, "sampling.max_new_tokens": 8000, "objective.delta": 0.15}),
     *((name, "DPPO Table 1", {"rollout.prompts": 256, "rollout.samples": 16, "train.updates_per_step": 8, "train.lr": 1e-6, "sampling.max_new_tokens": 16384, "objective.delta": 0.2})
       for name in ("dppo_moe_base", "dppo_moe_base_r3", "dppo_moe_thinking")),
-    *((name, "DPPO §7, App. F: R3 in one experiment alone", {"rollout.replay_routing": name == "dppo_moe_base_r3"})
+    *((name, "DPPO §7, App. F: R3 in one experiment alone", {"rollout.routing": "replay" if name == "dppo_moe_base_r3" else "record"})
       for name in ("dppo_moe_base", "dppo_moe_base_r3", "dppo_moe_base_lora", "dppo_moe_thinking", "dppo_dense_base")),
-    ("ac_mis_po", "AC-MIS-PO §4.1", {"rollout.lag": 256, "train.lr": 2e-6, "rollout.samples": 4, "sampling.max_new_tokens": 1024, "run.steps": 400, "model.path": "Qwen/Qwen3-1.7B"}),
+    ("ac_mis_po", "AC-MIS-PO §4.1", {"experiment.lag": 256, "train.lr": 2e-6, "rollout.samples": 4, "sampling.max_new_tokens": 1024, "run.steps": 400, "model.path": "Qwen/Qwen3-1.7B"}),
     ("ac_mis_po", "AC-MIS-PO §4.1: verifiable answers", {"data.grader": "math", "data.prompt_column": "problem", "objective.name": "ac_mis_po"}),
 ]  # fmt: skip
 
@@ -111,7 +111,7 @@ def test_a_recipe_can_be_run_and_trains_as_the_papers_do(name: str) -> None:
     config = load(f"papers/{name}", ["engine.kind=local"])  # a server need not be installed here
     validate(config)
     assert config.sampling.max_new_tokens < (config.engine.max_length or 10**6)
-    assert (config.sampling.temperature, config.train.kl_coefficient, config.sft.enabled) == (1.0, 0.0, False)
+    assert (config.sampling.temperature, config.train.kl_coefficient, config.sft.steps) == (1.0, 0.0, 0)
     objective = built(config)
     assert (objective.aggregate == "sequence_sum", objective.advantage == "dr_grpo") == (name.startswith("dppo"),) * 2
 

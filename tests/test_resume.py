@@ -274,7 +274,7 @@ STATEFUL = {
     "controller": ["objective={name: ac_mis_po, steps: 8}"],
     "controllers, draws and dynamic sampling": [
         "objective={name: icepop, high: {drop_rate: 0.02}, perturb: [{weight_noise: {sigma: 0.2}}]}",
-        "rollout.dynamic_rounds=3",
+        "rollout.zero_variance=3",
         "reward.overlong.buffer=2",
         "train.kl_in=reward",
     ],

@@ -69,7 +69,7 @@ def test_saved_model_reproduces_the_trainers_logprobs(
 
 def test_a_run_can_start_from_the_model_another_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = train(load(None, [*WORDS, "run.steps=1", f"run.dir={tmp_path / 'first'}"]))
-    words = ["run.steps=0", "sft.enabled=false", f"model.path={first / 'model'}", f"run.dir={tmp_path / 'second'}"]
+    words = ["run.steps=0", "sft.steps=0", f"model.path={first / 'model'}", f"run.dir={tmp_path / 'second'}"]
     second = train(load(None, [*WORDS, *words]))
     one, other = ((path / "model" / "model.safetensors").read_bytes() for path in (first, second))
     assert one == other

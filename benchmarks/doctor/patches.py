@@ -253,8 +253,7 @@ class ToolEngine:
             elif segment.status is Status.LENGTH and len(segment.span) == self._after:
                 first = inserted(segment.span, len(segment.span), self._output)
                 self._first[request.id] = first
-                limit = request.sampling.max_new_tokens + len(self._output)
-                again.append(replace(request, prefix=first, sampling=replace(request.sampling, max_new_tokens=limit)))
+                again.append(replace(request, prefix=first))  # the output counts against the limit, as any prefix does
             else:
                 ended.append(segment)
         if again:

@@ -16,7 +16,7 @@ def build(folder: str | Path) -> Path:
     """Hidden 128, 4 layers, head_dim 32, 8 experts top-2 of width 128, vocabulary 2,048; returns `folder`."""
     folder = Path(folder)
     if not (folder / "config.json").is_file():
-        save_policy(load_policy(ModelConfig(path=PRESET, seed=SEED)), folder)
+        save_policy(load_policy(ModelConfig(path=PRESET), seed=SEED), folder)
     return folder
 
 

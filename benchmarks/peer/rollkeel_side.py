@@ -69,6 +69,8 @@ class Bench:
     """The stage under test, built once; `run` is what is timed."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        import torch
+
         from rollkeel.models.loading import load_policy, quiet_transformers
         from rollkeel.objectives import grpo
         from rollkeel.recipe import load
@@ -91,7 +93,9 @@ class Bench:
             self.objective = grpo()
             self.config["train"] = settings.train.model_dump(mode="json")
         if args.what != "train":
+            torch.set_num_threads(args.threads * args.processes)  # which the engine's processes share
             self._open_engine(settings.engine)
+            torch.set_num_threads(args.threads)
         self.batch = forced_batch(self.prompts, args.lengths) if args.what == "train" else None
         self.run: Callable[[], Any] = {"rollout": self.rollout, "train": self.update, "step": self.step}[args.what]
 
@@ -164,7 +168,6 @@ def overrides(args: argparse.Namespace) -> list[str]:
         f"train.micro_batch_tokens={16 * (w.PROMPT_TOKENS + w.NEW_TOKENS)}",
         f"train.processes={args.processes}",
         f"engine.processes={args.processes if args.processes > 1 else 0}",
-        f"engine.threads={args.threads}",
         f"engine.slots={w.ROLLOUTS // args.processes}",
         f"engine.max_length={w.PROMPT_TOKENS + w.NEW_TOKENS}",
         *args.set,

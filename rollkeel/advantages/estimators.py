@@ -133,7 +133,7 @@ def shuffle(advantages: Any, seed: int, step: int) -> np.ndarray:
 
 
 def one_sided(advantages: Any, only: str) -> np.ndarray:
-    """`[R]` advantages with those of the other sign than `only` (`negative`, `positive`; `all` keeps both) set to 0."""
+    """`[R]` advantages with those of the other sign than `only` (`negative`, `positive`; anything else keeps both) set to 0."""
     values = np.asarray(advantages, dtype=np.float64)
     if only == "negative":
         return np.minimum(values, 0.0)

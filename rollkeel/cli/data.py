@@ -101,7 +101,7 @@ def more_tests(
     if not lines:
         raise BadInput(f"data tests: none of {number} problems has solutions that pass its tests; nothing written")
     _write(out, lines)
-    print(f"{len(lines)} of {number} problems written, {added} tests added: data.path={out} data.form=tests")
+    print(f"{len(lines)} of {number} problems written, {added} tests added: data.path={out} data.grader=code")
 
 
 def _rows(inputs: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollkeel.config import ServerConfig
 from rollkeel.engines.backend import Chunk, Generation
+from rollkeel.engines.server import RESTARTS
 from rollkeel.errors import EngineFailure
 from rollkeel.types import Request, Status, TokenSpan
 
@@ -52,11 +52,10 @@ class Flight:
     certain: int | None = None
     """Tokens whose version is beyond doubt: set when weights change under the stay. Later ones need the server's word."""
 
-    def given_up(self, server: ServerConfig) -> bool:
-        """True when it got no token in more than `server.restarts` stays and for `server.silence_s`: a server that comes up
-        slowly cuts many streams within moments."""
-        patience = time.monotonic() - self.fruitless_since > server.silence_s
-        return self.fruitless > server.restarts and patience
+    def given_up(self, silence_s: float) -> bool:
+        """True when it got no token in more than `RESTARTS` stays and for `silence_s`: a server that comes up slowly cuts many
+        streams within moments."""
+        return self.fruitless > RESTARTS and time.monotonic() - self.fruitless_since > silence_s
 
     def wanted(self, key: str, version: int) -> Generation:
         """Begin a stay under `version`: what to ask for."""

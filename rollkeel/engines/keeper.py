@@ -17,7 +17,7 @@ import numpy as np
 
 from rollkeel.config import EngineConfig
 from rollkeel.engines.backend import Backend, Refused, ServerSettings
-from rollkeel.engines.server import ServerProcess, free_port
+from rollkeel.engines.server import RESTARTS, START_SHARE, ServerProcess, free_port
 from rollkeel.errors import BadInput, EngineFailure
 
 READY_POLL_S = 0.1
@@ -137,8 +137,8 @@ class Keeper:
             await asyncio.to_thread(self._process.close)
 
     async def _again(self, weights: Weights, why: str) -> int:
-        """New lives until one serves `weights`. Raises `EngineFailure` after `engine.server.restarts` of them."""
-        name, limit = self._backend.name, self._config.server.restarts if self.owned else 1
+        """New lives until one serves `weights`. Raises `EngineFailure` after `RESTARTS` of them."""
+        name, limit = self._backend.name, RESTARTS if self.owned else 1
         while self._restarts < limit:
             self._restarts += 1
             self.kill()
@@ -148,7 +148,7 @@ class Keeper:
                 why = str(self.failure(error))
         self.kill()
         raise EngineFailure(
-            f"engine {name}: the server was lost, and {limit} restarts in a row (engine.server.restarts) without a finished"
+            f"engine {name}: the server was lost, and {limit} restarts in a row without a finished"
             f" request did not help: {why}"
         )
 
@@ -156,17 +156,16 @@ class Keeper:
         """Start (or find) the server and give it `weights`."""
         if self.http is not None:
             await self.http.aclose()
-        server = self._config.server
-        url = server.url
+        url = self._config.server.url
         if url is None:
-            port = free_port(server.port)
+            port = free_port()
             command, environment = self._backend.command(self._settings(weights.folder, port))
             self._process = ServerProcess(command, environment, self._log, self._scratch)
             url = f"http://127.0.0.1:{port}"
         limits = self._client.Limits(max_connections=None, max_keepalive_connections=self._config.slots)
         timeout = self._client.Timeout(self._config.deadline_s, connect=10.0, pool=None)
         self.http = self._client.AsyncClient(base_url=url.rstrip("/"), limits=limits, timeout=timeout, trust_env=False)
-        await self._until_ready(url, server.start_s if self.owned else self._config.deadline_s)
+        await self._until_ready(url, self._config.deadline_s * (START_SHARE if self.owned else 1.0))
         return await self._load(weights, keep_kv=False)
 
     async def _until_ready(self, url: str, limit_s: float) -> None:
@@ -177,7 +176,7 @@ class Keeper:
             if time.monotonic() > end:
                 said = f"; it said: {self._process.tail()}" if self._process is not None else ""
                 self.kill()
-                key = "engine.server.start_s" if self.owned else "engine.deadline_s"
+                key = "half of engine.deadline_s" if self.owned else "engine.deadline_s"
                 raise EngineFailure(
                     f"engine {self._backend.name}: waited {limit_s:g} s ({key}) for {url} to be ready{said}"
                 )

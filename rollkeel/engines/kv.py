@@ -8,14 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from rollkeel.config import EngineConfig
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.types import KeptKV
+
+
+class Layout(NamedTuple):
+    """How KV is stored and computed: none of it changes what is sampled."""
+
+    block_size: int = 16
+    """Tokens of a KV block."""
+    prefill_tokens: int = 8192
+    """Tokens, with padding, prefilled in one forward pass."""
+    prefix_sharing: bool = True
+    """Compute and store a prompt's KV once for all requests with the same prompt."""
 
 
 class BlockPool:
@@ -235,8 +245,8 @@ class PagedCache:
         return cache
 
 
-def affordable_blocks(text: Any, config: EngineConfig, dtype: torch.dtype, max_length: int, wanted: int) -> int:
-    """How many of `wanted` KV blocks fit into `config.kv_memory_gb` for the architecture `text`.
+def affordable_blocks(text: Any, memory_gb: float, block_size: int, dtype: torch.dtype, max_length: int) -> int:
+    """How many KV blocks fit into `memory_gb` for the architecture `text`.
 
     Raises `BadInput` for a model without attention, and when not even one sequence of `max_length` tokens fits.
     """
@@ -246,15 +256,15 @@ def affordable_blocks(text: Any, config: EngineConfig, dtype: torch.dtype, max_l
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     width = max(width, getattr(text, "qk_head_dim", None) or 0)
     size = torch.finfo(dtype).bits // 8
-    per_block = 2 * text.num_hidden_layers * heads * width * config.block_size * size
-    affordable = int(config.kv_memory_gb * 2**30 / per_block)
-    needed = -(-max_length // config.block_size) + 3
+    per_block = 2 * text.num_hidden_layers * heads * width * block_size * size
+    affordable = int(memory_gb * 2**30 / per_block)
+    needed = -(-max_length // block_size) + 3
     if affordable < needed:
         raise BadInput(
-            f"engine.kv_memory_gb={config.kv_memory_gb}: one sequence of {max_length} tokens needs "
+            f"engine.kv_memory_gb={memory_gb}: one sequence of {max_length} tokens needs "
             f"{needed * per_block / 2**30:.2f} GB; raise it or lower engine.max_length"
         )
-    return min(wanted, affordable)
+    return affordable
 
 
 def prefill_step(

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from rollkeel.config import EngineConfig
-from rollkeel.engines.kv import BlockPool, PagedCache, Step, affordable_blocks, prefill_step
+from rollkeel.engines.kv import BlockPool, Layout, PagedCache, Step, affordable_blocks, prefill_step
 from rollkeel.engines.prompts import Copy, Job, SharedPrompts, ordered
 from rollkeel.engines.requests import Running, check_requests, longest, room
 from rollkeel.engines.rng import uniforms
@@ -49,6 +49,7 @@ class LocalEngine:
         device: torch.device | str = "cpu",
         max_length: int | None = None,
         name: str = "local",
+        layout: Layout | None = None,
     ) -> None:
         """Build from an architecture (`hf_config`); weights come with the first `update_weights`.
 
@@ -70,20 +71,19 @@ class LocalEngine:
             self._forward = TransformersForward(text, config.dtype, self._device)
         if weight_rounder(config.dtype) and not any(is_quantised(n, w) for n, w in self._forward.destinations.items()):
             raise BadInput(f"engine.dtype={config.dtype}: would round no weight of {text.model_type}; use fp32 or bf16")
-        self._config = config
-        block = config.block_size
-        max_blocks = -(-self._max_length // block)
-        wanted_blocks = config.slots * (max_blocks + 1) + 1
-        self._pool = BlockPool(affordable_blocks(text, config, self._forward.dtype, self._max_length, wanted_blocks))
-        self._cache = PagedCache(self._pool.free, block, self._forward.dtype, self._device)
+        self._block, self._prefill_tokens, prefix_sharing = layout or Layout()
+        self._config, self._keep = config, config.kv == "keep"
+        max_blocks = -(-self._max_length // self._block)
+        room = affordable_blocks(text, config.kv_memory_gb, self._block, self._forward.dtype, self._max_length)
+        self._pool = BlockPool(min(config.slots * (max_blocks + 1) + 1, room))
+        self._cache = PagedCache(self._pool.free, self._block, self._forward.dtype, self._device)
         wanted = config.forward == "compiled" or (config.forward == "auto" and suits(self._forward))
         self._compiled = compiled_decode(self._forward, self._cache, self._max_length) if wanted else None
         self._padding_block = self._pool.take()
         self._slots = Slots(config.slots, self._max_length, max_blocks, self._device)
         self._waiting: deque[Running] = deque()
         self._active: dict[int, Running] = {}
-        self._prompts = SharedPrompts(self._pool, block, config.prefix_sharing)
-        self._keep = config.kv == "keep"
+        self._prompts = SharedPrompts(self._pool, self._block, prefix_sharing)
         self._done: list[Segment] = []
         self._riding: list[Job] = []
         """Prefills that the next decode step does on the way."""
@@ -250,7 +250,7 @@ class LocalEngine:
 
     def _reserve(self, tokens: int, others: Sequence[Running]) -> bool:
         """True if a sequence of `tokens` can start beside `others`; shared prompts none of them uses make room first."""
-        needed = 2 * (-(-tokens // self._config.block_size) + 1)
+        needed = 2 * (-(-tokens // self._block) + 1)
         if self._pool.free >= needed:
             return True
         self._prompts.evict(r.request.prompt_ids for r in others)
@@ -258,7 +258,7 @@ class LocalEngine:
 
     def _enter(self, running: Running, prompts: list[Job], copies: list[Copy]) -> int:
         """Give `running` its blocks; returns how many of its tokens will have KV without computing them for it alone."""
-        request, size = running.request, self._config.block_size
+        request, size = running.request, self._block
         total = len(request.prompt_ids) + len(request.prefix) + len(running.span)
         running.kv_version = self._version
         if running.kv is not None:
@@ -281,10 +281,10 @@ class LocalEngine:
             return
         while jobs:
             count = 1
-            while count < len(jobs) and (count + 1) * len(jobs[count][1]) <= self._config.prefill_tokens:
+            while count < len(jobs) and (count + 1) * len(jobs[count][1]) <= self._prefill_tokens:
                 count += 1
             group, jobs = jobs[:count], jobs[count:]
-            ids, positions, step = prefill_step(group, self._config.block_size, self._padding_block, self._device)
+            ids, positions, step = prefill_step(group, self._block, self._padding_block, self._device)
             self._run(ids, positions, step, None)
 
     def _run(
@@ -327,7 +327,7 @@ class LocalEngine:
 
     def _step(self, active: torch.Tensor, rows: SamplingRows, topk: int, experts: list[torch.Tensor] | None) -> Any:
         """Forward, draw, record; `[3, B]` bool per active slot: stopped, out of room, not finite."""
-        slots, size = self._slots, self._config.block_size
+        slots, size = self._slots, self._block
         if self._compiled is not None:
             riding, self._riding = self._riding, []
             states = self._compiled.hidden(active.numpy(), slots, experts, riding)
@@ -347,7 +347,7 @@ class LocalEngine:
 
     def _grow_tables(self) -> None:
         """A block for every sequence whose next token starts one; without free blocks the youngest sequence waits."""
-        size = self._config.block_size
+        size = self._block
         positions = self._slots.position.tolist()
         for slot in list(self._active):
             running = self._active.get(slot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -108,9 +109,8 @@ def _reach(url: str) -> None:
 def server_python(config: EngineConfig) -> str:
     """Interpreter that has the server of `engine.kind` installed. Raises `BadInput` if none has."""
     kind = config.kind
-    if config.server.python is not None:
-        python = str(Path(config.server.python).expanduser())
-    else:
+    python = os.environ.get("ROLLKEEL_SERVER_PYTHON")
+    if python is None:
         places = (Path.cwd(), Path(rollkeel.__file__).resolve().parent.parent)
         own = [place / f".venv-{kind}" / "bin" / "python" for place in places]
         python = next((str(path) for path in own if path.is_file()), sys.executable)
@@ -119,10 +119,10 @@ def server_python(config: EngineConfig) -> str:
             subprocess.run([python, "-I", "-c", _FOUND, kind], timeout=_LOOK_S, capture_output=True).returncode == 0
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BadInput(f"engine.server.python: cannot run {python}: {error}") from None
+        raise BadInput(f"engine.kind={kind}: cannot run {python}: {error}") from None
     if not installed:
         raise BadInput(
-            f"engine.server.python: {python} has no package {kind}; install it into .venv-{kind} (for vllm on a CPU:"
-            " `make .venv-vllm/.done`), or name an interpreter that has it, or set engine.server.url"
+            f"engine.kind={kind}: {python} has no package {kind}; install it into .venv-{kind} (for vllm on a CPU:"
+            " `make .venv-vllm/.done`), or name an interpreter that has it in ROLLKEEL_SERVER_PYTHON, or set engine.server.url"
         )
     return python

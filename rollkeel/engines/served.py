@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from rollkeel.config import EngineConfig
 from rollkeel.engines.backend import Backend, Generation, Refused, ServerSettings
@@ -31,6 +32,7 @@ from rollkeel.engines.background import Background
 from rollkeel.engines.flights import Flight
 from rollkeel.engines.keeper import Keeper, Weights
 from rollkeel.engines.requests import check_requests, longest, room
+from rollkeel.engines.server import RESTARTS, SILENCE_SHARE, START_SHARE
 from rollkeel.engines.weight_folder import scratch_folder, write_weights
 from rollkeel.errors import BadInput, EngineFailure, RollkeelError
 from rollkeel.types import Capabilities, FloatArray, IntArray, Proof, Request, Segment, Status, TokenSpan, WeightUpdate
@@ -78,12 +80,13 @@ class ServedEngine:
                 slots=config.slots,
                 python=python,
                 device=device,
-                threads=config.threads,
+                threads=torch.get_num_threads(),
                 kv_memory_gb=config.kv_memory_gb,
                 extra=config.server.options,
             )
 
         self._keeper = Keeper(backend, config, settings, log_path or self._scratch / "server.log", self._scratch)
+        self._silence_s = SILENCE_SHARE * config.deadline_s
         self._changed = threading.Condition()
         self._flying: set[int] = set()
         self._done: list[Segment] = []
@@ -156,8 +159,7 @@ class ServedEngine:
         folder = self._scratch / f"weights-{self._publications}"
         write_weights(update, self._hf_config, folder)
         weights = Weights(folder, update.version, update.checksum)
-        server = self._config.server
-        lives = (server.restarts + 1) * (server.start_s + self._config.deadline_s)
+        lives = (RESTARTS + 1) * (1 + START_SHARE) * self._config.deadline_s
         checksum = self._behind.wait(self._publish(weights), LAND_S + 2 * lives, "to serve new weights")
         return Proof(version=update.version, checksum=checksum)
 
@@ -170,9 +172,7 @@ class ServedEngine:
                     f"score: expected 2 … {self._capabilities.max_length - 1} token ids below {self._vocab_size}, got {len(ids)}"
                 )
         wanted = [[int(i) for i in ids] for ids in sequences]
-        return self._behind.wait(
-            self._score(wanted), self._config.deadline_s * (1 + self._config.server.restarts), "to score"
-        )
+        return self._behind.wait(self._score(wanted), self._config.deadline_s * (1 + RESTARTS), "to score")
 
     def close(self) -> None:
         """End the server and whatever is in flight. May be called twice."""
@@ -279,7 +279,7 @@ class ServedEngine:
         elif finish in ("stop", "length"):
             said = f"the server ended it with {finish!r} after {len(flight.tokens)} of {flight.room} tokens"
             self._emit(flight, Status.ENGINE_FAILURE, f"{said}, which its last token does not explain")
-        elif flight.given_up(self._config.server):
+        elif flight.given_up(self._silence_s):
             self._emit(flight, Status.ENGINE_FAILURE, f"{flight.fruitless} streams in a row brought no token: {why}")
         else:
             self._waiting.appendleft(flight)
@@ -296,7 +296,7 @@ class ServedEngine:
 
     async def _watch(self) -> None:
         """Kill a server of ours that streams nothing while it should."""
-        limit = self._config.server.silence_s
+        limit = self._silence_s
         while True:
             await asyncio.sleep(min(WATCH_S, limit / 4))
             silent = time.monotonic() - self._heard
@@ -308,9 +308,8 @@ class ServedEngine:
                     continue
                 for task in list(self._running.values()):
                     task.cancel()
-                self._behind.job(
-                    self._recover(self._keeper.epoch, f"no token for {silent:.0f} s (engine.server.silence_s)")
-                )
+                why = f"no token for {silent:.0f} s (a fifth of engine.deadline_s)"
+                self._behind.job(self._recover(self._keeper.epoch, why))
 
     async def _down(self, flights: Callable[[], list[Flight]]) -> None:
         """Abort `flights()` until their streams have ended; cut those that do not."""

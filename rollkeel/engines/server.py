@@ -21,6 +21,12 @@ from rollkeel.errors import EngineFailure
 TAIL_LINES, TAIL_BYTES = 3, 20_000
 _END_S = guard.GRACE_S + 5.0
 
+RESTARTS = 3
+"""Restarts in a row without a finished request before giving up: what three do not cure lasts."""
+START_SHARE, SILENCE_SHARE = 0.5, 0.2
+"""Of `engine.deadline_s`: time from start to ready, and time without a token of any request in flight until the server counts as
+hung. A new server still has time to answer before the engine counts as hung."""
+
 
 class ServerProcess:
     """A started server. Its output goes to `log`, appended."""
@@ -98,15 +104,8 @@ class ServerProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def free_port(wanted: int = 0) -> int:
-    """`wanted`, or any TCP port of this machine that nobody listens on. Raises `EngineFailure` if `wanted` is taken: what
-    answers there is not the server that is about to be started."""
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", wanted))
-        except OSError as error:
-            raise EngineFailure(
-                f"engine.server.port: {wanted} is not free ({error.strerror}); stop what uses it, or set 0"
-            ) from None
+        probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

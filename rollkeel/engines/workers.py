@@ -66,7 +66,8 @@ class WorkerEngine:
         """Requests that each worker got in the last call to `submit`."""
         context = get_context("spawn")
         # torch reads these when it is imported, which in a worker is before any of our code runs.
-        env = {"OMP_NUM_THREADS": str(config.threads), "OMP_WAIT_POLICY": "passive"}
+        threads = max(1, torch.get_num_threads() // config.processes)
+        env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
         before = {k: os.environ.get(k) for k in env}
         os.environ.update(env)
         self._workers: list[_Worker] = []
@@ -323,7 +324,7 @@ def _serve(
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle; it tells us
     keep_freed_memory()
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
         engine = LocalEngine(hf_config, config, device=device, max_length=max_length)
         pipe.send(("answer", engine.capabilities, 0))

@@ -44,5 +44,5 @@ def restarts(
         ):
             start = saved / step_name(step) / "model"
             if start.is_dir():  # a run that a rule ended may not have come so far
-                row[name] = reward(name, objective, 1000 * offset, f"model.path={start}", "sft.enabled=false")
+                row[name] = reward(name, objective, 1000 * offset, f"model.path={start}", "sft.steps=0")
     return row

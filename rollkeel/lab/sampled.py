@@ -33,10 +33,9 @@ class Sampled:
 
     def trainer(self, *, replay_routing: bool = False) -> LocalTrainer:
         """The trainer of these weights; nothing is ever updated."""
-        temperature = self.config.sampling.temperature
-        return LocalTrainer(
-            self.policy, self.config.train, temperature=temperature, total_updates=1, replay_routing=replay_routing
-        )
+        c = self.config
+        settings = {"temperature": c.sampling.temperature, "rounding": c.experiment.rounding}
+        return LocalTrainer(self.policy, c.train, total_updates=1, replay_routing=replay_routing, **settings)
 
 
 def warm_policy(config: Config) -> Policy:
@@ -44,7 +43,7 @@ def warm_policy(config: Config) -> Policy:
     quiet_transformers()
     torch.set_num_threads(config.run.threads)
     policy = load_policy(config.model)
-    if config.sft.enabled:
+    if config.sft.steps:
         with LiveView(console=Console(file=io.StringIO())) as view:
             warm_start(policy, config, view, StopFlag(), EventLog(None))
     return policy

@@ -41,6 +41,10 @@ from rollkeel.types import Prompt, SamplingParams
 
 EVAL_SEED = 0x5EED
 """Mixed into the run seed for evaluation draws, so that they never repeat those of training."""
+PROBE_PROMPTS = 8
+"""Sequences whose log-probs are compared with the trainer's after every publication: some hundred tokens tell wrong weights."""
+REFILL_ROUNDS = 4
+"""Most rounds of `rollout.zero_variance=refill`: enough for one useful prompt in four, and an end where there is none."""
 
 
 def sampling_params(config: Config, stop_token_ids: Sequence[int], salt: int = 0) -> SamplingParams:
@@ -115,17 +119,15 @@ def run_probes(config: Config, policy: Policy, source: PromptSource | None = Non
 
     `source`: of the training prompts, opened here where none is given and prompts are needed.
     """
-    count = config.engine.server.probe_prompts
-    if config.engine.kind == "local" or not count:
+    if config.engine.kind == "local":
         return None
     source = source or prompt_source(config, policy, "train")
-    if source.size is not None:
-        count = min(count, source.size)
+    count = min(PROBE_PROMPTS, source.size or PROBE_PROMPTS)
     prompts = [prompt.token_ids for prompt in source.prompts(range(count))]
     context = min(policy.context, config.engine.max_length or policy.context)
     return Probes(
         sequences=probe_sequences(prompts, policy.vocab_size, context),
-        trainer=SequenceScorer(policy.model, chunk=config.train.logprob_chunk),
+        trainer=SequenceScorer(policy.model),
         dtype="bf16" if config.engine.dtype == "fp32" and config.model.dtype == "bfloat16" else config.engine.dtype,
         tolerance=config.engine.server.tolerance,
     )
@@ -181,7 +183,8 @@ def assemble(
             temperature=config.sampling.temperature,
             total_updates=config.run.steps * config.train.updates_per_step,
             device=device,
-            replay_routing=config.rollout.replay_routing,
+            replay_routing=config.rollout.routing == "replay",
+            rounding=config.experiment.rounding,
         )
         made.callback(trainer.close)
         log = folder.path / "server.log"
@@ -219,7 +222,7 @@ def _sampler(
         sampling_params(config, policy.stop_token_ids),
         # The facts per token that the objective and the metrics need.
         return_topk=objective.topk,
-        return_experts=config.rollout.return_experts and engine.capabilities.returns_experts,
+        return_experts=config.rollout.routing != "off" and engine.capabilities.returns_experts,
     )
     return Sampler(
         prompts=source.prompts,
@@ -235,9 +238,9 @@ def _sampler(
 
 
 def open_feed(config: Config, sampler: Sampler, source: PromptSource, view: LiveView, folder: RunFolder) -> Feed:
-    """The feed of `run.loop` and `rollout.lag`."""
+    """The feed of `run.loop` and `experiment.lag`."""
     size = config.rollout
-    varied_only = size.drop_zero_variance
+    varied_only = size.zero_variance == "drop"
     if config.run.loop == "budgeted":
         return Budgeted(sampler, BudgetedRollouts(pool_rules(config), source.prompt), varied_only=varied_only)
     if config.run.loop == "async":
@@ -255,10 +258,16 @@ def open_feed(config: Config, sampler: Sampler, source: PromptSource, view: Live
             updates=updates,
             varied_only=varied_only,
         )
-    whole = Whole(sampler, size.prompts, size.samples, rounds=size.dynamic_rounds, varied_only=varied_only)
-    if not size.lag:
+    whole = Whole(sampler, size.prompts, size.samples, rounds=refill_rounds(config), varied_only=varied_only)
+    if not (lag := config.experiment.lag):
         return whole
-    return Lagged(whole, LaggedBatches(size.lag, config.run.steps, source.prompt), view.note)
+    return Lagged(whole, LaggedBatches(lag, config.run.steps, source.prompt), view.note)
+
+
+def refill_rounds(config: Config) -> int:
+    """Most rounds of dynamic sampling in a step; 0 without it."""
+    what = config.rollout.zero_variance
+    return what if isinstance(what, int) else REFILL_ROUNDS if what == "refill" else 0
 
 
 def overlapped(config: Config, sampler: Sampler, folder: RunFolder, after: int) -> OverlappedRollouts:
@@ -277,6 +286,6 @@ def overlapped(config: Config, sampler: Sampler, folder: RunFolder, after: int) 
         tokenizer=copy.deepcopy(sampler.tokenizer),
         grader=sampler.grader,
     )
-    file = config.run.schedule
+    file = config.experiment.schedule
     calls = Recorded(sampler.engine, folder.append_schedule) if file is None else Replayed(sampler.engine, file, after)
     return OverlappedRollouts(gate, calls, source, deadline_s=config.engine.deadline_s)

@@ -8,7 +8,7 @@ from rollkeel import advantages, rewards
 from rollkeel.config import Config
 from rollkeel.engines.open import check_engine
 from rollkeel.errors import BadInput
-from rollkeel.loop.assemble import build_objective, estimator, pool_rules, sampling_params
+from rollkeel.loop.assemble import build_objective, estimator, pool_rules, refill_rounds, sampling_params
 from rollkeel.models.loading import resolve_device
 from rollkeel.objectives.kl import PLAIN
 from rollkeel.record.trackers import check_installed
@@ -39,13 +39,12 @@ def validate(config: Config) -> None:
             f"reward.overlong.buffer: expected at most sampling.max_new_tokens={config.sampling.max_new_tokens}, got"
             f" {config.reward.overlong.buffer}; it is the last part of that limit"
         )
-    if config.rollout.replay_routing and not config.rollout.return_experts:
-        raise BadInput("rollout.replay_routing: expected rollout.return_experts=true, which records what is replayed")
     if config.rollout.samples < 2:
         raise BadInput(f"rollout.samples: expected at least 2 for a group baseline, got {config.rollout.samples}")
-    if config.rollout.lag and config.run.loop != "sync":
+    special = config.experiment
+    if special.lag and config.run.loop != "sync":
         raise BadInput(
-            f"rollout.lag: expected 0 with run.loop={config.run.loop}, got {config.rollout.lag}; use run.loop=sync"
+            f"experiment.lag: expected 0 with run.loop={config.run.loop}, got {special.lag}; use run.loop=sync"
         )
     task = get(config.data.task, config.data.options) if config.data.task else None
     if config.run.loop != "sync" and isinstance(task, Environment):
@@ -53,8 +52,13 @@ def validate(config: Config) -> None:
             f"run.loop: expected sync with data.task={config.data.task}, whose episodes are played in rounds, got"
             f" {config.run.loop}"
         )
-    if config.run.schedule is not None and config.run.loop != "async":
-        raise BadInput(f"run.schedule: expected run.loop=async, which a schedule is of, got {config.run.loop}")
+    if special.schedule is not None and config.run.loop != "async":
+        raise BadInput(f"experiment.schedule: expected run.loop=async, which a schedule is of, got {config.run.loop}")
+    if config.run.loop != "sync" and refill_rounds(config):
+        raise BadInput(
+            f"rollout.zero_variance: expected keep or drop with run.loop={config.run.loop}, which draws prompts ahead of"
+            f" their rewards, got {config.rollout.zero_variance}"
+        )
     _check_memory(config)
     if config.run.loop == "budgeted":
         _validate_budgeted(config)
@@ -69,13 +73,13 @@ ROLLOUT_BYTES, TOKEN_BYTES, PROCESS_BYTES = 1500, 32, 100 * 2**20
 def _check_memory(config: Config) -> None:
     """Refuse sizes that this machine could not hold however small the model is."""
     size, budgeted = config.rollout, config.run.loop == "budgeted"
-    groups = size.prompts * (1 + size.lag)
+    groups = size.prompts * (1 + config.experiment.lag)
     workers = config.reward.graders.workers
     needs = {
         "rollout.prompts × rollout.samples": 0 if budgeted else groups * size.samples * ROLLOUT_BYTES,
         "rollout.budget.capacity": size.budget.capacity * ROLLOUT_BYTES if budgeted else 0,
         "eval.items × eval.samples": 0 if config.data.path else config.eval.items * config.eval.samples * ROLLOUT_BYTES,
-        "sft.batch_size": config.sft.batch_size * ROLLOUT_BYTES if config.sft.enabled else 0,
+        "sft.batch_size": config.sft.batch_size * ROLLOUT_BYTES if config.sft.steps else 0,
         "engine.slots": config.engine.slots * config.sampling.max_new_tokens * TOKEN_BYTES,
         "engine.processes": config.engine.processes * PROCESS_BYTES,
         "train.processes": (config.train.processes - 1) * PROCESS_BYTES,
@@ -95,21 +99,11 @@ def _validate_async(config: Config) -> None:
             "engine.processes: expected at least 1 with run.loop=async, got 0; an engine in the trainer's process cannot"
             " sample while it trains"
         )
-    if config.rollout.dynamic_rounds:
-        raise BadInput(
-            f"rollout.dynamic_rounds: expected 0 with run.loop=async, got {config.rollout.dynamic_rounds}; prompts are sampled"
-            " ahead of their rewards; use rollout.drop_zero_variance"
-        )
-    if config.run.schedule is not None:
-        read_schedule(config.run.schedule)
+    if config.experiment.schedule is not None:
+        read_schedule(config.experiment.schedule)
 
 
 def _validate_budgeted(config: Config) -> None:
     pool_rules(config)
     if config.engine.kind == "vllm":
         raise BadInput("run.loop=budgeted: expected engine.kind=local, which is advanced by decode steps, got vllm")
-    if config.rollout.dynamic_rounds:
-        raise BadInput(
-            f"rollout.dynamic_rounds: expected 0 with run.loop=budgeted, got {config.rollout.dynamic_rounds}; the budget"
-            " decides how many prompts a step draws; use rollout.drop_zero_variance"
-        )

@@ -1,7 +1,7 @@
 """Where a step's rollouts come from. The loop asks a `Feed` and nothing else about scheduling.
 
 Whole        samples and grades the step's prompts, then hands them over.
-Lagged       the same, `rollout.lag` steps before they are trained.
+Lagged       the same, `experiment.lag` steps before they are trained.
 Budgeted     C3PO++: what finished by the end of the step's token budget; the rest waits in a pool.
 Overlapped   samples and grades the next steps' rollouts while this one is trained.
 """
@@ -178,7 +178,7 @@ class Lagged(_Idle):
             self._waiting.push(self._whole.draw(clock, version))
             if count > 1 and (number % 10 == 0 or number == count):
                 self._note(
-                    f"rollout.lag={self._waiting.lag}: {number} of {count} batches sampled from the start weights"
+                    f"experiment.lag={self._waiting.lag}: {number} of {count} batches sampled from the start weights"
                 )
         self.consumed = self._whole.consumed
         return self._waiting.pop()

@@ -88,7 +88,7 @@ def _begin(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) ->
     """A new run: refuse unusable data before anything is trained, warm-start, then RL."""
     view.note(f"run folder {folder.path}")
     problems = problems_of(config.data, config.run.seed, "train")
-    warm = config.sft.enabled and config.sft.steps > 0
+    warm = config.sft.steps > 0
     odd = trial(problems, config.reward.graders, sampling_params(config, ()), warm_start=warm)
     policy = _policy(config)
     eval_prompts(config, policy)

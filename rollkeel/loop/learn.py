@@ -32,6 +32,9 @@ from rollkeel.train.scores import Scores
 from rollkeel.train.trainer import LocalTrainer, UpdateOutput
 from rollkeel.types import Rollout, StepRollouts
 
+TRACED = 2
+"""Rollouts of a step whose tensors are recorded: one may be odd by itself, more cost a model's activations each."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OldScores:
@@ -66,7 +69,7 @@ def learn(run: Run, drawn: StepRollouts, clock: Clock) -> dict[str, float]:
         if trace.tensors_every and step % trace.tensors_every == 0:
             with clock.stage("trace"), run.trainer.computing():
                 about: dict[str, Any] = {"step": step, "version": version, "layers": trace.layers}
-                record_tensors(run.folder.tensors(step), run.trainer.model, chosen[: trace.sequences], **about)
+                record_tensors(run.folder.tensors(step), run.trainer.model, chosen[:TRACED], **about)
         whole = build_batch(chosen, None, objective.aggregate).to(run.trainer.device)
         old = passes(config.train, objective, run.trainer, whole, len(groups), clock)
         credit, measured = credit_of(config, objective, step, chosen, old)
@@ -92,7 +95,9 @@ def credited(
     config: Config, objective: Objective, parts: Sequence[TrainingBatch], chosen: Sequence[Rollout]
 ) -> dict[str, float]:
     """Whether advantages follow rewards, where nothing but the reward makes them."""
-    added = config.reward.overlong.buffer or config.train.kl_in == "reward" or config.advantages.shuffle
+    added = (
+        config.reward.overlong.buffer or config.train.kl_in == "reward" or config.experiment.advantages == "shuffled"
+    )
     own = plugins.is_own(estimator(config, objective))  # may pay for what it likes
     return {} if added or own else oddities.credited(parts, chosen)
 
@@ -127,9 +132,9 @@ def credit_of(
     rewards = np.array([r.reward for r in rollouts], dtype=np.float64)
     rewards, metrics = shaped(rewards, lengths, config.reward.overlong, config.sampling.max_new_tokens, kl)
     credit = advantages.compute(estimator(config, objective), rewards, [r.group for r in rollouts], lengths)
-    if config.advantages.shuffle:
+    if config.experiment.advantages == "shuffled":
         credit = advantages.shuffle(credit, config.run.seed, step)
-    credit = advantages.one_sided(credit, config.advantages.only)
+    credit = advantages.one_sided(credit, config.experiment.advantages)
     return {r.id: float(c) for r, c in zip(rollouts, credit, strict=True)}, metrics
 
 

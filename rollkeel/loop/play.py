@@ -49,11 +49,9 @@ def gather(config: Config, tokenizer: Any) -> Gather:
         from rollkeel.sandbox.tool import TerminalTools
 
         environment.tools = TerminalTools()
-    limits = config.rollout.environment
     return Episodes(
         environment,
         Dialogue(tokenizer, chat=config.data.chat_template),
-        turn_tokens=limits.turn_tokens,
-        threads=limits.threads,
-        deadline_s=limits.deadline_s,
+        turn_tokens=config.rollout.environment.turn_tokens,
+        deadline_s=6 * config.reward.graders.deadline_s,
     )

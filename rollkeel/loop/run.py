@@ -28,7 +28,7 @@ from rollkeel.train import checkpoint
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import Prompt, Rollout, SamplingParams
 
-CARRYING = {"budgeted": "budgeted", "async": "async", "lag": "sync with rollout.lag"}
+CARRYING = {"budgeted": "budgeted", "async": "async", "lag": "sync with experiment.lag"}
 """Names of the feeds that hand something to the next step, and what a config calls them."""
 
 

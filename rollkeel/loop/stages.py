@@ -30,6 +30,7 @@ from rollkeel.rollout.scenario import Scenario
 from rollkeel.tasks.base import content_hash
 from rollkeel.tasks.turns import as_chat
 from rollkeel.train import checkpoint
+from rollkeel.train.optimizer import PACK_TOKENS
 from rollkeel.train.preferences import RewardModel, Training, load_pairs, split_pairs, train_reward_model
 from rollkeel.train.unfinished import Unfinished
 from rollkeel.types import Rollout
@@ -160,7 +161,7 @@ def pairs_stage(run: Path, out: Path) -> dict[str, float]:
 def reward_model_stage(config: Config, pairs: Path, out: Path) -> dict[str, float]:
     """Train a reward model on the preference pairs of a file, from the body of `model.path`, into the folder `out`.
 
-    Of the config: `model`, `sft` (steps, pairs per step, learning rate, …), `data.eval_fraction` (held out), `data.chat_template`,
+    Of the config: `model`, `sft` (steps, pairs per step, learning rate), `train.weight_decay`, `train.micro_batch_tokens`, `data.eval_fraction` (held out), `data.chat_template`,
     `checkpoint.every`, `run.seed`, `run.device`, `run.threads`. Called again with the same it goes on.
     """
     train, held_out = split_pairs(load_pairs(pairs), config.data.eval_fraction)
@@ -173,7 +174,14 @@ def reward_model_stage(config: Config, pairs: Path, out: Path) -> dict[str, floa
     chosen: dict[str, Any] = (
         {"render": functools.partial(as_chat, policy.tokenizer)} if config.data.chat_template else {}
     )
-    training = Training(sft=config.sft, seed=config.run.seed, every=config.checkpoint.every, **chosen)
+    training = Training(
+        sft=config.sft,
+        weight_decay=config.train.weight_decay,
+        pack_tokens=max(PACK_TOKENS, config.train.micro_batch_tokens),
+        seed=config.run.seed,
+        every=config.checkpoint.every,
+        **chosen,
+    )
     with LiveView() as view, StopFlag(view) as stop:
         view.phase("reward model", config.sft.steps)
         return train_reward_model(

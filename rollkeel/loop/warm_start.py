@@ -25,6 +25,7 @@ from rollkeel.record.live import LiveView
 from rollkeel.record.stopping import StopFlag
 from rollkeel.rollout.collect import collect, issue
 from rollkeel.train import checkpoint
+from rollkeel.train.optimizer import PACK_TOKENS
 from rollkeel.train.sft import run_sft
 from rollkeel.train.unfinished import Unfinished
 
@@ -77,14 +78,15 @@ def sft(
     if kept is not None and kept.found():
         view.note(f"warm start goes on at step {kept.step} of {config.sft.steps}")
     source = prompt_source(config, policy, "sft")
-    noise = config.sft.label_noise
+    noise = config.experiment.label_noise
     with equipped(source.environment):
         return run_sft(
             policy,
             lambda indices: source.demonstrations(indices, noise),
             config.sft,
+            weight_decay=config.train.weight_decay,
+            pack_tokens=max(PACK_TOKENS, config.train.micro_batch_tokens),
             seed=config.run.seed,
-            chunk=config.train.logprob_chunk,
             progress=lambda step, metrics: view.step(step + 1, metrics),
             should_stop=stop,
             kept=kept,
@@ -93,7 +95,7 @@ def sft(
 
 def cache_folder(config: Config) -> Path:
     """Where the warm start of this config is kept: a folder named by everything its weights depend on."""
-    root = config.sft.cache_dir or os.environ.get("ROLLKEEL_CACHE") or Path.home() / ".cache" / "rollkeel"
+    root = os.environ.get("ROLLKEEL_CACHE") or Path.home() / ".cache" / "rollkeel"
     return Path(root).expanduser() / "sft" / warm_start_key(config)
 
 
@@ -102,9 +104,10 @@ def warm_start_key(config: Config) -> str:
     parts: dict[str, object] = {
         "model": config.model.model_dump(),
         "data": config.data.model_dump(),
-        "sft": {k: v for k, v in config.sft.model_dump().items() if k not in ("cache_dir", "enabled")},
+        "sft": config.sft.model_dump(),
+        "optimizer": [config.train.weight_decay, max(PACK_TOKENS, config.train.micro_batch_tokens)],
+        "label_noise": config.experiment.label_noise,
         "seed": config.run.seed,
-        "chunk": config.train.logprob_chunk,
         "threads": config.run.threads,
         "device": resolve_device(config.run.device).type,
         "own": plugins.digests({"data": {"task": config.data.task}}),

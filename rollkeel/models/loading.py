@@ -58,11 +58,11 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def load_policy(config: ModelConfig, device: torch.device | str = "cpu") -> Policy:
-    """Build a preset or load whatever transformers loads. Raises `BadInput` with one line when it cannot."""
+def load_policy(config: ModelConfig, device: torch.device | str = "cpu", seed: int = 0) -> Policy:
+    """Build a preset, its weights drawn with `seed`, or load whatever transformers loads. Raises `BadInput` with one line when it cannot."""
     dtype = getattr(torch, config.dtype)
     if config.path.startswith(PRESET_PREFIX):
-        model, tokenizer = build_preset(config.path.removeprefix(PRESET_PREFIX), config.seed, config.overrides)
+        model, tokenizer = build_preset(config.path.removeprefix(PRESET_PREFIX), seed, config.overrides)
         # Not `model.to(dtype)`: rotary frequencies are float32 buffers, and rounded they turn far positions by radians.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)

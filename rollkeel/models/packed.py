@@ -237,7 +237,7 @@ class PackedModel:
         if not self._expert_layers:
             raise BadInput(
                 f"routing replay: model {type(self.model).__name__} has no routed experts that replay could reach; set"
-                " rollout.replay_routing=false"
+                " rollout.routing=record"
             )
         device = self._embedding.weight.device
         ids, positions = self._probe_tokens(device)
@@ -248,7 +248,7 @@ class PackedModel:
         if len(own) != len(self._expert_layers) or len(counts) != 1 or len(sizes) != 1:
             raise BadInput(
                 f"routing replay: expected layers of one shape, got {sorted(counts)} of {sorted(sizes)} experts in"
-                f" {len(own)} of {len(self._expert_layers)} layers; set rollout.replay_routing=false"
+                f" {len(own)} of {len(self._expert_layers)} layers; set rollout.routing=record"
             )
         shape, chosen = RoutingShape(len(own), counts.pop(), sizes.pop()), torch.stack(own, 1)
         every = torch.arange(len(ids), device=device)
@@ -258,7 +258,7 @@ class PackedModel:
         if not (same - expected).norm() <= tolerance * expected.norm() or not torch.isfinite(moved).all():
             raise BadInput(
                 f"routing replay: model {type(self.model).__name__} computes something else when its own choice is replayed;"
-                " set rollout.replay_routing=false"
+                " set rollout.routing=record"
             )
         return shape
 

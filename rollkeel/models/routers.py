@@ -183,4 +183,4 @@ class _Replay(TorchFunctionMode):
 
 
 def _unsupported(module: torch.nn.Module, why: str) -> BadInput:
-    return BadInput(f"routing replay: {type(module).__name__}: {why}; set rollout.replay_routing=false for this model")
+    return BadInput(f"routing replay: {type(module).__name__}: {why}; set rollout.routing=record for this model")

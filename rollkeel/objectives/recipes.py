@@ -36,7 +36,7 @@ def dapo(*, clip_low: Any = 0.2, clip_high: Any = 0.28, aggregate: str = "token_
     """DAPO: GRPO with a higher upper clip and a mean over tokens (Yu et al. 2025, eq. 8).
 
     Gradient coefficient of A·∇log p: as `grpo`. Its dynamic sampling and soft overlong penalty belong to collecting and
-    rewards: `rollout.dynamic_rounds` and `reward.overlong` of a config.
+    rewards: `rollout.zero_variance` and `reward.overlong` of a config.
     """
     return _ppo("dapo", clip_low, starting_at(0.28, clip_high), aggregate, common)
 

@@ -13,16 +13,14 @@ from rollkeel.config import Config
 from rollkeel.errors import BadInput
 
 CONFIG, EVENTS = "config.yaml", "events.jsonl"
-OWNED = ("data", "sft", "run.seed", "rollout.samples")
+OWNED = ("data", "sft", "experiment.label_noise", "run.seed", "rollout.samples")
 """Sections and leaves that say what the rows so far are about. Of `data`, the file may have moved."""
 MOVED = ("data.path",)
 FREE = (
     "run.dir", "run.name", "run.steps", "run.threads", "run.device",
     "eval.every", "checkpoint", "report", "alarms", "trace",
-    "engine.processes", "engine.threads", "engine.slots", "engine.block_size", "engine.kv_memory_gb", "engine.prefill_tokens",
-    "engine.prefix_sharing", "engine.deadline_s", "engine.server",
-    "train.processes", "train.micro_batch_tokens", "train.logprob_chunk",
-    "reward.graders", "rollout.failure_budget", "rollout.environment.threads", "rollout.environment.deadline_s",
+    "engine.processes", "engine.slots", "engine.kv_memory_gb", "engine.deadline_s", "engine.server",
+    "train.processes", "train.micro_batch_tokens", "reward.graders", "rollout.failure_budget",
 )  # fmt: skip
 """Sections and leaves that say how long, where and how fast: nobody needs to be told that they changed."""
 

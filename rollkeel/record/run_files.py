@@ -115,7 +115,15 @@ def _config(path: Path, problems: list[str]) -> tuple[str, dict[str, Any]]:
         return "", {}
     if problem := foreign_config(path.parent):
         problems.append(f"{path.name}: {problem}")
-    return text, tree if isinstance(tree, dict) else {}
+    tree = tree if isinstance(tree, dict) else {}
+    if "experiment" not in tree:  # older than that section
+        from rollkeel.renamed import upgraded
+
+        try:
+            return text, upgraded(tree)
+        except BadInput as error:
+            problems.append(f"{path.name}: {error}")
+    return text, tree
 
 
 def _jsonl(path: Path, problems: list[str]) -> list[dict[str, Any]]:

@@ -21,10 +21,10 @@ from typing import Any
 import yaml
 
 from rollkeel import plugins
-from rollkeel.config import Config, parse_yaml
+from rollkeel.config import Config
 from rollkeel.errors import BadInput, Corrupt, NonFinite
 from rollkeel.events import EventLog, write_atomic
-from rollkeel.recipe import from_tree
+from rollkeel.recipe import load
 from rollkeel.record.lock import NAME as LOCK
 from rollkeel.record.lock import RunLock
 from rollkeel.record.run_config import CONFIG, EVENTS, changes, digest, foreign_config
@@ -109,7 +109,7 @@ class RunFolder:
         if problem := foreign_config(path):
             raise Corrupt(f"{file}: {problem}; put it back, and give changes on the command line behind --resume")
         try:
-            config = from_tree(parse_yaml(file.read_text(encoding="utf-8")))
+            config = load(file)
         except (BadInput, ValueError, yaml.YAMLError, AttributeError) as error:
             reason = " ".join(str(error).split())
             raise Corrupt(

@@ -31,7 +31,7 @@ KEYS = (
     "staleness/mean",
     "time/step_s",
 )
-_PLACE = ("run.dir", "run.name", "run.seed", "report.", "checkpoint.", "eval.", "sft.cache_dir")
+_PLACE = ("run.dir", "run.name", "run.seed", "report.", "checkpoint.", "eval.")
 """Settings that do not make a run another one."""
 _LONG = 40
 """Characters of a setting that fit into a legend."""

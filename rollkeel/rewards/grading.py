@@ -39,8 +39,12 @@ from rollkeel.types import Rollout, Status
 
 APART = 1e-4
 """How far two scores of a reward model may lie apart, absolutely and relatively, before it counts as nondeterministic."""
-
-
+REGRADE = 0.02
+"""Share of rollouts that are graded twice: two of a hundred find a grader at odds with itself within a few steps."""
+WAITS = 90
+"""Deadlines of a grading that a step waits for any one: queues are long where workers are few."""
+SLOW = 0.5
+"""Share of a grading's deadline above which it is reported as slow."""
 HUNG = 2
 """Gradings in this process that may run into the deadline before a step stops; others would follow, one after the other."""
 
@@ -119,14 +123,18 @@ class Graders:
         *,
         seed: int = 0,
         load_model: Callable[[str], Scorer] | None = None,
+        regrade: float | None = None,
+        memory_mb: int = 1024,
     ) -> None:
-        """Nothing is started before it is needed. `seed`: of the sample that is graded twice; `load_model`: opens a reward model."""
+        """Nothing is started before it is needed. `seed`: of the share `regrade` (`REGRADE`) that is graded twice; `load_model`: opens
+        a reward model; `memory_mb`: of a worker, beyond what the grader takes when it is imported."""
         self.settings = settings or GradersConfig()
         self._seed, self._load_model = seed, load_model
+        self._regrade = REGRADE if regrade is None else regrade
         self._lock = threading.RLock()
         self._begun: dict[int, Item] = {}
         self._threads: dict[Lane, ThreadPoolExecutor] = {}
-        self._workers = Workers(deadline_s=self.settings.deadline_s, memory_mb=self.settings.memory_mb)
+        self._workers = Workers(deadline_s=self.settings.deadline_s, memory_mb=memory_mb)
         self._sandbox = SharedSandbox(self.settings)
         self._models: dict[str, Scorer] = {}
         self._gold_read: set[int] = set()
@@ -165,7 +173,7 @@ class Graders:
         line of detail. Where it is a built-in one that does so, or any that hangs or dies, and has a result for the gold answer in
         place of the response, the response is to blame: it is undecided, with reward 0. Responses cut at the length limit are graded as they are. Raises `BadInput` for an incomplete rollout or an
         unknown grader, before anything is graded: those are faults of the caller or the config, not of a grader. Raises
-        `GraderFailure` after `reward.graders.wait_s` without a result, naming the first that is missing.
+        `GraderFailure` after `WAITS` deadlines without a result, naming the first that is missing.
         """
         items = [self._taken(r) for r in rollouts]
         called = time.perf_counter()
@@ -213,7 +221,7 @@ class Graders:
             raise BadInput(
                 f"rollout {rollout.id}: expected status finished or length to grade, got {rollout.status.value}"
             )
-        twice = hash_fraction("regrade", self._seed, rollout.id, rollout.prompt.id) < self.settings.regrade
+        twice = hash_fraction("regrade", self._seed, rollout.id, rollout.prompt.id) < self._regrade
         return Item(rollout=rollout, parts=_parts(rollout), again=_parts(rollout) if twice else ())
 
     def _start(self, item: Item) -> None:
@@ -307,15 +315,16 @@ class Graders:
         return self._models[path]
 
     def _wait(self, parts: Sequence[Part]) -> None:
+        limit = WAITS * self.settings.deadline_s
         for part in parts:
             if part.future is not None:
                 try:
-                    part.outcome = part.future.result(timeout=self.settings.wait_s)
+                    part.outcome = part.future.result(timeout=limit)
                 except TimeoutError:
                     left = sum(p.future is not None and not p.future.done() for p in parts)
                     raise GraderFailure(
-                        f"graders: waited {self.settings.wait_s:g} s for {left} of {len(parts)} gradings, the first is {part.name} of"
-                        f" rollout {part.rollout.id} (reward.graders.wait_s)"
+                        f"graders: waited {limit:g} s for {left} of {len(parts)} gradings, the first is {part.name} of"
+                        f" rollout {part.rollout.id} ({WAITS} times reward.graders.deadline_s)"
                     ) from None
 
     def _finished(self, item: Item, called: float) -> Rollout:
@@ -324,8 +333,7 @@ class Graders:
             spent = outcome.ended - outcome.began
             self._watch.seconds.setdefault(part.name, []).append(spent)
             self._watch.hidden += max(min(outcome.ended, called) - outcome.began, 0.0)
-            slow = self.settings.slow * self.settings.deadline_s
-            if spent > max(slow, self._watch.slowest.get(part.name, (0.0, 0))[0]):
+            if spent > max(SLOW * self.settings.deadline_s, self._watch.slowest.get(part.name, (0.0, 0))[0]):
                 self._watch.slowest[part.name] = (spent, item.rollout.id)
         for first, second in zip(item.parts, item.again, strict=False):
             self._compare(first, second)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from rollkeel.config import GradersConfig
-from rollkeel.errors import BadInput
 from rollkeel.rewards.workers import Broken
 
 if TYPE_CHECKING:
@@ -18,6 +16,10 @@ if TYPE_CHECKING:
 
 Run = Callable[["Job"], "Result"]
 """Runs a job to its end, as `Sandbox.run`."""
+
+
+PATIENCE = 30
+"""Deadlines of a grading for which a server that is away is waited for; a step waits for three times as many."""
 
 
 @final
@@ -44,7 +46,7 @@ class SharedSandbox:
                 if s.sandbox == "local":
                     self._sandbox = Sandbox(workers=s.workers, minimum=minimum)
                     return self._sandbox
-                remote = RemoteSandbox(s.sandbox, _token(s.sandbox_token_file), patience_s=s.wait_s / 3)
+                remote = RemoteSandbox(s.sandbox, patience_s=PATIENCE * s.deadline_s)
                 if (level := remote.level) < minimum:
                     raise Refused(f"sandbox: {s.sandbox} gives {level.name.lower()}, below {s.sandbox_level}")
                 self._sandbox = remote
@@ -55,15 +57,6 @@ class SharedSandbox:
         with self._lock:
             if self._sandbox is not None:
                 self._sandbox.close()
-
-
-def _token(file: str | None) -> str | None:
-    if file is None:
-        return None
-    try:
-        return Path(file).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise BadInput(f"reward.graders.sandbox_token_file {file!r}: {error.strerror or error}") from None
 
 
 def fault_of(result: Result) -> str:

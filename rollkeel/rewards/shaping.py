@@ -8,12 +8,12 @@ from rollkeel.config import OverlongConfig
 from rollkeel.errors import BadInput
 
 
-def overlong_penalty(lengths: np.ndarray, limit: int, buffer: int, penalty: float = 1.0) -> np.ndarray:
-    """What is added to each reward: `[R]` float64 in [−penalty, 0] (DAPO, Yu et al. 2025, eq. 13).
+def overlong_penalty(lengths: np.ndarray, limit: int, buffer: int) -> np.ndarray:
+    """What is added to each reward: `[R]` float64 in [−1, 0] (DAPO, Yu et al. 2025, eq. 13).
 
-        0                                      |y| ≤ limit − buffer
-        penalty · (limit − buffer − |y|) / buffer     up to |y| = limit
-        −penalty                               beyond
+        0                                |y| ≤ limit − buffer
+        (limit − buffer − |y|) / buffer     up to |y| = limit
+        −1                               beyond
 
     `lengths [R]`: response tokens, the stop token included; `limit`: L_max, `sampling.max_new_tokens`; `buffer`: L_cache,
     0 for no penalty at all. Raises `BadInput` for a buffer outside [0, limit].
@@ -25,7 +25,7 @@ def overlong_penalty(lengths: np.ndarray, limit: int, buffer: int, penalty: floa
     over = np.maximum(np.asarray(lengths, dtype=np.float64) - (limit - buffer), 0.0)
     if not buffer:
         return np.zeros_like(over)
-    return 0.0 - penalty * np.minimum(over / buffer, 1.0)
+    return 0.0 - np.minimum(over / buffer, 1.0)
 
 
 def shaped(
@@ -39,7 +39,7 @@ def shaped(
     out, metrics = np.asarray(rewards, dtype=np.float64), dict[str, float]()
     added = np.zeros(len(out))
     if overlong.buffer:
-        penalty = overlong_penalty(lengths, limit, overlong.buffer, overlong.penalty)
+        penalty = overlong_penalty(lengths, limit, overlong.buffer)
         metrics["reward/overlong_penalty"] = abs(float(penalty.mean()))
         metrics["reward/overlong_share"] = float((penalty < 0).mean())
         added += penalty

@@ -92,7 +92,7 @@ def trial(problems: Problems, settings: GradersConfig, sampling: SamplingParams,
     if gold[0] == 0 and warm_start:
         raise BadInput(
             f"{about}, and so does that of each of {tried} problems tried; the warm start would teach it: mend the grader,"
-            " name whole responses by data.solution_column, or set sft.enabled=false"
+            " name whole responses by data.solution_column, or set sft.steps=0"
         )
     return f"{about}; {f'{WRONG!r} {wrong:g}' if wrong >= gold[0] else f'an empty response {empty:g}'}"
 

@@ -53,7 +53,13 @@ class Episodes:
     """Plays the episodes that prompts of one environment begin. Implements `Gather`."""
 
     def __init__(
-        self, environment: Environment[Any], dialogue: Dialogue, *, turn_tokens: int, threads: int, deadline_s: float
+        self,
+        environment: Environment[Any],
+        dialogue: Dialogue,
+        *,
+        turn_tokens: int,
+        deadline_s: float,
+        threads: int = 8,
     ) -> None:
         """`turn_tokens`: most of one turn, 0 is no limit; `threads`: steps at one time; `deadline_s`: longest silence of
         environments that owe an answer."""
@@ -116,7 +122,7 @@ class Episodes:
                 continue
             waiting = {future: steps[future] for future in left if future.cancel()}
             for future in (f for f in left if f.running()):
-                steps[future].hang(f"no answer for {self._deadline_s:g} s (rollout.environment.deadline_s)")
+                steps[future].hang(f"no answer for {self._deadline_s:g} s (6 times reward.graders.deadline_s)")
             self._threads.close()
             self._threads = _Threads(self._count)
             steps = {self._threads.submit(e.pending): e for e in waiting.values()}

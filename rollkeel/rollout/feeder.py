@@ -135,7 +135,7 @@ class OverlappedRollouts:
                         raise Interrupted("stopped while sampling; rollouts in flight are kept for the resumed run")
                     if self._stalled_at == self._calls:
                         raise BadInput(
-                            f"run.schedule: step {self.gate.done + 1} waits for {missing} rollouts that the recorded run had;"
+                            f"experiment.schedule: step {self.gate.done + 1} waits for {missing} rollouts that the recorded run had;"
                             " replay with the config and the code of that run"
                         )
                     silent = time.monotonic() - max(began, self._heard)

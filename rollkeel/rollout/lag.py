@@ -61,10 +61,12 @@ class LaggedBatches:
         the queue was filled for: their batches should have been sampled by weights that are gone."""
         held = len(state["batches"])
         if state["lag"] != self.lag:
-            raise BadInput(f"rollout.lag: the checkpoint has {state['lag']}, got {self.lag}; resume with the same lag")
+            raise BadInput(
+                f"experiment.lag: the checkpoint has {state['lag']}, got {self.lag}; resume with the same lag"
+            )
         if done and held < min(self.lag, self.steps - done):
             raise BadInput(
-                f"run.steps: with rollout.lag={self.lag} the checkpoint has batches up to step {done + held}, got {self.steps};"
+                f"run.steps: with experiment.lag={self.lag} the checkpoint has batches up to step {done + held}, got {self.steps};"
                 " resume with no more steps or start a new run"
             )
         self._queue.clear()

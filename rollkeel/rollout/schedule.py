@@ -122,14 +122,16 @@ class Replayed(ScheduledEngine):
     def __init__(self, engine: Engine, path: str | Path, after: int = 0) -> None:
         """Replay the schedule at `path` behind step `after`. Raises `BadInput` when this engine cannot."""
         if not isinstance(engine, CountedEngine):
-            raise BadInput(f"run.schedule={path}: this engine does not count decode steps; use engine.kind=local")
+            raise BadInput(
+                f"experiment.schedule={path}: this engine does not count decode steps; use engine.kind=local"
+            )
         self._engine, self._path = engine, path
         self._calls = deque(call for row in read_schedule(path) if row["step"] > after for call in row["calls"])
         workers = len(engine.steps)
         for call in self._calls:
             if len(call["at"]) != workers:
                 raise BadInput(
-                    f"run.schedule={path}: recorded with engine.processes={len(call['at'])}, got {workers}; set it so"
+                    f"experiment.schedule={path}: recorded with engine.processes={len(call['at'])}, got {workers}; set it so"
                 )
         self._base: list[int] | None = None
         self._kept: list[Segment] = []
@@ -203,12 +205,12 @@ class Replayed(ScheduledEngine):
     def _steps(self) -> list[int]:
         steps = [n for n in self._engine.steps if n is not None]
         if len(steps) != len(self._engine.steps):
-            raise BadInput(f"run.schedule={self._path}: an engine worker died; start the replay again")
+            raise BadInput(f"experiment.schedule={self._path}: an engine worker died; start the replay again")
         return steps
 
     def _other(self, recorded: str, got: str) -> BadInput:
         return BadInput(
-            f"run.schedule={self._path}: expected {recorded}, got {got}; replay with the config of that run"
+            f"experiment.schedule={self._path}: expected {recorded}, got {got}; replay with the config of that run"
         )
 
 
@@ -217,15 +219,15 @@ def read_schedule(path: str | Path) -> list[dict[str, Any]]:
     try:
         rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
-        raise BadInput(f"run.schedule={path}: cannot be read ({' '.join(str(error).split())})") from None
+        raise BadInput(f"experiment.schedule={path}: cannot be read ({' '.join(str(error).split())})") from None
     if not rows:
-        raise BadInput(f"run.schedule={path}: is empty; expected the schedule.jsonl of an asynchronous run")
+        raise BadInput(f"experiment.schedule={path}: is empty; expected the schedule.jsonl of an asynchronous run")
     for number, row in enumerate(rows, 1):
         if not _is_row(row):
-            raise BadInput(f"run.schedule={path}: line {number} is not a step of a schedule")
+            raise BadInput(f"experiment.schedule={path}: line {number} is not a step of a schedule")
         if any(at is None for call in row["calls"] for at in call["at"]):
             raise BadInput(
-                f"run.schedule={path}: that run lost an engine worker before the end of step {row['step']}; it cannot be replayed"
+                f"experiment.schedule={path}: that run lost an engine worker before the end of step {row['step']}; it cannot be replayed"
             )
     return rows
 

@@ -94,7 +94,7 @@ class FileProblems(Problems):
         def mine(row: Row) -> bool:
             return side(row, config.eval_fraction, config.sft_fraction) == wanted
 
-        coded = config.form == "tests"
+        coded = config.grader == "code"
         self.rows: Sequence[Row] = list(filter(mine, load_code_rows(config))) if coded else load_rows(config, mine)
         if not self.rows:
             total = len(load_code_rows(config) if coded else load_rows(config))
@@ -129,7 +129,7 @@ class FileProblems(Problems):
         if not isinstance(row, CodeRow):
             return row.answer if row.solution is None else row.solution
         if not row.answer:
-            raise BadInput(f"{self.name} row {row.number}: no reference solution to show; set sft.enabled=false")
+            raise BadInput(f"{self.name} row {row.number}: no reference solution to show; set sft.steps=0")
         return row.answer
 
 

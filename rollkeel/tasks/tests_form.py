@@ -298,7 +298,7 @@ def _records(config: DataConfig) -> Iterator[tuple[int, Any]]:
                 batches = (batch.to_pylist() for batch in table.iter_batches(256))
                 yield from enumerate(chain.from_iterable(batches), 1)
         else:
-            raise BadInput(f"data.path {config.path!r}: data.form=tests reads .jsonl and .parquet files")
+            raise BadInput(f"data.path {config.path!r}: data.grader=code reads .jsonl and .parquet files")
     except (OSError, ValueError) as error:
         raise BadInput(f"data.path {config.path!r}: cannot be read: {excerpt(str(error), 200)}") from None
 

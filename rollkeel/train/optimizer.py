@@ -9,7 +9,11 @@ from typing import Any, Literal
 
 import torch
 
+from rollkeel.config import SftConfig
 from rollkeel.errors import BadInput, NonFinite
+
+PACK_TOKENS = 8192
+"""Least tokens of a forward pass in supervised training: its sequences are short and packed without padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +75,6 @@ class Stepper:
         schedule: Schedule,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
         weight_decay: float = 0.0,
         clip_norm: float = 1.0,
     ) -> None:
@@ -83,9 +86,7 @@ class Stepper:
         matrices = [p for _, p in self.named if p.dim() > 1]
         vectors = [p for _, p in self.named if p.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self._adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=schedule.lr, betas=betas, eps=eps, fused=True
-        )
+        self._adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=schedule.lr, betas=betas, fused=True)
 
     def zero_grad(self) -> None:
         """Forget gradients."""
@@ -150,3 +151,11 @@ class Stepper:
                 for k, v in moments.items()
             }
         self.updates = int(state["updates"])
+
+
+def supervised(model: torch.nn.Module, config: SftConfig, weight_decay: float) -> Stepper:
+    """The optimizer of supervised training: a cosine to a tenth of the learning rate, gradients clipped to a norm of 1."""
+    schedule = Schedule(
+        lr=config.lr, warmup_steps=config.warmup_steps, kind="cosine", total=config.steps, min_lr_ratio=0.1
+    )
+    return Stepper(model.named_parameters(), schedule, weight_decay=weight_decay)

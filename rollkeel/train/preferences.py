@@ -24,7 +24,7 @@ from rollkeel.models.loading import Policy
 from rollkeel.tasks.base import hash_fraction, keyed_rng
 from rollkeel.tasks.rows import find_files, read_files
 from rollkeel.train import checkpoint
-from rollkeel.train.optimizer import Schedule, Stepper
+from rollkeel.train.optimizer import PACK_TOKENS, Stepper, supervised
 
 COLUMNS = ("prompt", "chosen", "rejected")
 METRICS = "metrics.jsonl"
@@ -191,7 +191,9 @@ class Training:
     """What decides the weights that come out, beside the model and the pairs."""
 
     sft: SftConfig
-    """Steps, pairs per step, learning rate and its schedule, clipping, tokens per forward pass."""
+    """Steps, pairs per step, learning rate."""
+    weight_decay: float = 0.0
+    pack_tokens: int = PACK_TOKENS
     seed: int = 0
     every: int = 0
     """Steps between evaluations and checkpoints; 0 has them at the end alone."""
@@ -220,17 +222,8 @@ def train_reward_model(
     model = start()
     if saved is not None:  # into the same memory: tensors that a file is mapped to can round differently
         model.model.load_state_dict(RewardModel.load(saved.model).model.state_dict())
-    model.max_tokens = config.micro_batch_tokens
-    schedule = Schedule(
-        lr=config.lr,
-        warmup_steps=config.warmup_steps,
-        kind="cosine",
-        total=config.steps,
-        min_lr_ratio=config.min_lr_ratio,
-    )
-    stepper = Stepper(
-        model.model.named_parameters(), schedule, weight_decay=config.weight_decay, clip_norm=config.clip_norm
-    )
+    model.max_tokens = training.pack_tokens
+    stepper = supervised(model.model, config, training.weight_decay)
     rows: list[dict[str, float]] = []
     if saved is not None:
         state = checkpoint.load_state(saved.state)

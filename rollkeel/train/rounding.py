@@ -33,7 +33,7 @@ class Rounding:
             self._views = [view for name, view in checkpoint_views(model).items() if is_quantised(name, view)]
             if not self._views:
                 raise BadInput(
-                    f"train.rounding={mode}: model {type(model).__name__} has no projection weights to round; set none"
+                    f"experiment.rounding={mode}: model {type(model).__name__} has no projection weights to round; set none"
                 )
 
     @contextmanager

@@ -45,7 +45,7 @@ class ScoreSheet:
                 got = None if scores.experts is None else list(scores.experts.shape[1:])
                 raise BadInput(
                     f"routing: the engine chose [layers, experts] {list(self.experts.shape[1:])} per token, the trainer {got};"
-                    " set rollout.return_experts=false"
+                    " set rollout.routing=off"
                 )
             self.experts[indices] = scores.experts
 

@@ -15,7 +15,7 @@ from rollkeel.config import SftConfig
 from rollkeel.errors import BadInput, NonFinite
 from rollkeel.models.loading import Policy
 from rollkeel.train.logprobs import PolicyForward
-from rollkeel.train.optimizer import Schedule, Stepper
+from rollkeel.train.optimizer import PACK_TOKENS, Stepper, supervised
 
 Example = Sequence[Sequence[int] | np.ndarray]
 """Prompt ids and response ids, at least one of each; the response ends with the stop token. Of an episode, third, `[R]` bool:
@@ -35,17 +35,18 @@ def run_sft(
     examples: Callable[[Sequence[int]], Sequence[Example]],
     config: SftConfig,
     *,
+    weight_decay: float = 0.0,
+    pack_tokens: int = PACK_TOKENS,
     seed: int = 0,
     progress: Callable[[int, dict[str, float]], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
-    chunk: int = 1024,
     kept: Kept | None = None,
 ) -> dict[str, float]:
     """Train `policy.model` in place on its own device for `config.steps` steps; the loss is the mean over response tokens.
 
     Step s sees `examples(range(s · batch_size, (s + 1) · batch_size))`: the order is the index, so the same source gives
-    the same weights. `seed` keys torch's generator for architectures that draw random numbers. `progress(step, metrics)`
-    is called after every step; `should_stop()` is asked before each and ends the run early. `chunk`: see `token_logprobs`.
+    the same weights. `pack_tokens`: of one forward pass, whole sequences that do not see each other. `seed` keys torch's generator for architectures that draw random numbers. `progress(step, metrics)`
+    is called after every step; `should_stop()` is asked before each and ends the run early.
     `kept`: where an interrupted run left its state; it goes on from there, bit for bit on a CPU.
     Returns the metrics of the last step (`sft/loss`, `sft/entropy`, `sft/target_probability`,
     `optimizer/*`) and `sft/steps`, `sft/tokens` done. Raises `NonFinite` (weights of the last good step kept) and
@@ -53,15 +54,8 @@ def run_sft(
     """
     model = policy.model.eval()
     device = next(model.parameters()).device
-    schedule = Schedule(
-        lr=config.lr,
-        warmup_steps=config.warmup_steps,
-        kind="cosine",
-        total=config.steps,
-        min_lr_ratio=config.min_lr_ratio,
-    )
-    stepper = Stepper(model.named_parameters(), schedule, weight_decay=config.weight_decay, clip_norm=config.clip_norm)
-    forward = PolicyForward(model, chunk=chunk)
+    stepper = supervised(model, config, weight_decay)
+    forward = PolicyForward(model)
     metrics: dict[str, float] = {}
     tokens = 0
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -80,7 +74,7 @@ def run_sft(
             if kept is not None and kept.due():
                 kept.save(step, _state(model, stepper, tokens))
             batch = examples(range(step * config.batch_size, (step + 1) * config.batch_size))
-            metrics = _step(forward, stepper, batch, config.micro_batch_tokens, device)
+            metrics = _step(forward, stepper, batch, pack_tokens, device)
             tokens += sum(len(places) for places in map(_learnt, batch))
             if progress is not None:
                 progress(step, metrics)

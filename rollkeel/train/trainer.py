@@ -63,7 +63,8 @@ class LocalTrainer:
     Args: `temperature`: of the sampler, so that log-probs are those of the distribution it drew from (0 counts as 1);
     `total_updates`: updates of the whole run, for the cosine schedule; `device`: where `policy.model` lies or is moved to;
     `replay_routing`: send every token to the experts that the engine chose for it, in `score` and `update` alike, weighted
-    by the routers as they are now (rollout routing replay, Ma et al. 2025; the reference model keeps its own choice).
+    by the routers as they are now (rollout routing replay, Ma et al. 2025; the reference model keeps its own choice);
+    `rounding`: numeric mode of an engine that passes compute with, see `Rounding`.
     Same inputs give bit-identical weights on a CPU. The model runs in eval mode: dropout would make log-probs of the same
     weights differ between passes.
     """
@@ -77,6 +78,7 @@ class LocalTrainer:
         total_updates: int,
         device: torch.device | str = "cpu",
         replay_routing: bool = False,
+        rounding: str = "none",
     ) -> None:
         self.policy, self.config, self.temperature = policy, config, temperature
         self.device = torch.device(device)
@@ -88,7 +90,6 @@ class LocalTrainer:
             self.model.named_parameters(),
             schedule,
             betas=config.betas,
-            eps=config.eps,
             weight_decay=config.weight_decay,
             clip_norm=config.clip_norm,
         )
@@ -99,21 +100,19 @@ class LocalTrainer:
                     f"train.processes={config.processes}: helper processes share CPU memory, the device is {self.device}"
                 )
             self.model.share_memory()
-        self._forward = PolicyForward(self.model, chunk=config.logprob_chunk)
-        self._rounding = Rounding(self.model, config.rounding)
+        self._forward = PolicyForward(self.model)
+        self._rounding = Rounding(self.model, rounding)
         self._replay = self._forward.packed.replayable() if replay_routing else None
-        self._helpers = [
-            Helper(i, self.model, config.logprob_chunk, torch.get_num_threads()) for i in range(1, config.processes)
-        ]
+        self._helpers = [Helper(i, self.model, torch.get_num_threads()) for i in range(1, config.processes)]
         self._views: dict[str, torch.Tensor] | None = None
         self._reference: PolicyForward | None = None
         if config.kl_coefficient > 0:
             with self.computing():
                 frozen = copy.deepcopy(self.model).requires_grad_(False)
-            self._reference = PolicyForward(frozen, chunk=config.logprob_chunk)
+            self._reference = PolicyForward(frozen)
 
     def computing(self) -> AbstractContextManager[None]:
-        """Inside, `model` holds the weights that passes compute with: rounded ones under `train.rounding`."""
+        """Inside, `model` holds the weights that passes compute with: rounded ones under `experiment.rounding`."""
         return self._rounding.applied()
 
     @property

@@ -29,7 +29,7 @@ def test_in_a_run_the_others_become_0_and_stay_in_the_batch(
     found = {}
     for only in ("all", "negative", "positive"):
         run = tmp_path / only
-        words = (*TINY, "run.steps=1", "eval.every=0", f"advantages.only={only}", f"run.dir={run}")
+        words = (*TINY, "run.steps=1", "eval.every=0", f"experiment.advantages={only}", f"run.dir={run}")
         assert cli(capsys, "train", *words)[0] == 0
         table = read_step(run / "rollouts" / "step_000001.parquet")
         found[only] = [np.array(row) for row in table["advantages"].to_pylist()]

@@ -24,7 +24,7 @@ from rollkeel.record.rollout_store import read_step
 from rollkeel.record.runfolder import RunFolder, tensor_files
 
 SHORT = [*TINY, "run.steps=4", "checkpoint.keep=9", "eval.every=0"]
-TRACED = [*SHORT, "trace.tensors_every=2", "trace.sequences=3"]
+TRACED = [*SHORT, "trace.tensors_every=2"]
 
 
 @pytest.fixture(scope="module")

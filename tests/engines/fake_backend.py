@@ -122,8 +122,7 @@ def weights(policy: float, version: int) -> WeightUpdate:
 def fake_engine(faults: Path, policy: float = 1.0, *, publish: bool = True, **config: Any) -> tuple[Any, FakeBackend]:
     """An engine that serves `policy` as version 1."""
     backend = FakeBackend(faults)
-    server = {"start_s": 20.0, **config.pop("server", {})}
-    settings = EngineConfig.model_validate({"slots": 16, "deadline_s": 20.0, **config, "server": server})
+    settings = EngineConfig.model_validate({"slots": 16, "deadline_s": 20.0, **config})
     engine = ServedEngine(FakeConfig(), settings, backend, python=sys.executable, log_path=faults / "log")
     if publish:
         update = weights(policy, 1)

@@ -55,8 +55,6 @@ def engine(**fields: Any) -> EngineConfig:
             SamplingParams(),
             "nothing listens at http://127.0.0.1:1 (Connection",
         ),
-        (engine(server={"python": "/no/such/python"}), SamplingParams(), "engine.server.python: cannot run /no/such"),
-        (engine(server={"python": sys.executable}), SamplingParams(), "has no package vllm; "),
     ],
 )
 def test_refused_in_one_line(config: EngineConfig, sampling: SamplingParams, says: str) -> None:
@@ -101,6 +99,15 @@ def test_an_environment_beside_the_working_folder_is_found(tmp_path: Path, monke
     assert server_python(EngineConfig(kind="vllm")) == str(python)
     monkeypatch.setenv("FOUND", "1")
     with pytest.raises(BadInput, match="has no package vllm"):
+        server_python(EngineConfig(kind="vllm"))
+
+
+@pytest.mark.parametrize(
+    ("python", "says"), [("/no/such/python", "cannot run /no/such"), (sys.executable, "has no package vllm; ")]
+)
+def test_an_interpreter_that_cannot_serve_is_refused(python: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLKEEL_SERVER_PYTHON", python)
+    with pytest.raises(BadInput, match=says):
         server_python(EngineConfig(kind="vllm"))
 
 

@@ -22,6 +22,7 @@ from engine_kit import drain
 from fake_backend import FakeBackend, assert_true, ends_well, fake_engine, request, requests, weights
 from fake_server import STOP, score_of
 
+from rollkeel.engines import keeper
 from rollkeel.engines.flights import seed_of
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.protocols import Engine, ProbedEngine, SteppedEngine
@@ -184,7 +185,7 @@ def test_a_loss_costs_and_doubles_no_token(open_engine: Any, fault: str, tokens:
 
 
 def test_streams_that_bring_nothing_for_a_while_cost_no_rollout(open_engine: Any) -> None:
-    engine, backend = open_engine(server={"restarts": 2})
+    engine, backend = open_engine()
     backend.set("mute", 5)
     asked = requests(1)
     engine.submit(asked)
@@ -193,7 +194,7 @@ def test_streams_that_bring_nothing_for_a_while_cost_no_rollout(open_engine: Any
 
 
 def test_a_request_that_never_gets_a_token_is_given_up(open_engine: Any) -> None:
-    engine, backend = open_engine(server={"restarts": 2, "silence_s": 4.0})
+    engine, backend = open_engine()
     backend.set("mute", 1000)
     engine.submit(requests(1))
     (segment,) = drain(engine).values()
@@ -217,8 +218,11 @@ def test_a_server_killed_in_the_middle_costs_no_rollout(open_engine: Any) -> Non
     check(asked, got, {1: 1.0})
 
 
-def test_restarts_are_limited_and_the_error_says_what_the_server_said(open_engine: Any) -> None:
-    engine, backend = open_engine(server={"restarts": 0})
+def test_restarts_are_limited_and_the_error_says_what_the_server_said(
+    open_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "RESTARTS", 0)
+    engine, backend = open_engine()
     backend.set("crash_after", 3)
     engine.submit(requests(2))
     with pytest.raises(EngineFailure, match=r"0 restarts in a row .* exit code -9"):
@@ -228,7 +232,7 @@ def test_restarts_are_limited_and_the_error_says_what_the_server_said(open_engin
 
 
 def test_a_hanging_server_is_killed_and_its_work_goes_on(open_engine: Any) -> None:
-    engine, backend = open_engine(server={"silence_s": 1.0})
+    engine, backend = open_engine()
     backend.set("hang_after", 20)
     asked = requests(6)
     engine.submit(asked)
@@ -237,7 +241,7 @@ def test_a_hanging_server_is_killed_and_its_work_goes_on(open_engine: Any) -> No
 
 
 def test_a_stopped_process_counts_as_hanging(open_engine: Any) -> None:
-    engine, backend = open_engine(server={"silence_s": 1.0})
+    engine, backend = open_engine()
     asked = [request(i, 200, stop_token_ids=()) for i in range(3)]
     engine.submit(asked)
     backend.until_sent(30)
@@ -248,7 +252,7 @@ def test_a_stopped_process_counts_as_hanging(open_engine: Any) -> None:
 
 @pytest.mark.parametrize("fault", ["die_at_start", "slow_start"])
 def test_a_server_that_does_not_come_up_is_started_again(open_engine: Any, fault: str) -> None:
-    engine, backend = open_engine(publish=False, server={"start_s": 2.0})
+    engine, backend = open_engine(publish=False, deadline_s=12.0)
     backend.set(fault)
     assert engine.update_weights(weights(1.0, 1)).version == 1
     check([request(1)], {1: _only(engine, request(1))}, {1: 1.0})
@@ -259,8 +263,9 @@ def _only(engine: Any, asked: Request) -> Segment:
     return drain(engine)[asked.id]
 
 
-def test_a_server_that_never_comes_up_ends_with_its_words(open_engine: Any) -> None:
-    engine, backend = open_engine(publish=False, server={"start_s": 5.0, "restarts": 0})
+def test_a_server_that_never_comes_up_ends_with_its_words(open_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "RESTARTS", 0)
+    engine, backend = open_engine(publish=False)
     backend.set("die_at_start")
     with pytest.raises(EngineFailure, match="the fake will not start"):
         engine.update_weights(weights(1.0, 1))

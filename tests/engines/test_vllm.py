@@ -55,9 +55,7 @@ def start(model: Any, backend: VllmBackend | None = None, **config: Any) -> Serv
 
 def publisher(engine: Any, model: Any, dtype: str = "fp32") -> DirectPublisher:
     sequences = probe_sequences(prompts_of(8), 288, MAX_LENGTH)
-    return DirectPublisher(
-        [engine], Probes(sequences=sequences, trainer=SequenceScorer(model, chunk=1024), dtype=dtype)
-    )
+    return DirectPublisher([engine], Probes(sequences=sequences, trainer=SequenceScorer(model), dtype=dtype))
 
 
 def publish(engine: Any, model: Any, version: int, dtype: str = "fp32") -> Any:
@@ -371,7 +369,7 @@ def test_bfloat16_is_within_its_tolerance() -> None:
 
 def test_a_server_that_cannot_start_says_why() -> None:
     model = model_of("tiny-qwen3-moe")
-    engine = start(model, server={"options": {"no_such_option": 3}, "restarts": 0})
+    engine = start(model, server={"options": {"no_such_option": 3}})
     try:
         with pytest.raises(EngineFailure, match="no-such-option"):
             publish(engine, model, 1)

@@ -185,7 +185,7 @@ def test_a_broken_grader_is_no_zero_stops_above_the_budget_and_is_asked_again(
     ("change", "message"),
     [
         ({"words": ["sampling.temperature=0.5"]}, "was begun with sampling"),
-        ({"words": ["model.seed=1"]}, "was begun with weights"),
+        ({"words": ["model.overrides={initializer_range: 0.05}"]}, "was begun with weights"),
         ({"samples": 2}, "was begun with samples"),
         ({"greedy": True}, "was begun with greedy"),
         ({"problem": "another"}, "was begun with items"),

@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rollkeel.config import EngineConfig
-from rollkeel.engines.kv import PagedCache
+from rollkeel.engines.kv import Layout, PagedCache
 from rollkeel.engines.local import LocalEngine
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models import compiled, jit, kernels
@@ -47,7 +47,9 @@ def model(name: str) -> torch.nn.Module:
 
 
 def sample(net: torch.nn.Module, forward: str, dtype: str, experts: bool) -> tuple[list[Segment], LocalEngine]:
-    engine = LocalEngine(net.config, EngineConfig(forward=forward, dtype=dtype, slots=7, block_size=4), max_length=64)  # type: ignore[arg-type]
+    engine = LocalEngine(
+        net.config, EngineConfig(forward=forward, dtype=dtype, slots=7), max_length=64, layout=Layout(block_size=4)
+    )  # type: ignore[arg-type]
     DirectPublisher([engine]).publish(checkpoint_views(net).items(), 1)  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
     requests = [
@@ -73,7 +75,7 @@ def test_prefilled_keys_and_values_are_pytorchs(name: str, rows: int, monkeypatc
     net, rng, found = model(name), np.random.default_rng(3), []
     tokens = [rng.integers(0, 96, n) for n in (1, 4, 7, 23)]
     for forward in ("fast", "compiled"):
-        engine = LocalEngine(net.config, EngineConfig(forward=forward, block_size=4), max_length=64)  # type: ignore[arg-type]
+        engine = LocalEngine(net.config, EngineConfig(forward=forward), max_length=64, layout=Layout(block_size=4))  # type: ignore[arg-type]
         DirectPublisher([engine]).publish(checkpoint_views(net).items(), 1)  # type: ignore[arg-type]
         blocks = [[engine._pool.take() for _ in range(7)] for _ in tokens]
         with torch.inference_mode():

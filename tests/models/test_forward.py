@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from rollkeel.config import EngineConfig
+from rollkeel.engines.kv import Layout
 from rollkeel.engines.local import LocalEngine
 from rollkeel.errors import BadInput
 from rollkeel.models.forward import FastForward, supports
@@ -134,8 +135,8 @@ def build(make: Callable[[], Any]) -> Any:
     return model
 
 
-def serve(model: Any, **config: Any) -> LocalEngine:
-    engine = LocalEngine(model.config, EngineConfig(**config), max_length=80)
+def serve(model: Any, *, block_size: int = 16, **config: Any) -> LocalEngine:
+    engine = LocalEngine(model.config, EngineConfig(**config), max_length=80, layout=Layout(block_size))
     engine.update_weights(full_update(checkpoint_views(model).items(), 0))
     return engine
 

@@ -83,7 +83,7 @@ def test_any_text_survives_the_tokenizer(text: str) -> None:
 
 
 def test_a_saved_policy_is_an_ordinary_folder_and_loads_back(tmp_path: Path) -> None:
-    policy = load_policy(ModelConfig(path="preset:tiny-qwen3-moe", seed=3))
+    policy = load_policy(ModelConfig(path="preset:tiny-qwen3-moe"), seed=3)
     save_policy(policy, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = torch.arange(8, 40)[None]

@@ -159,7 +159,7 @@ def test_experts_out_of_reach_are_named_and_cannot_be_replayed() -> None:
     model = build(JetMoeConfig(**JETMOE, kv_channels=16, intermediate_size=32, num_local_experts=4))
     assert expert_layers(model) == ()
     assert unreached_experts(model) == "model.layers.0.mlp.router.layer.weight"
-    with pytest.raises(BadInput, match=r"no routed experts that replay could reach; set rollout.replay_routing=false"):
+    with pytest.raises(BadInput, match=r"no routed experts that replay could reach; set rollout.routing=record"):
         PackedModel(model).replayable()  # type: ignore[arg-type]
 
 

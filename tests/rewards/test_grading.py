@@ -20,7 +20,7 @@ from rollkeel.config import GradersConfig
 from rollkeel.errors import BadInput, GraderFailure
 from rollkeel.plugins import place
 from rollkeel.protocols import OverlappedGrader
-from rollkeel.rewards import FailureBudget, Graders, graders
+from rollkeel.rewards import FailureBudget, Graders, graders, grading
 from rollkeel.types import GraderSpec, Rollout, Status
 
 
@@ -31,13 +31,13 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     rewards.register("measure", "grader_fakes:length")
 
 
-def settings(**changes: Any) -> GradersConfig:
-    return GradersConfig(**{"deadline_s": 1.0, "memory_mb": 256, "regrade": 0.0, **changes})
+def open_graders(*, deadline_s: float = 1.0, regrade: float = 0.0, **options: Any) -> Graders:
+    return Graders(GradersConfig(deadline_s=deadline_s), memory_mb=256, regrade=regrade, **options)
 
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Graders]:
-    with Graders(settings()) as made:
+    with open_graders() as made:
         yield made
 
 
@@ -140,7 +140,7 @@ def test_a_random_grader_is_named_and_a_steady_one_is_not() -> None:
     draw = random.Random(0)
     rewards.register("dice", lambda r: draw.random())
     rewards.register("moody", _every_second_call_fails())
-    with Graders(settings(regrade=1.0)) as twice:
+    with open_graders(regrade=1.0) as twice:
         found = twice.grade(
             [rollout("a", grader="dice", id=3), rollout("random", grader="worker", id=4), rollout("4", id=5)]
         )
@@ -172,7 +172,7 @@ def test_the_sample_that_is_graded_twice_is_that_of_the_seed() -> None:
     def sampled(seed: int, share: float) -> list[int]:
         calls: list[int] = []
         rewards.register("count", lambda r: float(calls.append(r.id) or 1))
-        with Graders(settings(regrade=share), seed=seed) as found:
+        with open_graders(regrade=share, seed=seed) as found:
             found.grade([rollout("a", grader="count", id=i) for i in range(400)])
         return sorted(i for i in set(calls) if calls.count(i) == 2)
 
@@ -183,8 +183,9 @@ def test_the_sample_that_is_graded_twice_is_that_of_the_seed() -> None:
     assert sampled(0, 1.0) == list(range(400))
 
 
-def test_a_slow_grader_is_named_with_its_worst_rollout() -> None:
-    with Graders(settings(slow=0.1)) as watched:
+def test_a_slow_grader_is_named_with_its_worst_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grading, "SLOW", 0.1)
+    with open_graders() as watched:
         given = [rollout(f"sleep {s}", grader="worker", id=i) for i, s in enumerate((0.01, 0.3, 0.15))]
         watched.grade([*given, rollout("4", id=9)])
         events = watched.report()[1]
@@ -192,14 +193,15 @@ def test_a_slow_grader_is_named_with_its_worst_rollout() -> None:
     assert events[0]["seconds"] >= 0.3
 
 
-def test_waiting_ends_with_the_name_of_what_did_not_come() -> None:
+def test_waiting_ends_with_the_name_of_what_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grading, "WAITS", 0.01)
     message = r"waited 0.3 s for 1 of 2 gradings, the first is worker of rollout 5"
-    with Graders(settings(deadline_s=30.0, wait_s=0.3)) as found, pytest.raises(GraderFailure, match=message):
+    with open_graders(deadline_s=30.0) as found, pytest.raises(GraderFailure, match=message):
         found.grade([rollout("4", id=4), rollout("hang", grader="worker", id=5)])
 
 
 def mixed(text: str, *parts: dict[str, Any], answer: str = "4") -> Rollout:
-    with Graders(settings()) as found:
+    with open_graders() as found:
         return found.grade([rollout(text, answer, GraderSpec(name="mix", options={"parts": list(parts)}))])[0]
 
 
@@ -246,7 +248,7 @@ class Model:
 
 def test_a_reward_model_scores_prompt_and_response_in_batches_in_order() -> None:
     model, paths = Model(), []
-    with Graders(settings(), load_model=lambda path: paths.append(path) or model) as found:
+    with open_graders(load_model=lambda path: paths.append(path) or model) as found:
         spec = GraderSpec(name="reward_model", options={"path": "judge", "batch_size": 2})
         out = found.grade([rollout(t, grader=spec) for t in (" a", " a b", " nan")])
         assert [r.reward for r in out] == [2.0, 3.0, None]
@@ -257,7 +259,7 @@ def test_a_reward_model_scores_prompt_and_response_in_batches_in_order() -> None
         together = [rollout(t, grader=spec) for t in (" break", " a")]
         assert [r.reward for r in found.grade(together)] == [None, 2.0]
         assert paths == ["judge"]
-    out = Graders(settings()).grade([rollout("a", grader=single)])
+    out = open_graders().grade([rollout("a", grader=single)])
     assert out[0].detail == "grader reward_model: expected the option path and a run that can load reward models"
 
 

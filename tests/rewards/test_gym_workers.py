@@ -60,7 +60,7 @@ DATASETS = {"adder": (Adder, Config)}
 def create_dataset(name, **options):
     return DATASETS[name][0](Config(**options))
 """
-SETTINGS = GradersConfig(deadline_s=1.0, memory_mb=256, regrade=0.0)
+SETTINGS = GradersConfig(deadline_s=1.0)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_what_breaks_the_scorer_costs_its_own_reward_unless_the_gold_answer_brea
     item, rollouts = asked(["?", "hang", "exit", "crash", "greedy", "raise", "half", ""], step=2)
     rollouts.append(rollout(item.answer, grader=rollouts[0].prompt.grader, id=8))
     rollouts.append(rollout("hang", "raise", grader=rollouts[0].prompt.grader, id=9))
-    with Graders(SETTINGS) as made:
+    with Graders(SETTINGS, memory_mb=256, regrade=0.0) as made:
         out = made.grade(rollouts)
         undecided = made.report()[0]["reward/undecided"]
         again = made.grade(rollouts[-2:-1])
@@ -118,7 +118,7 @@ def test_nothing_is_scored_in_this_process_not_even_as_a_part_of_a_mix(monkeypat
     mixed = rollout("hang", grader=GraderSpec(name="mix", options={"parts": [part]}))
     right = rollout(item.answer, grader=GraderSpec(name="mix", options={"parts": [part]}))
     monkeypatch.setattr(sys, "scored", False, raising=False)
-    with Graders(SETTINGS) as made:
+    with Graders(SETTINGS, memory_mb=256, regrade=0.0) as made:
         made.begin([mixed])
         assert [r.reward for r in made.grade([mixed, right])] == [0.0, 1.0]
     assert not vars(sys)["scored"]
@@ -127,14 +127,14 @@ def test_nothing_is_scored_in_this_process_not_even_as_a_part_of_a_mix(monkeypat
 def test_the_deadline_of_a_grading_does_not_pay_for_the_library(library: Path) -> None:
     item, [plain] = asked(["?"])
     (library / "__init__.py").write_text("import time\ntime.sleep(1.5)")
-    with Graders(SETTINGS) as made:
+    with Graders(SETTINGS, memory_mb=256, regrade=0.0) as made:
         assert made.grade([rollout(item.answer, grader=plain.prompt.grader)])[0].reward == 1.0
 
 
 def test_a_worker_without_the_library_names_what_to_install(library: Path) -> None:
     _, rollouts = asked(["1"])
     (library / "factory.py").write_text("raise ImportError('not here')")
-    with Graders(SETTINGS) as made:
+    with Graders(SETTINGS, memory_mb=256, regrade=0.0) as made:
         out = made.grade(rollouts)[0]
     assert (out.reward, out.status) == (None, Status.GRADER_FAILURE)
     assert "not here; install it with: pip install 'rollkeel[gym]'" in out.detail

@@ -38,7 +38,7 @@ def asked(name: str, gold: str, response: str) -> Rollout:
 
 @pytest.fixture(scope="module")
 def made() -> Iterator[Graders]:
-    with Graders(GradersConfig(deadline_s=20.0, regrade=0.0, workers=2)) as one:
+    with Graders(GradersConfig(deadline_s=20.0), regrade=0.0) as one:
         yield one
 
 

@@ -139,7 +139,7 @@ SLOW: dict[str, tuple[GraderSpec, str]] = {
 
 @pytest.fixture(scope="module")
 def made() -> Iterator[Graders]:
-    with Graders(GradersConfig(deadline_s=1.0, memory_mb=512, regrade=0.0)) as one:
+    with Graders(GradersConfig(deadline_s=1.0), memory_mb=512, regrade=0.0) as one:
         yield one
 
 

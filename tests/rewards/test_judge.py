@@ -25,7 +25,7 @@ LENGTH = "def judge(text, given):\n    return len(text) == given, f'{len(text)} 
 
 @pytest.fixture(scope="module")
 def graders() -> Iterator[Graders]:
-    with Graders(GradersConfig(sandbox_level="restricted", regrade=0.0)) as made:
+    with Graders(GradersConfig(sandbox_level="restricted"), regrade=0.0) as made:
         yield made
 
 

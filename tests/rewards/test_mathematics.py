@@ -29,7 +29,7 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def graders() -> Iterator[Graders]:
-    with Graders(GradersConfig(deadline_s=20.0, regrade=0.0, workers=1)) as made:
+    with Graders(GradersConfig(deadline_s=20.0, workers=1), regrade=0.0) as made:
         yield made
 
 
@@ -89,7 +89,7 @@ def test_an_unknown_option_is_a_failure(graders: Graders) -> None:
 
 def test_what_hangs_a_parser_is_undecided_and_the_others_are_served() -> None:
     tower = "9^{9^{9^{9}}}"
-    with Graders(GradersConfig(deadline_s=2.0, regrade=0.0, workers=2)) as graders:
+    with Graders(GradersConfig(deadline_s=2.0), regrade=0.0) as graders:
         found = graders.grade([pair("5", "5"), pair("5", tower), pair("5", "\\frac{10}{2}"), pair("\\sqrt{25}", "5")])
     assert [r.reward for r in found] == [1.0, 0.0, 1.0, 1.0]
     assert found[1].detail == "undecided: grader math: no answer in 2 s"

@@ -33,12 +33,13 @@ def digits(rollout: Rollout) -> tuple[float, str]:
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(graders, "_GRADERS", dict(graders._GRADERS))
+    monkeypatch.setattr("rollkeel.rewards.grading.REGRADE", 0.5)
     rewards.register("here", digits)
     rewards.register("there", "grader_fakes:patient")
     file = tmp_path / "data.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{i:02d}", "answer": str(i)}) + "\n" for i in range(80)))
-    short = ["run.steps=3", "eval.every=0", "checkpoint.every=0", "sft.enabled=false", "sampling.max_new_tokens=8"]
-    return [*TINY, *short, "data.task=null", "data.options={}", f"data.path={file}", "reward.graders.regrade=0.5"]
+    short = ["run.steps=3", "eval.every=0", "checkpoint.every=0", "sft.steps=0", "sampling.max_new_tokens=8"]
+    return [*TINY, *short, "data.task=null", "data.options={}", f"data.path={file}"]
 
 
 def run(path: Path, *words: str) -> list[dict[str, Any]]:
@@ -52,7 +53,7 @@ def run(path: Path, *words: str) -> list[dict[str, Any]]:
 def test_a_grader_in_workers_gives_the_run_of_the_same_one_here(loop: str, words: list[str], tmp_path: Path) -> None:
     words = [*words, *LOOPS[loop]]
     there = run(tmp_path / "there", *words, "data.grader=there")
-    replay = [f"run.schedule={tmp_path / 'there' / 'schedule.jsonl'}"] if loop == "async" else []
+    replay = [f"experiment.schedule={tmp_path / 'there' / 'schedule.jsonl'}"] if loop == "async" else []
     here = run(tmp_path / "here", *words, *replay, "data.grader=here")
     assert here == there
     assert weights(tmp_path / "here") == weights(tmp_path / "there")

@@ -25,12 +25,12 @@ from rollkeel.types import GraderSpec, Rollout, Status
 
 LEVEL = probe().plan(()).level
 pytestmark = pytest.mark.skipif(LEVEL < Level.RESTRICTED, reason="no isolation can be had here")
-SETTINGS: dict[str, Any] = {"sandbox_level": "restricted", "regrade": 0.0}
+SETTINGS: dict[str, Any] = {"sandbox_level": "restricted"}
 
 
 @pytest.fixture(scope="module")
 def graders() -> Iterator[Graders]:
-    with Graders(GradersConfig(**SETTINGS)) as made:
+    with Graders(GradersConfig(**SETTINGS), regrade=0.0) as made:
         yield made
 
 
@@ -158,14 +158,13 @@ def test_faults_of_the_tests_are_failures_and_never_a_0(graders: Graders, option
 
 def test_a_sandbox_that_is_refused_or_away_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLKEEL_SANDBOX_TOKEN", "a-token-of-the-tests-0123456789")
-    with Graders(GradersConfig(regrade=0.0, sandbox="http://127.0.0.1:9", wait_s=1.0)) as away:
+    with Graders(GradersConfig(sandbox="http://127.0.0.1:9", deadline_s=0.01), regrade=0.0) as away:
         found = away.grade([code("print(1)", DOUBLE)])[0]
     assert (found.reward, found.status) == (None, Status.GRADER_FAILURE)
     assert found.detail.startswith("grader code: RunStopped: sandbox: no server at 127.0.0.1 took the job")
-    with Graders(
-        GradersConfig(sandbox="http://127.0.0.1:9", sandbox_token_file=str(tmp_path / "none"), wait_s=1.0)
-    ) as lost:
-        assert "sandbox_token_file" in lost.grade([code("print(1)", DOUBLE)])[0].detail
+    monkeypatch.delenv("ROLLKEEL_SANDBOX_TOKEN")
+    with Graders(GradersConfig(sandbox="http://127.0.0.1:9")) as lost:
+        assert "ROLLKEEL_SANDBOX_TOKEN" in lost.grade([code("print(1)", DOUBLE)])[0].detail
     if Level.FULL > LEVEL:
         with Graders(GradersConfig(sandbox_level="full")) as strict:
             assert "sandbox: refused" in strict.grade([code("print(1)", DOUBLE)])[0].detail
@@ -250,11 +249,11 @@ def test_a_server_that_is_killed_in_the_middle_loses_nothing(tmp_path: Path, mon
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "sandbox")
     from service_host import TOKEN, Server  # pyright: ignore[reportMissingImports]
 
-    (tmp_path / "mine").write_text(TOKEN)
+    monkeypatch.setenv("ROLLKEEL_SANDBOX_TOKEN", TOKEN)
     server = Server(tmp_path, "--minimum", "restricted")
     program = "import time; time.sleep(0.15); print(int(input()) * {})"
     given = [code(program.format(2 + i % 2), DOUBLE) for i in range(12)]
-    settings = GradersConfig(**SETTINGS, sandbox=server.url, sandbox_token_file=str(tmp_path / "mine"), workers=2)
+    settings = GradersConfig(**SETTINGS, sandbox=server.url, workers=2)
     try:
         with Graders(settings) as graders:
             graders.begin(given)

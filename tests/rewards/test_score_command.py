@@ -58,13 +58,15 @@ def test_a_recipe_says_it_too_and_the_budget_on_the_command_line_goes_first(
     assert cli(capsys, "score", raw, recipe, "--out", out)[0] == 0
 
 
-def test_code_goes_to_the_sandbox_that_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_goes_to_the_sandbox_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ROLLKEEL_SANDBOX_TOKEN", raising=False)
     path, out = tmp_path / "code.parquet", tmp_path / "out.parquet"
     write_step(path, [rollout("print(1)", grader=CODE)], step=1)
-    nowhere = ["reward.graders.sandbox=http://127.0.0.1:9", f"reward.graders.sandbox_token_file={tmp_path / 'token'}"]
-    code, _, err = cli(capsys, "score", path, *nowhere, "--out", out)
+    code, _, err = cli(capsys, "score", path, "reward.graders.sandbox=http://127.0.0.1:9", "--out", out)
     assert code == 3
-    assert str(tmp_path / "token") in err  # asked for before the server is
+    assert "ROLLKEEL_SANDBOX_TOKEN" in err  # asked for before the server is
     assert not out.exists()
 
 

@@ -111,7 +111,7 @@ def test_the_command_writes_rows_that_a_run_can_train_on(tmp_path: Path, capsys:
     assert "1 of 3 problems written" in said
     assert "row 2: synthesis: solution 1 is to be right, but test 1 of 1: got 1, expected 5" in said
     assert "row 3: no tests" in said
-    [row] = load_code_rows(DataConfig(path=str(tmp_path / "out.jsonl"), form="tests", grader="code"))
+    [row] = load_code_rows(DataConfig(path=str(tmp_path / "out.jsonl"), grader="code"))
     assert row.answer == RIGHT[0]
     assert len(row.grader.options["tests"]) > 1
     assert f"{len(row.grader.options['tests']) - 1} tests added" in said

@@ -236,7 +236,7 @@ def test_one_that_hangs_is_given_up_and_named() -> None:
     began = time.monotonic()
     done = play(toy(before=hang), Says("a", "b", "c"), 6, threads=2, deadline_s=0.5)
     assert time.monotonic() - began < 10
-    failed = "environment toy: turn 2: no answer for 0.5 s (rollout.environment.deadline_s)"
+    failed = "environment toy: turn 2: no answer for 0.5 s (6 times reward.graders.deadline_s)"
     assert [r.detail for r in done] == ["", "", failed, "", failed, ""]
     assert [r.reward for r in done] == [6 / 8, 6 / 8, None, 6 / 8, None, 6 / 8]  # 0 and 1 waited behind those that hang
     assert {r.status for r in (done[2], done[4])} == {Status.GRADER_FAILURE}

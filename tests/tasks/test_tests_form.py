@@ -157,7 +157,7 @@ def test_rows_that_make_no_problem_are_named_with_the_reason() -> None:
 
 
 def config(path: Path, **changes: Any) -> DataConfig:
-    return DataConfig(task=None, path=str(path), form="tests", eval_fraction=0.0, **changes)
+    return DataConfig(task=None, path=str(path), grader="code", eval_fraction=0.0, **changes)
 
 
 def test_files_become_problems_for_the_sandbox(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_cleaned_folder_is_learnt_from(tmp_path: Path) -> None:
         texts.add(policy.tokenizer.decode(prompt) + policy.tokenizer.decode(response[:-1]))
     assert texts == {f"p {i}=think {i}" for i in range(7)}
     assert {source.prompt(i).answer for i in range(7)} == {str(i) for i in range(7)}  # RL is still graded on the answer
-    metrics = run_sft(policy, source.demonstrations, SftConfig(steps=2, batch_size=7, micro_batch_tokens=65_536))
+    metrics = run_sft(policy, source.demonstrations, SftConfig(steps=2, batch_size=7), pack_tokens=65_536)
     assert metrics["sft/steps"] == 2
 
 
@@ -68,8 +68,8 @@ def examples(lengths: Sequence[int]) -> list[Example]:
 
 
 def first_loss(policy: Policy, batch: Sequence[Example], tokens: int) -> float:
-    config = SftConfig(steps=1, batch_size=len(batch), micro_batch_tokens=tokens)
-    return run_sft(policy, lambda indices: batch, config)["sft/loss"]
+    config = SftConfig(steps=1, batch_size=len(batch))
+    return run_sft(policy, lambda indices: batch, config, pack_tokens=tokens)["sft/loss"]
 
 
 @pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-qwen3-moe"])
@@ -82,7 +82,7 @@ def test_packed_loss_is_the_unpacked_loss(preset: str) -> None:
 def test_what_lies_beside_a_sequence_does_not_reach_it() -> None:
     """Other neighbours, of other lengths: log-probs of the sequence move by rounding alone."""
     policy = load_policy(ModelConfig(path="preset:tiny-qwen3"))
-    forward = PolicyForward(policy.model, chunk=1024)
+    forward = PolicyForward(policy.model)
     kept = examples([50])[0]
 
     def scores(others: list[Example]) -> torch.Tensor:

@@ -33,7 +33,7 @@ from rollkeel.train.preferences import (
     train_reward_model,
 )
 
-FEW = SftConfig(steps=6, batch_size=4, lr=1e-3, warmup_steps=2, micro_batch_tokens=128)
+FEW = SftConfig(steps=6, batch_size=4, lr=1e-3, warmup_steps=2)
 
 
 def fresh(seed: int = 0, preset: str = "tiny-qwen3") -> RewardModel:
@@ -136,7 +136,7 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
 def test_micro_batches_change_neither_loss_nor_weights(tmp_path: Path) -> None:
     found = []
     for name, tokens in (("one", 10**6), ("many", 1)):
-        training = Training(sft=FEW.model_copy(update={"micro_batch_tokens": tokens, "steps": 2}))
+        training = Training(sft=FEW.model_copy(update={"steps": 2}), pack_tokens=tokens)
         metrics = train_reward_model(fresh, sevens(8), sevens(8, 1), training, tmp_path / name)
         found.append([metrics["train/loss"], metrics["eval/loss"], metrics["optimizer/grad_norm"]])
     assert found[0] == pytest.approx(found[1], rel=1e-4)
@@ -159,7 +159,7 @@ def test_measure_by_hand() -> None:
 
 def test_every_pair_is_seen_once_before_any_is_seen_again() -> None:
     pairs = sevens(10)
-    training = Training(sft=FEW)
+    training = Training(sft=FEW, pack_tokens=128)
     seen = [p for step in range(5) for p in _batch(pairs, step, training)]
     assert sorted(p.prompt for p in seen[:10]) == sorted(p.prompt for p in seen[10:]) == sorted(p.prompt for p in pairs)
     assert seen[:10] != seen[10:]
@@ -167,7 +167,7 @@ def test_every_pair_is_seen_once_before_any_is_seen_again() -> None:
 
 @pytest.mark.parametrize("stop_at", [1, 2, 3])
 def test_resumed_is_the_uninterrupted_training_bit_for_bit(stop_at: int, tmp_path: Path) -> None:
-    training = Training(sft=FEW, every=2)
+    training = Training(sft=FEW, pack_tokens=128, every=2)
     whole = train_reward_model(fresh, sevens(20), sevens(6, 1), training, tmp_path / "whole")
     calls = iter(range(10))
     with pytest.raises(Interrupted, match=f"after {stop_at} of 6"):
@@ -183,9 +183,9 @@ def test_resumed_is_the_uninterrupted_training_bit_for_bit(stop_at: int, tmp_pat
 
 @pytest.mark.slow
 def test_more_sevens_are_learnt_from_preferences(tmp_path: Path) -> None:
-    config = SftConfig(steps=120, batch_size=32, lr=3e-3, warmup_steps=10, micro_batch_tokens=4096)
+    config = SftConfig(steps=120, batch_size=32, lr=3e-3, warmup_steps=10)
     train, held_out = split_pairs(sevens(2400), 0.15)
-    metrics = train_reward_model(fresh, train, held_out, Training(sft=config), tmp_path)
+    metrics = train_reward_model(fresh, train, held_out, Training(sft=config, pack_tokens=4096), tmp_path)
     assert metrics["eval/accuracy"] >= 0.95
     model = RewardModel.load(tmp_path / "model")
     graded = model.score([f"5={'7' * n}{'1' * (10 - n)}" for n in (0, 4, 8)])

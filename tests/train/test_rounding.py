@@ -26,10 +26,13 @@ MODES = ("fp8_weights", "int8", "int4")
 
 def trainer(p: Policy | None = None, **options: object) -> LocalTrainer:
     """Its steps are lr · g / (|g| + eps) at first: with eps = 1 they tell the gradient."""
-    plain = {"warmup_steps": 0, "lr": 1.0, "eps": 1.0, "clip_norm": 1e9}
-    return LocalTrainer(
-        p or policy(), TrainConfig.model_validate({**plain, **options}), temperature=1.0, total_updates=10
-    )
+    plain = {"warmup_steps": 0, "lr": 1.0, "clip_norm": 1e9}
+    mode = str(options.pop("rounding", "none"))
+    config = TrainConfig.model_validate({**plain, **options})
+    made = LocalTrainer(p or policy(), config, temperature=1.0, total_updates=10, rounding=mode)
+    for group in made._stepper._adamw.param_groups:
+        group["eps"] = 1.0
+    return made
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -37,7 +40,7 @@ def test_engine_and_trainer_on_one_grid_compute_one_function(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["sft.steps=20", "rollout.prompts=8", f"engine.dtype={mode}"]
-    sampled = sample([*words, f"train.rounding={mode}"], 0)
+    sampled = sample([*words, f"experiment.rounding={mode}"], 0)
     ratio = (sampled.trainer().score(sampled.batch).logprobs - sampled.batch.rollout_logprobs).exp()
     assert (ratio - 1).abs().max() < 1e-4
     apart = sample(words, 0)
@@ -110,5 +113,7 @@ def test_no_rounding_is_nothing_and_nothing_to_round_is_refused(monkeypatch: pyt
     with t.computing():
         assert all(torch.equal(p, before[n]) for n, p in t.model.named_parameters())
     monkeypatch.setattr("rollkeel.train.rounding.is_quantised", lambda *_: False)
-    with pytest.raises(BadInput, match=r"train\.rounding=int4: model Qwen3MoeForCausalLM has no projection weights"):
+    with pytest.raises(
+        BadInput, match=r"experiment\.rounding=int4: model Qwen3MoeForCausalLM has no projection weights"
+    ):
         trainer(rounding="int4")

@@ -22,7 +22,7 @@ CONFIG = SftConfig(steps=4, batch_size=6, warmup_steps=1)
 
 
 def policy(seed: int = 0) -> Policy:
-    return load_policy(ModelConfig(path="preset:tiny-qwen3", seed=seed))
+    return load_policy(ModelConfig(path="preset:tiny-qwen3"), seed=seed)
 
 
 def example(index: int) -> Example:

@@ -25,7 +25,7 @@ from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, 
 
 
 def policy(preset: str = "tiny-qwen3-moe", seed: int = 0) -> Policy:
-    return load_policy(ModelConfig(path=f"preset:{preset}", seed=seed))
+    return load_policy(ModelConfig(path=f"preset:{preset}"), seed=seed)
 
 
 def make_batch(

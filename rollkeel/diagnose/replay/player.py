@@ -53,12 +53,13 @@ class Player:
     def __init__(self, record: Record, config: Config, view: LiveView, stop: StopFlag, *, samples: bool) -> None:
         """`samples`: open the engine, and bring along what the loop carries from step to step."""
         self.record, self.view, self.stop, self.samples = record, view, stop, samples
-        self.lag = config.rollout.lag if samples else 0
+        self.lag = config.experiment.lag if samples else 0
         """Steps between sampling a batch and training it; who plays goes back as many instead of waiting."""
         self.config = config.model_copy(
             update={
-                "run": config.run.model_copy(update={"schedule": record.schedule() if samples else None}),
-                "rollout": config.rollout.model_copy(update={"lag": 0}),
+                "experiment": config.experiment.model_copy(
+                    update={"schedule": record.schedule() if samples else None, "lag": 0}
+                ),
                 "report": config.report.model_copy(update={"rollouts": True}),
             }
         )
@@ -214,7 +215,7 @@ class Player:
         torch.set_num_threads(config.run.threads)
         policy = load_policy(config.model, resolve_device(config.run.device))
         folder = RunFolder(self.scratch, config, None)
-        if warm and config.sft.enabled and config.sft.steps > 0:
+        if warm and config.sft.steps > 0:
             warm_start(policy, config, self.view, self.stop, folder.events)
         self.run = assemble(config, folder, policy, self.view, self.stop, None if self.samples else IdleEngine())
         self._stack.callback(self.run.close)

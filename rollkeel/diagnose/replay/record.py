@@ -62,7 +62,7 @@ class Record:
         if self.config.run.loop != "async":
             return None
         own = self.folder.path / SCHEDULE
-        file = str(own) if own.is_file() else self.config.run.schedule
+        file = str(own) if own.is_file() else self.config.experiment.schedule
         if file is None:
             raise BadInput(
                 f"{own}: no such file, so the sampling of this asynchronous run cannot be repeated; use --only update"

@@ -23,7 +23,16 @@ from rollkeel.record.rollout_store import read_step
 from rollkeel.record.stopping import StopFlag
 from rollkeel.train import checkpoint
 
-FIXED = ("run.loop", "run.schedule", "rollout.lag", "run.seed", "model", "data", "sft")
+FIXED = (
+    "run.loop",
+    "run.seed",
+    "experiment.schedule",
+    "experiment.lag",
+    "experiment.label_noise",
+    "model",
+    "data",
+    "sft",
+)
 """Settings that make another run of it, and not another step."""
 
 

@@ -164,9 +164,7 @@ def wrong_advantages(e: Evidence) -> Cause | None:
     if agree.value + limits.TREND_Z * agree.error > limits.ADVANTAGE_AGREES:
         return None
     turned = agree.value < -limits.ADVANTAGE_AGREES
-    why = (
-        "permuted, as advantages.shuffle says" if trace.facts.shuffled else "turned" if turned else "of other rollouts"
-    )
+    why = "permuted (experiment.advantages)" if trace.facts.shuffled else "turned" if turned else "of other rollouts"
     return Cause(
         id="wrong_advantages",
         score=min(1 - agree.value, 1.0),

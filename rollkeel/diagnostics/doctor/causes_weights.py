@@ -160,7 +160,7 @@ def routing(e: Evidence, limit: Allowed) -> Cause | None:
         evidence=f"{flipped.mean():.1%} of tokens use other experts in engine and trainer and carry {share:.0%} of k3; "
         f"k3 is {both.k3:.2g} with them and {without.k3:.2g} without, the noise in logits there {without.noise:.3f}"
         f"{'; asked the same again, the engine answers otherwise' if random else ''}.",
-        advice="Replay the engine's experts in the trainer (rollout.replay_routing=true), or compute routers in fp32.",
+        advice="Replay the engine's experts in the trainer (rollout.routing=replay), or compute routers in fp32.",
         positions=places(e.trace, widest(known.where(flipped))),
     )
 

@@ -219,7 +219,7 @@ def _facts(stated: tuple[Any, ...], config: Mapping[str, Any], unmoved: tuple[in
         found = config.get(name)
         return found if isinstance(found, Mapping) else {}
 
-    train, rollout, model = section("train"), section("rollout"), section("model")
+    train, routing, model = section("train"), section("rollout").get("routing"), section("model")
     dtypes = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
     return Facts(
         engine=engine,
@@ -236,7 +236,7 @@ def _facts(stated: tuple[Any, ...], config: Mapping[str, Any], unmoved: tuple[in
         entropy_coefficient=train.get("entropy_coefficient"),
         loop=section("run").get("loop"),
         kv=section("engine").get("kv"),
-        replay_routing=rollout.get("replay_routing"),
-        shuffled=section("advantages").get("shuffle"),
+        replay_routing=routing == "replay" if routing else None,
+        shuffled=section("experiment").get("advantages") == "shuffled",
         unmoved=unmoved,
     )

@@ -6,9 +6,9 @@ from typing import Any
 
 from rollkeel.lab.preset import Arm
 
-ASYNC_FP8 = ("engine.dtype=fp8", "rollout.lag=16", "run.steps=100")
+ASYNC_FP8 = ("engine.dtype=fp8", "experiment.lag=16", "run.steps=100")
 """A sampler in fp8 that serves weights 16 steps old: where objectives separate."""
-STALE = ("rollout.lag=8", "run.steps=200")
+STALE = ("experiment.lag=8", "run.steps=200")
 """No rounding at all: an fp32 sampler that serves weights 8 steps old."""
 SYNC_FP8 = ("engine.dtype=fp8", "run.steps=200")
 """A sampler in fp8 with the weights of now, four updates per batch: where the gap alone would have to grow."""

@@ -103,9 +103,9 @@ NEG_INT4 = Preset(
     arms=(
         Arm(name="fp32 sampler"),
         Arm(name="int4 sampler", words=("engine.dtype=int4",)),
-        Arm(name="int4 sampler, int4 trainer", words=("engine.dtype=int4", "train.rounding=int4")),
+        Arm(name="int4 sampler, int4 trainer", words=("engine.dtype=int4", "experiment.rounding=int4")),
     ),
-    words=("objective.name=grpo", "advantages.only=negative", "train.lr=1e-4", "run.steps=100"),
+    words=("objective.name=grpo", "experiment.advantages=negative", "train.lr=1e-4", "run.steps=100"),
     readings=COMMON | {"gap (ratio std), first step": over_steps("mismatch/ratio_std", 1, 1)},
     judge=_judge_neg_int4,
     first_seed=1,
@@ -179,7 +179,7 @@ ICEPOP_RANGE = Preset(
 )
 
 _ROUTED = ("grpo", "grpo_clip_higher", "dppo_binary_tv")
-_R3 = "rollout.replay_routing=true"
+_R3 = "rollout.routing=replay"
 REPLAY_ROUTING = Preset(
     name="replay-routing",
     question="What does replaying the sampler's experts (R3) add to each objective?",

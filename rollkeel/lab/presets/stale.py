@@ -205,7 +205,7 @@ STALE_256 = Preset(
         arm("GRPO", "grpo"),
         arm("random rejection", "random_rejection", like=_AC),
     ),
-    words=("rollout.lag=64", "train.updates_per_step=1", "train.lr=1e-4", "run.steps=250", "checkpoint.every=125"),
+    words=("experiment.lag=64", "train.updates_per_step=1", "train.lr=1e-4", "run.steps=250", "checkpoint.every=125"),
     readings=COMMON | {_ACCEPTED: over_last("objective/kept"), _MOMENT: over_last("mismatch/second_moment")},
     judge=judged(
         *(

@@ -171,7 +171,7 @@ def test_advantages_of_other_rollouts(stated: bool | None) -> None:
         changed = honest.with_(advantages=wrong[honest.sequence], facts=replace(honest.facts, shuffled=stated))
         cause = diagnose(changed).causes[0]
         assert cause.id == "wrong_advantages"
-        assert ("advantages.shuffle" in cause.evidence) is bool(stated)
+        assert ("experiment.advantages" in cause.evidence) is bool(stated)
     noisy = each + 0.2 * np.random.default_rng(0).normal(size=len(each))  # a penalty for length, say
     assert first(honest.with_(advantages=noisy[honest.sequence])) == "True"
 
