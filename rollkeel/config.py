@@ -258,7 +258,7 @@ class GradersConfig(Node):
     wait_s: float = Field(default=900.0, gt=0)
     """Longest wait for any one grading when its step needs it; then the run stops and names it."""
     sandbox: str = "local"
-    """Where `code` runs: `local`, or the address of a `rollkeel sandbox serve`."""
+    """Where `code` runs: `local`, or the address of a `rollkeel-sandbox serve`."""
     sandbox_token_file: str | None = None
     """Token of that server; None takes `ROLLKEEL_SANDBOX_TOKEN`."""
     sandbox_level: Literal["restricted", "namespaces", "full"] = "namespaces"

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rollkeel.errors import BadInput
-from rollkeel.sandbox.broker import Abandon, Action, Broker, End, Fate, Interrupt, Open, Start, Worker
-from rollkeel.sandbox.partition import Full, Partition
+from rollkeel_sandbox.broker import Abandon, Action, Broker, End, Fate, Interrupt, Open, Start, Worker
+from rollkeel_sandbox.errors import BadInput
+from rollkeel_sandbox.partition import Full, Partition
 
 PARTS = (Partition(name="a", workers=2, queue=4), Partition(name="b", workers=1, queue=2))
 BEAT_S, OPEN_S = 10.0, 30.0

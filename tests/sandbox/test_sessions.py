@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from rollkeel.errors import BadInput
-from rollkeel.sandbox import Result, Status
-from rollkeel.sandbox.partition import Full
-from rollkeel.sandbox.records import Conflict, Unknown
-from rollkeel.sandbox.sessions import Exchange, Sessions
+from rollkeel_sandbox import Result, Status
+from rollkeel_sandbox.errors import BadInput
+from rollkeel_sandbox.partition import Full
+from rollkeel_sandbox.records import Conflict, Unknown
+from rollkeel_sandbox.sessions import Exchange, Sessions
 
 
 class Parrot:

@@ -1,0 +1,294 @@
+"""Process 1 inside a sandbox that another program built: run one job, hold it to its limits, answer.
+
+Speaks with the caller over standard input and output. What the other program isolates is its business; limits, uid, filter
+and the reading of results are done here, as everywhere. Written for kernels that are no Linux, too: nothing it cannot do
+without is newer than Linux 3, and limits that such a kernel does not know are named in the answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import select
+import signal
+import stat
+import sys
+import time
+from typing import Any, NoReturn
+
+from rollkeel_sandbox import group, identity, kinds, libc, payload, rlimits, root, seccomp, watch, wire
+from rollkeel_sandbox.job import MAX_JOB_BYTES, SOURCE_NAMES, Job, Limits, Status
+
+SETUP_FD = 3
+NEEDED = ("AS", "CPU", "FSIZE", "NOFILE")
+"""Limits without which no job is run."""
+HIDDEN_S = 0.1
+
+
+class _Pipes:
+    """Standard input and output as one channel, for `wire`."""
+
+    def recv(self, size: int) -> bytes:
+        return os.read(0, size)
+
+    def sendall(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(1, view) :]
+
+    def settimeout(self, _seconds: float | None) -> None:
+        return
+
+
+class _Ends:
+    """The caller's ends of a program's pipes."""
+
+    def __init__(self, stdin: int, stdout: int, stderr: int) -> None:
+        self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
+
+
+def main(config_text: str) -> NoReturn:
+    """`config_text`: JSON with `uid` (of the job, null for this process's) and `mount_mb` (see `_mount_scratch`)."""
+    libc.default_signals()
+    config = json.loads(config_text)
+    channel: Any = _Pipes()
+    try:
+        with contextlib.suppress(OSError):  # a kernel without it lets nobody look either
+            libc.prctl(libc.PR_SET_DUMPABLE, 0)
+        if config["mount_mb"] is not None:
+            _mount_scratch(config["mount_mb"], config["uid"])
+        identity.forswear()
+        header, blobs = wire.receive(channel, timeout_s=None, limit=MAX_JOB_BYTES)
+        job = Job(
+            source=blobs[0],
+            kind=header["kind"],
+            stdin=blobs[1],
+            files=dict(zip(header["files"], blobs[2:], strict=True)),
+            args=tuple(header["args"]),
+            collect=tuple(header["collect"]),
+            limits=Limits(**header["limits"]),
+        )
+        limited = config["mount_mb"] is not None
+        answer, contents = _run(job, config["uid"], None if limited else root.most_files(job.limits.scratch_mb))
+        wire.send(channel, answer, contents)
+    except wire.Closed:
+        pass
+    except Exception as error:
+        wire.send(channel, {"failed": f"{type(error).__name__}: {error}"})
+    os._exit(0)
+
+
+def _mount_scratch(size_mb: int, uid: int | None) -> None:
+    """The scratch folder of a job, limited in size and number of files, and without the right to mount afterwards."""
+    libc.unshare(libc.CLONE_NEWNS)
+    libc.mount("none", "/", flags=libc.MS_REC | libc.MS_PRIVATE)
+    owner = os.getuid() if uid is None else uid
+    root.mount_scratch(size_mb, owner, owner)
+    libc.set_capabilities(() if uid is None else libc.AGENT_CAPABILITIES.values())
+
+
+def _run(job: Job, uid: int | None, most_files: int | None) -> tuple[dict[str, Any], list[bytes]]:
+    _write_files(job, uid)
+    pipes = [os.pipe() for _ in range(4)]
+    pid = os.fork()
+    if pid == 0:
+        _program(job, uid, [pipes[0][0], pipes[1][1], pipes[2][1], pipes[3][1]])
+    for descriptor in (pipes[0][0], *(write for _, write in pipes[1:])):
+        os.close(descriptor)
+    ends = _Ends(pipes[0][1], pipes[1][0], pipes[2][0])
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    missing = _await_setup(pipes[3][0])
+    start = time.monotonic()
+    pumps: Any = watch._Pumps(ends, memoryview(job.stdin), job.limits.output_bytes)  # type: ignore[arg-type]
+    verdict, how, usage = _watch(pid, job, pumps, _Eyes(proc, most_files), start)
+    met = _kill_all(pid)
+    how = met if how is None else how
+    wall = time.monotonic() - start
+    pumps.drain()
+    used = os.times()
+    spent = watch._Spent(max(used.children_user + used.children_system, usage.cpu_s), 0, how)
+    outcome = watch._outcome(ends, job, pumps, verdict, wall, spent, usage.memory_bytes)  # type: ignore[arg-type]
+    files = _collect(job, f"{root.SCRATCH}/box")
+    return outcome.header | {"files": list(files), "missing": missing}, [
+        outcome.stdout,
+        outcome.stderr,
+        *files.values(),
+    ]
+
+
+def _write_files(job: Job, uid: int | None) -> None:
+    for name in root.SCRATCH_FOLDERS:
+        path = f"{root.SCRATCH}/{name}"
+        os.mkdir(path, 0o700)
+        if uid is not None:
+            os.chown(path, uid, uid, follow_symlinks=False)
+    payload.write_files(job, uid, root.SCRATCH)
+
+
+def _program(job: Job, uid: int | None, descriptors: list[int]) -> NoReturn:
+    try:
+        # Above all numbers that are about to be overwritten first, as any of them may be one of the targets.
+        high = [os.dup(d) for d in descriptors]
+        high = [os.dup(d) if d <= SETUP_FD else d for d in high]
+        for target, descriptor in enumerate(high):
+            os.dup2(descriptor, target, inheritable=target != SETUP_FD)
+        os.closerange(SETUP_FD + 1, 1024)
+        try:
+            missing = _confine(job, uid)
+        except OSError as error:
+            os.write(SETUP_FD, str(error).encode()[:4096])
+            os._exit(1)
+        os.write(SETUP_FD, watch.READY + json.dumps(missing).encode())
+        os.close(SETUP_FD)
+        env = payload.environment(root.SCRATCH, os.environ.get("PATH", kinds.STANDARD_PATH))
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        if job.kind == "python":
+            os.execve(sys.executable, [sys.executable, "-X", "utf8", SOURCE_NAMES["python"], *job.args], env)
+        os.execve("/bin/sh", ["sh", "-c", kinds.KINDS[job.kind].command, "sh", *job.args], env)
+    finally:
+        os._exit(127)
+
+
+def _confine(job: Job, uid: int | None) -> list[str]:
+    """Everything but what the sandbox around does. Returns the limits that this kernel does not know."""
+    os.umask(0o022)
+    os.setsid()
+    os.chdir(f"{root.SCRATCH}/box")
+    missing = []
+    reserve = kinds.KINDS[job.kind].address_mb * rlimits.MB + (256 << 20)
+    for name, values in rlimits.plan(job.limits, base_bytes=reserve).items():
+        try:
+            rlimits.apply({name: values})
+        except (OSError, ValueError) as error:
+            if name in NEEDED:
+                raise OSError(f"limit {name}: {error}") from None
+            missing.append(name)
+    identity.become(uid)
+    libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
+    libc.clear_capabilities()
+    seccomp.Filter(libc.machine()).install()
+    return missing
+
+
+def _await_setup(descriptor: int) -> list[str]:
+    if not select.select([descriptor], [], [], watch.SETUP_DEADLINE_S)[0]:
+        raise OSError(f"cage not ready after {watch.SETUP_DEADLINE_S:g} s")
+    said = os.read(descriptor, 4096)
+    os.close(descriptor)
+    if not said.startswith(watch.READY):
+        raise OSError(said.decode("utf-8", "replace") or "the program's process died before its last layer stood")
+    return json.loads(said[len(watch.READY) :])
+
+
+class _Eyes:
+    """What this process sees of the job."""
+
+    def __init__(self, proc: int, most_files: int | None) -> None:
+        """`most_files`: of its scratch folder, None where the kernel keeps to a limit."""
+        self._proc, self._most_files, self._ledger = proc, most_files, group.Ledger()
+        self._hidden: dict[tuple[int, int], float] = {}
+
+    def usage(self, now: float, limit_bytes: int) -> group.Usage:
+        """What the job uses; the memory of a process that hides it is taken to be beyond every limit."""
+        members = [p for p in group.processes(self._proc) if p.pid != os.getpid()]
+        usage = group.usage(self._proc, members, limit_bytes // 2, self._ledger)
+        hidden = {(p.pid, p.started) for p in members if group.hidden(self._proc, p)}
+        self._hidden = {who: self._hidden.get(who, now) for who in hidden}
+        # One that ends with all its threads looks like that for a moment.
+        if any(now - since > HIDDEN_S for since in self._hidden.values()) or self._too_many_files():
+            return group.Usage(limit_bytes + 1, usage.cpu_s, usage.processes)
+        return usage
+
+    def _too_many_files(self) -> bool:
+        if self._most_files is None:
+            return False
+        seen = (len(folders) + len(files) for _, folders, files in os.walk(root.SCRATCH))
+        return any(total > self._most_files for total in itertools.accumulate(seen))
+
+
+def _watch(pid: int, job: Job, pumps: Any, eyes: _Eyes, start: float) -> tuple[Status | None, int | None, group.Usage]:
+    """Why the job has to be killed (None: it ended by itself), its wait status then, and the most that it used."""
+    limits = job.limits
+    most = group.Usage(0, 0.0, 0)
+    while True:
+        now = time.monotonic()
+        usage = eyes.usage(now, limits.memory_mb * watch.MB)
+        most = group.Usage(max(most.memory_bytes, usage.memory_bytes), usage.cpu_s, usage.processes)
+        verdict = _over(limits, now - start, usage)
+        how = None
+        while how is None and verdict is None:
+            try:
+                ended, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if ended == 0:
+                break
+            how = status if ended == pid else None
+        if verdict or how is not None:
+            return verdict, how, most
+        reading = [d for d in pumps.taken if d in pumps.open]
+        writing = [pumps.child.stdin] if pumps.child.stdin in pumps.open else []
+        until = time.monotonic() + min(watch.POLL_S, max(0.0, start + limits.wall_s - now))
+        ready_in, ready_out, _ = select.select(reading, writing, [], max(0.0, until - time.monotonic()))
+        for descriptor in (*ready_in, *ready_out):
+            pumps.step(descriptor)
+        if any(pumps.overflowed(d) for d in pumps.taken):
+            return Status.OUTPUT, None, most
+
+
+def _over(limits: Limits, wall_s: float, usage: group.Usage) -> Status | None:
+    if wall_s >= limits.wall_s:
+        return Status.TIMEOUT
+    if usage.memory_bytes > limits.memory_mb * watch.MB:
+        return Status.MEMORY
+    return Status.CPU if usage.cpu_s >= limits.cpu_s else None
+
+
+def _kill_all(pid: int) -> int | None:
+    """Kill and reap all others: one call reaches everybody whom process 1 sees. Wait status of `pid` if it is met."""
+    how = None
+    until = time.monotonic() + group.KILL_DEADLINE_S
+    while time.monotonic() < until:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        try:
+            ended, status = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return how
+        how = status if ended == pid else how
+    raise OSError("some processes of the job could not be killed")
+
+
+def _collect(job: Job, box: str) -> dict[str, bytes]:
+    """As `cage.collect`, by steps that every kernel knows; nobody is left to change anything between them."""
+    out: dict[str, bytes] = {}
+    left = job.limits.output_bytes
+    for name in dict.fromkeys(job.collect):
+        data = _read_regular(box, name, left)
+        if data is not None:
+            out[name] = data
+            left -= len(data)
+    return out
+
+
+def _read_regular(box: str, name: str, limit: int) -> bytes | None:
+    *folders, last = name.split("/")
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    opened = []
+    try:
+        opened.append(os.open(box, flags | os.O_DIRECTORY))
+        for folder in folders:
+            opened.append(os.open(folder, flags | os.O_DIRECTORY, dir_fd=opened[-1]))
+        opened.append(os.open(last, flags | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=opened[-1]))
+        found = os.fstat(opened[-1])
+        if not stat.S_ISREG(found.st_mode) or found.st_size > limit or found.st_nlink != 1:
+            return None
+        return b"".join(iter(lambda: os.read(opened[-1], 1 << 20), b""))
+    except OSError:
+        return None
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
