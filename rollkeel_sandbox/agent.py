@@ -11,14 +11,12 @@ import contextlib
 import itertools
 import json
 import os
-import select
 import signal
-import stat
 import sys
 import time
 from typing import Any, NoReturn
 
-from rollkeel_sandbox import group, identity, kinds, libc, payload, rlimits, root, seccomp, watch, wire
+from rollkeel_sandbox import cage, group, identity, kinds, libc, payload, rlimits, root, seccomp, tree, watch, wire
 from rollkeel_sandbox.job import MAX_JOB_BYTES, SOURCE_NAMES, Job, Limits, Status
 
 SETUP_FD = 3
@@ -27,33 +25,11 @@ NEEDED = ("AS", "CPU", "FSIZE", "NOFILE")
 HIDDEN_S = 0.1
 
 
-class _Pipes:
-    """Standard input and output as one channel, for `wire`."""
-
-    def recv(self, size: int) -> bytes:
-        return os.read(0, size)
-
-    def sendall(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(1, view) :]
-
-    def settimeout(self, _seconds: float | None) -> None:
-        return
-
-
-class _Ends:
-    """The caller's ends of a program's pipes."""
-
-    def __init__(self, stdin: int, stdout: int, stderr: int) -> None:
-        self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
-
-
 def main(config_text: str) -> NoReturn:
     """`config_text`: JSON with `uid` (of the job, null for this process's) and `mount_mb` (see `_mount_scratch`)."""
     libc.default_signals()
     config = json.loads(config_text)
-    channel: Any = _Pipes()
+    channel = wire.Pipes(0, 1)
     try:
         with contextlib.suppress(OSError):  # a kernel without it lets nobody look either
             libc.prctl(libc.PR_SET_DUMPABLE, 0)
@@ -61,15 +37,7 @@ def main(config_text: str) -> NoReturn:
             _mount_scratch(config["mount_mb"], config["uid"])
         identity.forswear()
         header, blobs = wire.receive(channel, timeout_s=None, limit=MAX_JOB_BYTES)
-        job = Job(
-            source=blobs[0],
-            kind=header["kind"],
-            stdin=blobs[1],
-            files=dict(zip(header["files"], blobs[2:], strict=True)),
-            args=tuple(header["args"]),
-            collect=tuple(header["collect"]),
-            limits=Limits(**header["limits"]),
-        )
+        job = cage.decode_job(header, blobs)
         limited = config["mount_mb"] is not None
         answer, contents = _run(job, config["uid"], None if limited else root.most_files(job.limits.scratch_mb))
         wire.send(channel, answer, contents)
@@ -84,47 +52,36 @@ def _mount_scratch(size_mb: int, uid: int | None) -> None:
     """The scratch folder of a job, limited in size and number of files, and without the right to mount afterwards."""
     libc.unshare(libc.CLONE_NEWNS)
     libc.mount("none", "/", flags=libc.MS_REC | libc.MS_PRIVATE)
-    owner = os.getuid() if uid is None else uid
-    root.mount_scratch(size_mb, owner, owner)
+    root.mount_scratch(size_mb, uid)
     libc.set_capabilities(() if uid is None else libc.AGENT_CAPABILITIES.values())
 
 
 def _run(job: Job, uid: int | None, most_files: int | None) -> tuple[dict[str, Any], list[bytes]]:
-    _write_files(job, uid)
+    payload.make_folders(uid, root.SCRATCH)
+    payload.write_files(job, uid, root.SCRATCH)
     pipes = [os.pipe() for _ in range(4)]
     pid = os.fork()
     if pid == 0:
         _program(job, uid, [pipes[0][0], pipes[1][1], pipes[2][1], pipes[3][1]])
     for descriptor in (pipes[0][0], *(write for _, write in pipes[1:])):
         os.close(descriptor)
-    ends = _Ends(pipes[0][1], pipes[1][0], pipes[2][0])
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    missing = _await_setup(pipes[3][0])
+    missing = json.loads(watch.await_setup(pipes[3][0]))
+    os.close(pipes[3][0])
     start = time.monotonic()
-    pumps: Any = watch._Pumps(ends, memoryview(job.stdin), job.limits.output_bytes)  # type: ignore[arg-type]
+    ends = (pipes[0][1], pipes[1][0], pipes[2][0])
+    pumps = watch.Pumps(*ends, memoryview(job.stdin), job.limits.output_bytes)
     verdict, how, usage = _watch(pid, job, pumps, _Eyes(proc, most_files), start)
     met = _kill_all(pid)
     how = met if how is None else how
     wall = time.monotonic() - start
     pumps.drain()
     used = os.times()
-    spent = watch._Spent(max(used.children_user + used.children_system, usage.cpu_s), 0, how)
-    outcome = watch._outcome(ends, job, pumps, verdict, wall, spent, usage.memory_bytes)  # type: ignore[arg-type]
-    files = _collect(job, f"{root.SCRATCH}/box")
-    return outcome.header | {"files": list(files), "missing": missing}, [
-        outcome.stdout,
-        outcome.stderr,
-        *files.values(),
-    ]
-
-
-def _write_files(job: Job, uid: int | None) -> None:
-    for name in root.SCRATCH_FOLDERS:
-        path = f"{root.SCRATCH}/{name}"
-        os.mkdir(path, 0o700)
-        if uid is not None:
-            os.chown(path, uid, uid, follow_symlinks=False)
-    payload.write_files(job, uid, root.SCRATCH)
+    spent = watch.Spent(max(used.children_user + used.children_system, usage.cpu_s), 0, how)
+    outcome = watch.outcome(job, pumps, verdict, wall, spent, usage.memory_bytes)
+    files = tree.collect(job, _open)
+    contents = [outcome.stdout, outcome.stderr, *files.values()]
+    return outcome.header | {"files": list(files), "missing": missing}, contents
 
 
 def _program(job: Job, uid: int | None, descriptors: list[int]) -> NoReturn:
@@ -173,16 +130,6 @@ def _confine(job: Job, uid: int | None) -> list[str]:
     return missing
 
 
-def _await_setup(descriptor: int) -> list[str]:
-    if not select.select([descriptor], [], [], watch.SETUP_DEADLINE_S)[0]:
-        raise OSError(f"cage not ready after {watch.SETUP_DEADLINE_S:g} s")
-    said = os.read(descriptor, 4096)
-    os.close(descriptor)
-    if not said.startswith(watch.READY):
-        raise OSError(said.decode("utf-8", "replace") or "the program's process died before its last layer stood")
-    return json.loads(said[len(watch.READY) :])
-
-
 class _Eyes:
     """What this process sees of the job."""
 
@@ -209,7 +156,9 @@ class _Eyes:
         return any(total > self._most_files for total in itertools.accumulate(seen))
 
 
-def _watch(pid: int, job: Job, pumps: Any, eyes: _Eyes, start: float) -> tuple[Status | None, int | None, group.Usage]:
+def _watch(
+    pid: int, job: Job, pumps: watch.Pumps, eyes: _Eyes, start: float
+) -> tuple[Status | None, int | None, group.Usage]:
     """Why the job has to be killed (None: it ended by itself), its wait status then, and the most that it used."""
     limits = job.limits
     most = group.Usage(0, 0.0, 0)
@@ -229,13 +178,8 @@ def _watch(pid: int, job: Job, pumps: Any, eyes: _Eyes, start: float) -> tuple[S
             how = status if ended == pid else None
         if verdict or how is not None:
             return verdict, how, most
-        reading = [d for d in pumps.taken if d in pumps.open]
-        writing = [pumps.child.stdin] if pumps.child.stdin in pumps.open else []
-        until = time.monotonic() + min(watch.POLL_S, max(0.0, start + limits.wall_s - now))
-        ready_in, ready_out, _ = select.select(reading, writing, [], max(0.0, until - time.monotonic()))
-        for descriptor in (*ready_in, *ready_out):
-            pumps.step(descriptor)
-        if any(pumps.overflowed(d) for d in pumps.taken):
+        pumps.move(min(watch.POLL_S, max(0.0, start + limits.wall_s - now)))
+        if any(pumps.overflowed):
             return Status.OUTPUT, None, most
 
 
@@ -262,33 +206,15 @@ def _kill_all(pid: int) -> int | None:
     raise OSError("some processes of the job could not be killed")
 
 
-def _collect(job: Job, box: str) -> dict[str, bytes]:
-    """As `cage.collect`, by steps that every kernel knows; nobody is left to change anything between them."""
-    out: dict[str, bytes] = {}
-    left = job.limits.output_bytes
-    for name in dict.fromkeys(job.collect):
-        data = _read_regular(box, name, left)
-        if data is not None:
-            out[name] = data
-            left -= len(data)
-    return out
-
-
-def _read_regular(box: str, name: str, limit: int) -> bytes | None:
+def _open(name: str) -> int:
+    """As `libc.open_beneath`, by steps that every kernel knows; nobody is left to change anything between them."""
     *folders, last = name.split("/")
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-    opened = []
+    opened = [os.open(root.BOX, flags | os.O_DIRECTORY)]
     try:
-        opened.append(os.open(box, flags | os.O_DIRECTORY))
         for folder in folders:
             opened.append(os.open(folder, flags | os.O_DIRECTORY, dir_fd=opened[-1]))
-        opened.append(os.open(last, flags | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=opened[-1]))
-        found = os.fstat(opened[-1])
-        if not stat.S_ISREG(found.st_mode) or found.st_size > limit or found.st_nlink != 1:
-            return None
-        return b"".join(iter(lambda: os.read(opened[-1], 1 << 20), b""))
-    except OSError:
-        return None
+        return os.open(last, flags | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=opened[-1])
     finally:
         for descriptor in opened:
             os.close(descriptor)

@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 
 from rollkeel_sandbox import __version__, cases, metrics
 from rollkeel_sandbox import schemas as s
-from rollkeel_sandbox.codec import decode_bytes, decode_job, encode_result
+from rollkeel_sandbox.codec import decode_job, encode_result
 from rollkeel_sandbox.describe import describe
 from rollkeel_sandbox.errors import SandboxError
 from rollkeel_sandbox.guard import MAX_BODY_BYTES, Guard, error_body
@@ -119,8 +119,7 @@ def _jobs(app: FastAPI, service: Service) -> None:
     @app.get("/v1/jobs/{id}", response_model=s.ViewOut, responses=answers(404, 503), operation_id="result")
     async def result(request: Request, id: Id, wait_s: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0) -> Json:
         """A job and, once it is done, its result. Waits for that up to `wait_s` seconds."""
-        view = await _wait(request, service, id, wait_s) if wait_s else service.view(id)
-        return Json(_view(view))
+        return Json(_view((await _all(request, service, [id], wait_s))[0] if wait_s else service.view(id)))
 
     @app.delete("/v1/jobs/{id}", response_model=s.ViewOut, responses=answers(404), operation_id="cancel")
     async def cancel(id: Id) -> Json:
@@ -133,7 +132,7 @@ def _runs(app: FastAPI, service: Service) -> None:
     async def run(request: Request, body: s.RunIn) -> Response:
         """Run a job and wait for its result. A client that hangs up ends it."""
         name = service.submit(_job(body, service, body.partition), id=body.id, kept=False, **_placed(body))
-        return _outcome(await _wait(request, service, name))
+        return _outcome((await _all(request, service, [name]))[0])
 
     @app.post("/v1/batch", response_model=s.BatchOut, responses=TAKES, operation_id="batch")
     async def batch(request: Request, body: s.BatchIn) -> Json:
@@ -145,10 +144,7 @@ def _runs(app: FastAPI, service: Service) -> None:
     @app.post("/v1/tests", response_model=s.TestsOut, responses=TAKES, operation_id="tests")
     async def tests(request: Request, body: s.TestsIn) -> Response:
         """Run a program once per case and compare what it prints. The program never sees what is expected."""
-        listed = [
-            cases.Case(stdin=decode_bytes(_plain(c.stdin)), expected=decode_bytes(_plain(c.expected)))
-            for c in body.cases
-        ]
+        listed = [case.case() for case in body.cases]
         jobs = cases.jobs(_job(body, service, body.partition), listed)
         views = await _all(request, service, service.submit_all(jobs, kept=False, **_placed(body)))
         for view in views:
@@ -171,7 +167,7 @@ def _terminals(app: FastAPI, service: Service, sessions: Sessions) -> None:
     )
     def open_(body: s.TerminalIn) -> Json:
         """A shell of its own, with a file system that is thrown away; closed when it is not used for long."""
-        asked = _limits(body.limits)
+        asked = body.limits.model_dump(exclude_none=True) if body.limits else {}
         service.check(decode_job({"source": "", "limits": asked}), body.partition)
         return Json({"id": sessions.open(asked)}, 201)
 
@@ -183,8 +179,8 @@ def _terminals(app: FastAPI, service: Service, sessions: Sessions) -> None:
     )
     def exec_(id: Id, body: s.CommandIn) -> Json:
         """Send one command line and wait for its end."""
-        done = sessions.exec(id, body.command, body.timeout_s)
-        return Json(encode_result(done.result) | {"alive": done.alive})
+        result, alive = sessions.exec(id, body.command, body.timeout_s)
+        return Json(encode_result(result) | {"alive": alive})
 
     @app.delete(
         "/v1/terminals/{id}", response_model=s.ClosedOut, responses=answers(404, 409), operation_id="terminal_close"
@@ -285,10 +281,10 @@ def _document(app: FastAPI) -> None:
     app.openapi = document
 
 
-async def _wait(request: Request, service: Service, id: str, wait_s: float | None = None) -> View:
-    """The job's end, or the job as it is after `wait_s`. Raises `Gone` when the client hangs up, and lets go of the job."""
-    future = service.watch(id)
-    done = asyncio.wrap_future(future)
+async def _all(request: Request, service: Service, ids: list[str], wait_s: float | None = None) -> list[View]:
+    """How the jobs ended, or are after `wait_s`. Raises `Gone` when the client hangs up, and lets go of the jobs."""
+    futures = [service.watch(id) for id in ids]
+    done = asyncio.gather(*map(asyncio.wrap_future, futures))
     gone = asyncio.ensure_future(_hung_up(request))
     try:
         await asyncio.wait({done, gone}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
@@ -296,22 +292,7 @@ async def _wait(request: Request, service: Service, id: str, wait_s: float | Non
             return done.result()
         if gone.done():
             raise Gone
-        return service.view(id)
-    finally:
-        gone.cancel()
-        done.cancel()
-        service.unwatch(id, future)
-
-
-async def _all(request: Request, service: Service, ids: list[str]) -> list[View]:
-    futures = [service.watch(id) for id in ids]
-    done = asyncio.gather(*map(asyncio.wrap_future, futures))
-    gone = asyncio.ensure_future(_hung_up(request))
-    try:
-        await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not done.done():
-            raise Gone
-        return done.result()
+        return [service.view(id) for id in ids]
     finally:
         gone.cancel()
         done.cancel()
@@ -340,18 +321,7 @@ def _view(view: View) -> dict[str, Any]:
 
 
 def _job(body: s.JobIn, service: Service, partition: str | None) -> Job:
-    fields = {name: getattr(body, name) for name in ("kind", "preload", "args", "collect")}
-    values = {name: _plain(getattr(body, name)) for name in ("source", "stdin")}
-    files = {name: _plain(data) for name, data in body.files.items()}
-    return decode_job(fields | values | {"files": files, "limits": _limits(body.limits)}, service.defaults(partition))
-
-
-def _plain(data: s.Bytes) -> Any:
-    return data if isinstance(data, str) else {"base64": data.base64}
-
-
-def _limits(limits: s.LimitsIn | s.TerminalLimitsIn | None) -> dict[str, Any]:
-    return limits.model_dump(exclude_none=True) if limits else {}
+    return decode_job(body.model_dump(include=set(s.JobIn.model_fields)), service.defaults(partition))
 
 
 def _placed(body: s._Placed) -> dict[str, Any]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import select
 import shutil
 import signal
 import subprocess
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 from rollkeel_sandbox import client, wire
@@ -19,29 +17,6 @@ from rollkeel_sandbox.job import Job, Limits
 from rollkeel_sandbox.launch import BUILDERS, PROGRAMS, Launch, environment
 
 CLOSE_DEADLINE_S = 5.0
-
-
-class _Channel:
-    """Pipes of a process as one channel, for `wire`."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdin
-        assert process.stdout
-        self._in, self._out = process.stdin.fileno(), process.stdout.fileno()
-        self._timeout_s: float | None = None
-
-    def settimeout(self, seconds: float | None) -> None:
-        self._timeout_s = seconds
-
-    def recv(self, size: int) -> bytes:
-        if not select.select([self._out], [], [], self._timeout_s)[0]:
-            raise TimeoutError
-        return os.read(self._out, size)
-
-    def sendall(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._in, view) :]
 
 
 class Box:
@@ -64,16 +39,11 @@ class Box:
             self._take_down()
             self._scratch_mb = job.limits.scratch_mb
             self._launch, self._process = self.server.start(self.uid, self._scratch_mb)
-        channel: Any = _Channel(self._process)
-        header = {
-            "kind": job.kind,
-            "files": list(job.files),
-            "args": job.args,
-            "collect": job.collect,
-            "limits": asdict(job.limits),
-        }
+        assert self._process.stdin
+        assert self._process.stdout
+        channel = wire.Pipes(self._process.stdout.fileno(), self._process.stdin.fileno())
         try:
-            wire.send(channel, header, [job.source, job.stdin, *job.files.values()])
+            wire.send(channel, client.header(job), [job.source, job.stdin, *job.files.values()])
             if meanwhile:
                 meanwhile()
             limit = 4 * job.limits.output_bytes + (1 << 20)
@@ -176,18 +146,8 @@ class Boxes:
         while order := self._orders.get():
             launch, answer = order
             try:
-                pipe = subprocess.PIPE
-                answer.put(
-                    subprocess.Popen(
-                        launch.command,
-                        stdin=pipe,
-                        stdout=pipe,
-                        stderr=pipe,
-                        env=environment(),
-                        cwd="/",
-                        umask=0o022,
-                        start_new_session=True,
-                    )
-                )
+                pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+                about = {"env": environment(), "cwd": "/", "umask": 0o022, "start_new_session": True}
+                answer.put(subprocess.Popen(launch.command, **pipes | about))
             except OSError as error:
                 answer.put(error)

@@ -13,7 +13,6 @@ import contextlib
 import marshal
 import os
 import signal
-import stat
 import struct
 import time
 from typing import NoReturn
@@ -84,23 +83,24 @@ def _unshare(cage: Cage) -> None:
 
 def _serve(channel: _socket.socket, cage: Cage, uid: int) -> None:
     child = None
-    scratch = root.SCRATCH
+    scratch, owner = root.SCRATCH, uid if cage.plan.identity == OWN else None
     if "mount" in cage.plan.namespaces:  # elsewhere a cage without a job would leave its folder behind
-        _make_scratch(cage, uid, scratch)
+        root.mount_scratch(Limits.scratch_mb, owner)
+        payload.make_folders(owner, scratch)
         child = _start(cage, uid, scratch)
     header, blobs = wire.receive(channel, timeout_s=None, limit=MAX_JOB_BYTES, codec=wire.TRUSTED)
     job = decode_job(header, blobs)
     try:
         if child is None:
-            scratch = _temporary_folder(cage, uid)
+            scratch = _temporary_folder(cage.scratch_base, owner)
             child = _start(cage, uid, scratch)
         elif job.limits.scratch_mb != Limits.scratch_mb:
             root.resize_scratch(job.limits.scratch_mb)
-        payload.write_files(job, uid if cage.plan.identity == OWN else None, scratch)
+        payload.write_files(job, owner, scratch)
         if child.group:
             child.group.limit(limits_of(job.limits))
         if "session" in header:
-            said = session.make_status_pipe(scratch, uid if cage.plan.identity == OWN else None)
+            said = session.make_status_pipe(scratch, owner)
             _tell(child, _order(cage, job))
             idle_s = header["session"]["idle_s"]
             session.converse(child, job, channel, idle_s=idle_s, said=said, active=cage.plan.watch)
@@ -137,30 +137,15 @@ def decode_job(header: dict, blobs: list[bytes]) -> Job:
     return job
 
 
-def _make_scratch(cage: Cage, uid: int, scratch: str) -> None:
-    """The job's folder as a file system of its own."""
-    own = cage.plan.identity == OWN
-    root.mount_scratch(Limits.scratch_mb, uid if own else os.getuid(), uid if own else os.getgid())
-    _make_folders(cage, uid, scratch)
-
-
-def _temporary_folder(cage: Cage, uid: int) -> str:
+def _temporary_folder(base: str, owner: int | None) -> str:
     """The job's folder where mounts cannot be had."""
     import tempfile  # not in every fork server: it brings `random`, which draws a seed in each forked child
 
-    folder = tempfile.mkdtemp(dir=cage.scratch_base)
-    if cage.plan.identity == OWN:
-        os.chown(folder, uid, uid)
-    _make_folders(cage, uid, folder)
+    folder = tempfile.mkdtemp(dir=base)
+    if owner is not None:
+        os.chown(folder, owner, owner)
+    payload.make_folders(owner, folder)
     return folder
-
-
-def _make_folders(cage: Cage, uid: int, scratch: str) -> None:
-    for name in root.SCRATCH_FOLDERS:
-        path = f"{scratch}/{name}"
-        os.mkdir(path, 0o700)
-        if cage.plan.identity == OWN:
-            os.lchown(path, uid, uid)
 
 
 def _order(cage: Cage, job: Job) -> bytes:
@@ -177,7 +162,7 @@ def _order(cage: Cage, job: Job) -> bytes:
 
 def _tell(child: Child, order: bytes) -> None:
     with contextlib.suppress(BrokenPipeError):  # the process died, and has said why on the other pipe
-        payload.write_all(child.order, order)
+        wire.write_all(child.order, order)
     os.close(child.order)
 
 
@@ -297,36 +282,13 @@ def _program(cage: Cage, uid: int, scratch: str, pipes: Pipes, group: Group | No
 
 
 def collect(job: Job, box: str) -> dict[str, bytes]:
-    """Files the job was asked for, read after its death: regular ones, found without following any link, within the limit.
-
-    The job may have done anything to its folder, which is why nothing it did there is an error here.
-    """
-    out: dict[str, bytes] = {}
-    left = job.limits.output_bytes
+    """See `tree.collect`; none where the job's folder itself is gone."""
     try:
         folder = os.open(box, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return out
+        return {}
     try:
-        for name in dict.fromkeys(job.collect):
-            data = _read_regular(folder, name, left)
-            if data is not None:
-                out[name] = data
-                left -= len(data)
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
+        return tree.collect(job, lambda name: libc.open_beneath(folder, name, flags))
     finally:
         os.close(folder)
-    return out
-
-
-def _read_regular(folder: int, name: str, limit: int) -> bytes | None:
-    try:
-        descriptor = libc.open_beneath(folder, name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    except OSError:
-        return None
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > limit or found.st_nlink != 1:
-            return None
-        return b"".join(iter(lambda: os.read(descriptor, 1 << 20), b""))
-    finally:
-        os.close(descriptor)

@@ -122,8 +122,9 @@ def serve(
     workers: Annotated[
         int, typer.Option(min=1, help="Jobs at a time in a partition that does not say.")
     ] = os.cpu_count() or 2,
-    partition: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=WORKERS", help="A queue with workers of its own; repeat for more.")
+    partitions: Annotated[
+        list[str] | None,
+        typer.Option("--partition", metavar="NAME=WORKERS", help="A queue with workers of its own; repeat for more."),
     ] = None,
     queue: Annotated[int, typer.Option(min=1, help="Jobs that wait in a partition at most.")] = 1000,
     minimum: Annotated[str, typer.Option(help="Refuse below this level: restricted, namespaces, full.")] = "namespaces",
@@ -131,31 +132,18 @@ def serve(
     state: Annotated[Path | None, typer.Option(help="Folder for what must outlive a restart.")] = None,
     terminals: Annotated[int, typer.Option(min=0, help="Terminal sessions open at most.")] = 8,
     max_request_mb: Annotated[int, typer.Option(min=1, max=1024, help="Largest request.")] = 64,
-    drain: Annotated[float, typer.Option(min=0, help="Seconds that running jobs have left at Ctrl-C.")] = 10.0,
+    drain_s: Annotated[
+        float, typer.Option("--drain", min=0, help="Seconds that running jobs have left at Ctrl-C.")
+    ] = 10.0,
     stdio: Annotated[bool, typer.Option("--stdio", help="Speak MCP on standard input and output instead.")] = False,
 ) -> int:
     """The sandbox as a service: HTTP and MCP behind a token. Ctrl-C or SIGTERM ends it after the jobs that run."""
-    from rollkeel_sandbox.serve import Options, serve
+    options: dict[str, Any] = locals() | {"partitions": tuple(partitions or ())}
+    from rollkeel_sandbox import serve as service
 
     if minimum not in LEVELS[1:]:
         raise BadInput(f"--minimum {minimum!r}: no such level{nearest(minimum, LEVELS[1:])}")
-    return serve(
-        Options(
-            host=host,
-            port=port,
-            token_file=token_file,
-            workers=workers,
-            partitions=tuple(partition or ()),
-            queue=queue,
-            minimum=minimum,
-            backend=backend,
-            state=state,
-            terminals=terminals,
-            max_request_mb=max_request_mb,
-            drain_s=drain,
-            stdio=stdio,
-        )
-    )
+    return service.serve(service.Options(**options))
 
 
 def main() -> None:

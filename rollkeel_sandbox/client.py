@@ -48,6 +48,17 @@ def _broken() -> Iterator[None]:
         raise Broken(f"the cage hung or spoke nonsense ({error})") from None
 
 
+def header(job: Job) -> dict[str, Any]:
+    """A job without its byte strings, of plain types, as subclasses cannot be marshalled."""
+    return {
+        "kind": str(job.kind),
+        "files": [str(name) for name in job.files],
+        "args": tuple(str(argument) for argument in job.args),
+        "collect": tuple(str(name) for name in job.collect),
+        "limits": {k: int(v) if isinstance(v, int) else float(v) for k, v in vars(job.limits).items()},
+    }
+
+
 class Slot:
     """A cage, ready or about to be, that will run one job."""
 
@@ -85,16 +96,8 @@ class Slot:
 
     def _send(self, job: Job, **more: Any) -> None:
         self._channel.settimeout(CAGE_DEADLINE_S)
-        # Plain types, as subclasses cannot be marshalled.
-        header = {
-            "kind": str(job.kind),
-            "files": [str(name) for name in job.files],
-            "args": tuple(str(argument) for argument in job.args),
-            "collect": tuple(str(name) for name in job.collect),
-            "limits": {k: int(v) if isinstance(v, int) else float(v) for k, v in vars(job.limits).items()},
-            **more,
-        }
-        wire.send(self._channel, header, [job.source, job.stdin, *job.files.values()], codec=wire.TRUSTED)
+        contents = [job.source, job.stdin, *job.files.values()]
+        wire.send(self._channel, header(job) | more, contents, codec=wire.TRUSTED)
 
     @property
     def built(self) -> bool:

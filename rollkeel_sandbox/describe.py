@@ -20,15 +20,6 @@ def describe(service: Service, sessions: Sessions) -> dict[str, Any]:
         "layers": {f.layer: {"holds": f.holds, "how": f.how} for f in probe().findings},
         "kinds": {name: {"runs": runs, "how": how} for name, (runs, how) in kinds.doctor().items()},
         "preloads": list(PRELOADS),
-        "partitions": [
-            {
-                "name": p.name,
-                "workers": p.workers,
-                "queue": p.queue,
-                "limits": asdict(p.limits),
-                "ceiling": asdict(p.ceiling),
-            }
-            for p in service.partitions
-        ],
+        "partitions": [asdict(partition) for partition in service.partitions],
         "terminals": sessions.available,
     }

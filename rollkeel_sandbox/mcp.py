@@ -6,7 +6,8 @@ Needs the extra `service`. Bytes that are no UTF-8 come back as `{"base64": …}
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import anyio.to_thread
@@ -17,7 +18,7 @@ from pydantic import Field
 from starlette.applications import Starlette
 
 from rollkeel_sandbox import __version__, cases
-from rollkeel_sandbox.codec import decode_bytes, decode_job, encode_result
+from rollkeel_sandbox.codec import decode_job, encode_result
 from rollkeel_sandbox.describe import describe
 from rollkeel_sandbox.errors import SandboxError
 from rollkeel_sandbox.guard import MAX_BODY_BYTES
@@ -96,7 +97,8 @@ def make(service: Service, sessions: Sessions) -> MCPServer:
         partition: Where = None,
     ) -> dict[str, Any]:
         """Run a program once per test, in isolation, and compare what it prints with what is expected."""
-        listed = [cases.Case(stdin=_bytes(test.stdin), expected=_bytes(test.expected)) for test in tests]
+        with _told():
+            listed = [test.case() for test in tests]
         job = _job(service, {"source": source, "kind": kind, "preload": preload}, timeout_s, memory_mb, partition)
         results = await _results(service, cases.jobs(job, listed), partition)
         verdicts = [cases.passed(result, case) for result, case in zip(results, listed, strict=True)]
@@ -126,8 +128,8 @@ def _terminals(server: MCPServer, service: Service, sessions: Sessions) -> None:
     async def terminal_exec(id: str, command: str, timeout_s: Annotated[float, Field(gt=0)] = 10.0) -> dict[str, Any]:
         """Send one command line to an open shell and return what it printed and its exit code."""
         with _told():
-            done = await anyio.to_thread.run_sync(sessions.exec, id, command, timeout_s)
-        return encode_result(done.result) | {"alive": done.alive}
+            result, alive = await anyio.to_thread.run_sync(sessions.exec, id, command, timeout_s)
+        return encode_result(result) | {"alive": alive}
 
     @server.tool()
     async def terminal_close(id: str) -> dict[str, str]:
@@ -137,19 +139,13 @@ def _terminals(server: MCPServer, service: Service, sessions: Sessions) -> None:
         return {"closed": id}
 
 
-class _told:
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
     """What this package refuses is told to the model."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, SandboxError):
-            raise ToolError(str(error)) from None
-
-
-def _bytes(value: Any) -> bytes:
-    with _told():
-        return decode_bytes(value if isinstance(value, str) else {"base64": value.base64})
+    try:
+        yield
+    except SandboxError as error:
+        raise ToolError(str(error)) from None
 
 
 def _job(

@@ -12,6 +12,9 @@ QUEUE_S, MAX_QUEUE_S = 600.0, 86400.0
 """Seconds within which a job must have started, if it does not say, and at most."""
 PRIORITIES = range(-1000, 1001)
 ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+CEILING = Limits(
+    wall_s=600.0, cpu_s=1200.0, memory_mb=8192, processes=512, file_mb=1024, scratch_mb=2048, output_bytes=1 << 25
+)
 
 
 class Full(SandboxError):
@@ -40,25 +43,11 @@ class Partition:
     """Jobs that wait at most."""
     limits: Limits = field(default_factory=Limits)
     """Of jobs that name none of their own."""
-    ceiling: Limits = field(
-        default_factory=lambda: Limits(
-            wall_s=600.0,
-            cpu_s=1200.0,
-            memory_mb=8192,
-            processes=512,
-            file_mb=1024,
-            scratch_mb=2048,
-            output_bytes=1 << 25,
-        )
-    )
+    ceiling: Limits = CEILING
     """The most that a job may ask for."""
 
     def __post_init__(self) -> None:
-        if (
-            not self.name
-            or len(self.name) > 64
-            or not all(c.isascii() and (c.isalnum() or c in "-_.") for c in self.name)
-        ):
+        if not ID.fullmatch(self.name):
             raise BadInput(f"sandbox partition {self.name[:80]!r}: expected up to 64 of a-z, A-Z, 0-9, '-', '_', '.'")
         if self.workers < 1 or self.queue < 1:
             raise BadInput(f"sandbox partition {self.name}: expected at least 1 worker and 1 place in the queue")

@@ -15,7 +15,7 @@ import types
 from dataclasses import dataclass
 from typing import NoReturn
 
-from rollkeel_sandbox import identity, landlock, libc, rlimits, root
+from rollkeel_sandbox import identity, landlock, libc, rlimits, root, wire
 from rollkeel_sandbox.job import SOURCE_NAMES, Job
 from rollkeel_sandbox.kinds import KINDS
 from rollkeel_sandbox.plan import OWN, Plan
@@ -144,6 +144,15 @@ def _exit_code(value: object) -> int:
     return 1
 
 
+def make_folders(uid: int | None, scratch: str) -> None:
+    """Those of a job, empty; `uid`: their owner, None for this process's."""
+    for name in root.SCRATCH_FOLDERS:
+        path = f"{scratch}/{name}"
+        os.mkdir(path, 0o700)
+        if uid is not None:
+            os.lchown(path, uid, uid)
+
+
 def write_files(job: Job, uid: int | None, scratch: str) -> None:
     """Source and files, before anything of the job runs that could put a symlink in the way; `uid`: their owner, None for this
     process's."""
@@ -158,16 +167,10 @@ def write_files(job: Job, uid: int | None, scratch: str) -> None:
         path = f"{scratch}/box/{name}"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
-            write_all(descriptor, data)
+            wire.write_all(descriptor, data)
         finally:
             os.close(descriptor)
         made.append(path)
     if uid is not None:
         for path in made:
             os.lchown(path, uid, uid)
-
-
-def write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]

@@ -85,24 +85,10 @@ def _try_all() -> list[Finding]:
 
 def _in_child(layer: str, trial: Callable[[], str]) -> Finding:
     """Run a trial in a forked child: it returns how the layer holds, or raises why not."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(read)
-            libc.prctl(libc.PR_SET_PDEATHSIG, signal.SIGKILL)
-            try:
-                said = "+" + trial()
-            except Exception as error:
-                said = f"-{error}"
-            os.write(write, said.encode()[:4096])
-        finally:
-            os._exit(0)
-    os.close(write)
-    with open(read, encoding="utf-8", errors="replace") as pipe:
-        said = pipe.read()
-    os.waitpid(pid, 0)
-    return Finding(layer=layer, holds=said.startswith("+"), how=said[1:] or "the trial died")
+    try:
+        return Finding(layer=layer, holds=True, how=_forked(trial))
+    except OSError as error:
+        return Finding(layer=layer, holds=False, how=str(error))
 
 
 def _is_root() -> bool:
@@ -140,7 +126,7 @@ def _namespace(name: str) -> str:
     before = os.readlink(f"/proc/self/ns/{name}")
     _map_if_needed(NAMESPACE_FLAG[name])
     if name == "pid":
-        _expect(_forked(os.getpid) == 1, "the first process of a new process namespace is not number 1")
+        _expect(_forked(os.getpid) == "1", "the first process of a new process namespace is not number 1")
     else:
         _expect(os.readlink(f"/proc/self/ns/{name}") != before, f"the {name} namespace did not change")
     return "namespace"
@@ -151,18 +137,18 @@ def _private_root() -> str:
     host = os.stat("/").st_dev
     _map_if_needed(libc.CLONE_NEWNS | libc.CLONE_NEWPID)
 
-    def inside() -> int:
+    def inside() -> str:
         root.enter(readable_paths())
         _map_if_needed(libc.CLONE_NEWNS | libc.CLONE_NEWPID)
         return _forked(cage)
 
-    def cage() -> int:
+    def cage() -> bool:
         root.mount_proc()
-        root.mount_scratch(1, os.getuid(), os.getgid())
+        root.mount_scratch(1, None)
         alone = [n for n in os.listdir("/proc") if n.isdigit()] == ["1"]
-        return 1 if alone and os.stat("/").st_dev != host and not os.path.exists("/etc/shadow") else 0
+        return alone and os.stat("/").st_dev != host and not os.path.exists("/etc/shadow")
 
-    _expect(_forked(inside) == 1, "the host's files or processes can still be seen in the private root")
+    _expect(_forked(inside) == "True", "the host's files or processes can still be seen in the private root")
     return "private root"
 
 
@@ -251,21 +237,24 @@ def _expect(truth: bool, otherwise: str) -> None:
         raise OSError(otherwise)
 
 
-def _forked(function: Callable[[], int]) -> int:
-    """What `function` returns in a forked child (0..255); an error there is this process's error too."""
+def _forked(function: Callable[[], object]) -> str:
+    """What `function` returns in a forked child, as text; an error there is this process's error too."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             os.close(read)
-            os._exit(function())
-        except OSError as error:
-            os.write(write, str(error).encode()[:4096])
+            libc.prctl(libc.PR_SET_PDEATHSIG, signal.SIGKILL)
+            try:
+                text = f"+{function()}"
+            except Exception as error:
+                text = f"-{error}"
+            os.write(write, text.encode()[:4096])
         finally:
-            os._exit(255)
+            os._exit(0)
     os.close(write)
     with open(read, encoding="utf-8", errors="replace") as pipe:
-        said = pipe.read()
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    _expect(not said, said)
-    return code
+        text = pipe.read()
+    os.waitpid(pid, 0)
+    _expect(text.startswith("+"), text[1:] or "the trial died")
+    return text[1:]

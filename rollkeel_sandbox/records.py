@@ -122,15 +122,8 @@ class Records:
     def add(self, record: Record) -> None:
         """Raises `RunStopped` if that cannot be promised."""
         job = encode_job(record.job) if record.kept and record.job else None
-        self._append(
-            record.id,
-            "accept",
-            digest=record.digest,
-            partition=record.partition,
-            priority=record.priority,
-            queue_s=record.queue_s,
-            job=job,
-        )
+        fields = {name: getattr(record, name) for name in ("digest", "partition", "priority", "queue_s")}
+        self._append(record.id, "accept", **fields, job=job)
         self.enter(record)
 
     def enter(self, record: Record) -> None:
@@ -159,24 +152,15 @@ class Records:
             return []
         rows: dict[str, dict[str, Any]] = {}
         for row in self._ledger.load():
+            known = rows.get(row["id"], {})
             if row["event"] == "accept":
                 rows[row["id"]] = row | {"started": False, "resumes": 0, "starts": 0}
-            elif row["id"] in rows:
-                known = rows[row["id"]]
-                if row["event"] == "start":
-                    known["started"] = True
-                    known["starts"] += 1
-                elif row["event"] == "resume":
-                    known["resumes"] += 1
-                    known["started"] = False
-                else:
-                    known["end"] = row
-        out = []
-        for row in rows.values():
-            record = self._recovered(row, now)
-            if record:
-                out.append(record)
-        return out
+            elif known and row["event"] in ("start", "resume"):
+                known["started"] = row["event"] == "start"
+                known[f"{row['event']}s"] += 1
+            elif known:
+                known["end"] = row
+        return [record for row in rows.values() if (record := self._recovered(row, now))]
 
     def forget(self, now: float) -> None:
         """Ended jobs beyond their time or beyond what can be kept."""

@@ -122,8 +122,9 @@ def mount_proc() -> None:
     libc.mount("proc", "/proc", "proc", libc.MS_NOSUID | libc.MS_NODEV | libc.MS_NOEXEC)
 
 
-def mount_scratch(size_mb: int, uid: int, gid: int) -> None:
-    """An empty folder of limited size and number of files that goes with the job's mount namespace."""
+def mount_scratch(size_mb: int, owner: int | None) -> None:
+    """An empty folder of limited size and number of files that goes with the job's mount namespace; of this process's without `owner`."""
+    uid, gid = (os.getuid(), os.getgid()) if owner is None else (owner, owner)
     data = f"{_size(size_mb)},mode=0700,uid={uid},gid={gid}"
     libc.mount("tmpfs", SCRATCH, "tmpfs", libc.MS_NOSUID | libc.MS_NODEV, data)
 

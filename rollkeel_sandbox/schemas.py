@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rollkeel_sandbox.cases import Case
+from rollkeel_sandbox.codec import decode_bytes
 from rollkeel_sandbox.job import KINDS, PRELOADS, Level, Status
 from rollkeel_sandbox.partition import MAX_QUEUE_S, PRIORITIES, QUEUE_S
 from rollkeel_sandbox.records import State
@@ -34,16 +36,21 @@ Amount = Annotated[int | None, Field(gt=0, le=2**31)]
 Seconds = Annotated[float | None, Field(gt=0, le=2**31, allow_inf_nan=False)]
 
 
-class LimitsIn(_In):
-    """Those that are not named are the partition's."""
+class TerminalLimitsIn(_In):
+    """Of the whole session, output of one command. Time is limited by command and by idleness."""
 
-    wall_s: Seconds = None
-    cpu_s: Seconds = None
     memory_mb: Amount = None
     processes: Amount = None
     file_mb: Amount = None
     scratch_mb: Amount = None
     output_bytes: Amount = None
+
+
+class LimitsIn(TerminalLimitsIn):
+    """Those that are not named are the partition's."""
+
+    wall_s: Seconds = None
+    cpu_s: Seconds = None
 
 
 class JobIn(_In):
@@ -87,21 +94,15 @@ class CaseIn(_In):
     stdin: Bytes = ""
     expected: Bytes = Field(description="What it must print, but for white space at the ends of lines and of the text.")
 
+    def case(self) -> Case:
+        """Raises `BadInput` for what is no base64."""
+        return Case(**{name: decode_bytes(data) for name, data in self.model_dump().items()})
+
 
 class TestsIn(JobIn, _Placed):
     """One run of the program per case; `stdin` of the program itself is not used."""
 
     cases: list[CaseIn] = Field(min_length=1, max_length=MAX_BATCH)
-
-
-class TerminalLimitsIn(_In):
-    """Of the whole session, output of one command. Time is limited by command and by idleness."""
-
-    memory_mb: Amount = None
-    processes: Amount = None
-    file_mb: Amount = None
-    scratch_mb: Amount = None
-    output_bytes: Amount = None
 
 
 class TerminalIn(_In):

@@ -55,12 +55,13 @@ class Service:
     ) -> None:
         self._broker = Broker(partitions)
         self._grace_s = grace_s
-        self._minimum = minimum
+        self.minimum = minimum
+        """Below it untrusted jobs are refused."""
         self._lock = threading.Lock()
         self._after: list[Callable[[], object]] = []
         self._records = Records(state, keep_s=keep_s)
         self._timings = Timings(p.name for p in partitions)
-        self._draining = self._closed = False
+        self.draining = self._closed = False
         self._ended = threading.Event()
         self.gauges: dict[str, Callable[[], int]] = {}
         """Further figures for `metrics`, by name."""
@@ -90,52 +91,21 @@ class Service:
         return self._crew.sandbox
 
     @property
-    def minimum(self) -> Level:
-        """Below it untrusted jobs are refused."""
-        return self._minimum
-
-    @property
     def partitions(self) -> list[Partition]:
         """The first one takes jobs that name none."""
         return self._broker.partitions
-
-    @property
-    def draining(self) -> bool:
-        return self._draining
 
     def defaults(self, partition: str | None = None) -> Limits:
         """Limits of jobs that name none. Raises `BadInput` for an unknown partition."""
         return self._config(partition).limits
 
-    def run(
-        self,
-        job: Job,
-        *,
-        partition: str | None = None,
-        priority: int = 0,
-        queue_s: float = QUEUE_S,
-        id: str | None = None,
-    ) -> Result:
-        """Submit and wait. Raises what `submit` raises, and `RunStopped` for a job that has no result."""
-        name = self.submit(job, partition=partition, priority=priority, queue_s=queue_s, id=id, kept=False)
-        return self.watch(name).result().require()
+    def run(self, job: Job, *, id: str | None = None, **placed: Any) -> Result:
+        """Submit and wait. `placed`: as `submit_all`. Raises what that raises, and `RunStopped` for a job that has no result."""
+        return self.watch(self.submit(job, id=id, kept=False, **placed)).result().require()
 
-    def submit(
-        self,
-        job: Job,
-        *,
-        partition: str | None = None,
-        priority: int = 0,
-        queue_s: float = QUEUE_S,
-        id: str | None = None,
-        kept: bool = True,
-    ) -> str:
-        """Take a job and return its id. `priority`: higher first; `queue_s`: seconds until it must have started.
-
-        `kept`: it runs though nobody waits for it, and after a restart too; otherwise it ends with the last who waits. Raises `Refused`
-        below the minimum level, `Full`, `Closing`, `Conflict` for an id of another job, `BadInput` for what can never run.
-        """
-        return self.submit_all([job], partition=partition, priority=priority, queue_s=queue_s, ids=[id], kept=kept)[0]
+    def submit(self, job: Job, *, id: str | None = None, **placed: Any) -> str:
+        """Take a job and return its id; see `submit_all`."""
+        return self.submit_all([job], ids=[id], **placed)[0]
 
     def submit_all(
         self,
@@ -147,7 +117,11 @@ class Service:
         ids: Sequence[str | None] | None = None,
         kept: bool = True,
     ) -> list[str]:
-        """All of them or none; see `submit`."""
+        """Take all of them or none; their ids. `priority`: higher first; `queue_s`: seconds until they must have started.
+
+        `kept`: they run though nobody waits for them, and after a restart too; otherwise a job ends with the last who waits. Raises
+        `Refused` below the minimum level, `Full`, `Closing`, `Conflict` for an id of another job, `BadInput` for what can never run.
+        """
         config = self._config(partition)
         names = [uuid.uuid4().hex if name is None else name for name in ids or [None] * len(jobs)]
         for job, name in zip(jobs, names, strict=True):
@@ -157,7 +131,7 @@ class Service:
             raise BadInput("sandbox: two jobs of one request have the same id; give each its own")
         marks = [digest(job, config.name) for job in jobs]
         with self._step() as now:
-            if self._draining:
+            if self.draining:
                 raise Closing("sandbox: the service is shutting down; ask again when it is back")
             new = []
             for job, name, mark in zip(jobs, names, marks, strict=True):
@@ -178,7 +152,7 @@ class Service:
         """Raises what `submit` would raise for this job whatever the queue holds."""
         self._config(partition).check(job)
         self._possible(job)
-        if self._draining:
+        if self.draining:
             raise Closing("sandbox: the service is shutting down; ask again when it is back")
 
     def watch(self, id: str) -> Future[View]:
@@ -221,9 +195,9 @@ class Service:
         with self._lock:
             workers = self._broker.workers(time.monotonic())
             fault = self._records.fault
-            ok = not (self._draining or fault)
+            ok = not (self.draining or fault)
             level = self.level.name.lower()
-            return {"ok": ok, "draining": self._draining, "fault": fault, "level": level, "workers": workers}
+            return {"ok": ok, "draining": self.draining, "fault": fault, "level": level, "workers": workers}
 
     def metrics(self) -> dict[str, Any]:
         """By partition: gauges `queued`, `running`, `workers`; counts since the start; `latency` in seconds by stage."""
@@ -244,7 +218,7 @@ class Service:
 
     def drain(self) -> None:
         """Take no more jobs from now on."""
-        self._draining = True
+        self.draining = True
 
     def close(self, drain_s: float = 0.0) -> None:
         """Take no more jobs, wait up to `drain_s` for those that are here, end everything. Kept jobs resume from the ledger."""

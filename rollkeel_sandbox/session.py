@@ -332,7 +332,7 @@ def converse(child: watch.Child, job: Job, channel: _socket.socket, *, idle_s: f
     """See a session through; all its processes are dead when this returns, and when it says that it has ended."""
     proc, session, ending = -1, None, None
     try:
-        watch._await_setup(child)
+        watch.await_setup(child.setup)
         proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         session = _Session(child, job, channel, idle_s, said, proc, active)
         ending = session.serve()

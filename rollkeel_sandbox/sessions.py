@@ -22,19 +22,13 @@ SWEEP_S = 1.0
 MAX_COMMAND_S = 600.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """What came of one command."""
-
-    result: Result
-    alive: bool
-    """The session takes further commands."""
-
-
 class Session(Protocol):
-    """A shell with a file system that is thrown away at `close`."""
+    """A shell with a file system that is thrown away at `close`: a `Terminal`."""
 
-    def exec(self, command: str, timeout_s: float) -> Exchange: ...
+    @property
+    def alive(self) -> bool: ...
+
+    def run(self, command: str, timeout: float) -> Result: ...
 
     def close(self) -> None: ...
 
@@ -89,16 +83,22 @@ class Sessions:
             self._open[id] = _Open(session, time.monotonic())
         return id
 
-    def exec(self, id: str, command: str, timeout_s: float) -> Exchange:
-        """Raises `Unknown` for a session that is not open, `Conflict` while it is at another command."""
+    def exec(self, id: str, command: str, timeout_s: float) -> tuple[Result, bool]:
+        """What came of one command, and whether the session takes further ones.
+
+        Raises `Unknown` for a session that is not open, `Conflict` while it is at another command.
+        """
         if not 0 < timeout_s <= MAX_COMMAND_S:
             raise BadInput(f"sandbox: timeout_s: expected seconds up to {MAX_COMMAND_S:g}, got {timeout_s}")
         with self._using(id) as entry:
-            done = entry.session.exec(command, timeout_s)
-        if not done.alive:
+            try:
+                result, alive = entry.session.run(command, timeout_s), entry.session.alive
+            except SessionEnded as error:
+                raise Unknown(f"sandbox: {error}") from None
+        if not alive:
             with contextlib.suppress(Unknown, Conflict):
                 self.close(id)
-        return done
+        return result, alive
 
     def close(self, id: str) -> None:
         """Raises `Unknown` for a session that is not open, `Conflict` while it is at a command."""
@@ -144,21 +144,4 @@ class Sessions:
 
 def factory(service: Service) -> Callable[[Mapping[str, int]], Session]:
     """How a service opens terminal sessions: shells in cages of its sandbox, beside its workers."""
-    return lambda limits: _Shell(Terminal(service.sandbox, TerminalLimits(idle_s=2 * IDLE_S, **limits)))
-
-
-class _Shell:
-    """A `Terminal` as a session."""
-
-    def __init__(self, terminal: Terminal) -> None:
-        self._terminal = terminal
-
-    def exec(self, command: str, timeout_s: float) -> Exchange:
-        try:
-            result = self._terminal.run(command, timeout_s)
-        except SessionEnded as error:
-            raise Unknown(f"sandbox: {error}") from None
-        return Exchange(result=result, alive=self._terminal.alive)
-
-    def close(self) -> None:
-        self._terminal.close()
+    return lambda limits: Terminal(service.sandbox, TerminalLimits(idle_s=2 * IDLE_S, **limits))

@@ -53,31 +53,44 @@ class Outcome:
 
 
 @dataclass
-class _Pumps:
+class Pumps:
     """Standard streams of the job. Reading stops at the limit; one byte more is the proof that there was more."""
 
-    child: Child
-    stdin: memoryview
+    stdin: int
+    stdout: int
+    stderr: int
+    """The other ends of the program's."""
+    left: memoryview
+    """What it is still to be fed."""
     limit: int
     taken: dict[int, bytearray] = field(default_factory=dict)
     open: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        child = self.child
-        self.taken = {child.stdout: bytearray(), child.stderr: bytearray()}
-        self.open = {child.stdin, child.stdout, child.stderr}
+        self.taken = {self.stdout: bytearray(), self.stderr: bytearray()}
+        self.open = {self.stdin, self.stdout, self.stderr}
         for descriptor in self.open:
             os.set_blocking(descriptor, False)
-        if not self.stdin:
-            self.close(child.stdin)
+        if not self.left:
+            self.close(self.stdin)
 
     def close(self, descriptor: int) -> None:
         if descriptor in self.open:
             self.open.remove(descriptor)
             os.close(descriptor)
 
+    def move(self, wait_s: float, *others: int) -> list[int]:
+        """Wait for any stream or other descriptor; returns those that can be read, which is done already with streams."""
+        # Only what is ready is touched: a job that never reads or never stops writing must not hold the clock.
+        reading = [*others, *(d for d in self.taken if d in self.open)]
+        ready, room, _ = select.select(reading, [self.stdin] if self.stdin in self.open else [], [], wait_s)
+        for descriptor in (*ready, *room):
+            if descriptor not in others:
+                self.step(descriptor)
+        return ready
+
     def step(self, descriptor: int) -> None:
-        if descriptor == self.child.stdin:
+        if descriptor == self.stdin:
             self._feed()
             return
         taken = self.taken[descriptor]
@@ -91,20 +104,22 @@ class _Pumps:
 
     def _feed(self) -> None:
         try:
-            self.stdin = self.stdin[os.write(self.child.stdin, self.stdin[:CHUNK]) :]
+            self.left = self.left[os.write(self.stdin, self.left[:CHUNK]) :]
         except BlockingIOError:
             return
         except BrokenPipeError:
-            self.stdin = self.stdin[:0]
-        if not self.stdin:
-            self.close(self.child.stdin)
+            self.left = self.left[:0]
+        if not self.left:
+            self.close(self.stdin)
 
-    def overflowed(self, descriptor: int) -> bool:
-        return len(self.taken[descriptor]) > self.limit
+    @property
+    def overflowed(self) -> list[bool]:
+        """Of standard output and standard error."""
+        return [len(taken) > self.limit for taken in self.taken.values()]
 
     def drain(self) -> None:
         """What is still in the pipes of a job that is dead."""
-        for descriptor in (self.child.stdout, self.child.stderr):
+        for descriptor in self.taken:
             while descriptor in self.open and select.select([descriptor], [], [], 0)[0]:
                 self.step(descriptor)
         for descriptor in list(self.open):
@@ -115,10 +130,10 @@ def watch(child: Child, job: Job, *, active: bool) -> Outcome:
     """See a job through; when this returns or raises, all its processes are dead. OSError: a layer failed, nothing ran."""
     proc, ledger = -1, group.Ledger()
     try:
-        _await_setup(child)
+        await_setup(child.setup)
         start = time.monotonic()
         proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        pumps = _Pumps(child, memoryview(job.stdin), job.limits.output_bytes)
+        pumps = Pumps(child.stdin, child.stdout, child.stderr, memoryview(job.stdin), job.limits.output_bytes)
         verdict, peak = _until_end(child, job, pumps, proc if active else -1, start, ledger)
     finally:
         spent = _end(child)
@@ -129,20 +144,21 @@ def watch(child: Child, job: Job, *, active: bool) -> Outcome:
     if verdict is None and spent.out_of_memory:
         verdict = Status.MEMORY
     spent = replace(spent, cpu_s=max(spent.cpu_s, ledger.seen_s))
-    return _outcome(child, job, pumps, verdict, wall, spent, peak)
+    return outcome(job, pumps, verdict, wall, spent, peak)
 
 
-def _await_setup(child: Child) -> None:
-    """Wait until the last layer stands."""
-    if not select.select([child.setup], [], [], SETUP_DEADLINE_S)[0]:
+def await_setup(descriptor: int) -> bytes:
+    """Wait until the last layer stands; what is said of it then."""
+    if not select.select([descriptor], [], [], SETUP_DEADLINE_S)[0]:
         raise OSError(f"cage not ready after {SETUP_DEADLINE_S:g} s")
-    said = os.read(child.setup, 4096)
-    if said != READY:
+    said = os.read(descriptor, 4096)
+    if not said.startswith(READY):
         raise OSError(said.decode("utf-8", "replace") or "the program's process died before its last layer stood")
+    return said[len(READY) :]
 
 
 def _until_end(
-    child: Child, job: Job, pumps: _Pumps, proc: int, start: float, ledger: group.Ledger
+    child: Child, job: Job, pumps: Pumps, proc: int, start: float, ledger: group.Ledger
 ) -> tuple[Status | None, int]:
     """Why the job has to be killed (None: it ended by itself), and the most memory seen."""
     limits, peak, seen_at = job.limits, 0, start
@@ -158,17 +174,10 @@ def _until_end(
                 return Status.MEMORY, peak
             if max(usage.cpu_s, child.group.cpu_s() if child.group else 0.0) >= limits.cpu_s:
                 return Status.CPU, peak
-        # Only what is ready is touched: a job that never reads or never stops writing must not hold the clock.
-        reading = [child.pidfd, *(d for d in (child.stdout, child.stderr) if d in pumps.open)]
-        writing = [child.stdin] if child.stdin in pumps.open else []
-        wait = min(POLL_S, max(0.0, start + limits.wall_s - now))
-        ready_in, ready_out, _ = select.select(reading, writing, [], wait)
-        for descriptor in (*ready_in, *ready_out):
-            if descriptor != child.pidfd:
-                pumps.step(descriptor)
-        if pumps.overflowed(child.stdout) or pumps.overflowed(child.stderr):
+        ready = pumps.move(min(POLL_S, max(0.0, start + limits.wall_s - now)), child.pidfd)
+        if any(pumps.overflowed):
             return Status.OUTPUT, peak
-        if child.pidfd in ready_in:
+        if child.pidfd in ready:
             return None, peak
 
 
@@ -182,7 +191,7 @@ def _usage(child: Child, proc: int, limit: int, ledger: group.Ledger) -> group.U
 
 
 @dataclass(frozen=True)
-class _Spent:
+class Spent:
     cpu_s: float
     peak_bytes: int
     how: int | None
@@ -191,7 +200,7 @@ class _Spent:
     """The kernel killed a process of its control group for memory."""
 
 
-def _end(child: Child) -> _Spent:
+def _end(child: Child) -> Spent:
     """Kill what is left of the job and reap it. In a process namespace the init's death is everybody's."""
     if child.reaper:
         child.reaper.kill_all()
@@ -204,7 +213,7 @@ def _end(child: Child) -> _Spent:
     if child.group:
         cpu_s, out_of_memory = child.group.cpu_s(), child.group.ran_out_of_memory()
         child.group.close()
-    return _Spent(cpu_s, used.ru_maxrss * 1024, how, out_of_memory)
+    return Spent(cpu_s, used.ru_maxrss * 1024, how, out_of_memory)
 
 
 def _end_init(child: Child) -> tuple[resource.struct_rusage, int | None]:
@@ -221,9 +230,8 @@ def _end_init(child: Child) -> tuple[resource.struct_rusage, int | None]:
     return used, struct.unpack("=i", said)[0] if said else None
 
 
-def _outcome(
-    child: Child, job: Job, pumps: _Pumps, verdict: Status | None, wall_s: float, spent: _Spent, peak: int
-) -> Outcome:
+def outcome(job: Job, pumps: Pumps, verdict: Status | None, wall_s: float, spent: Spent, peak: int) -> Outcome:
+    """What is told of a job that is dead; `verdict`: why it was killed, None if it ended by itself."""
     code = number = None
     reason = ""
     if verdict is None and spent.how is None:
@@ -234,15 +242,14 @@ def _outcome(
         else:
             code = os.WEXITSTATUS(spent.how)
         verdict = Status.OK if code == 0 else Status.ERROR
-        out_of_memory = code == 1 and pumps.taken[child.stderr].rstrip().rsplit(b"\n", 1)[-1].startswith(b"MemoryError")
+        out_of_memory = code == 1 and pumps.taken[pumps.stderr].rstrip().rsplit(b"\n", 1)[-1].startswith(b"MemoryError")
         if number == signal.SIGXCPU:
             verdict = Status.CPU
         elif out_of_memory and job.kind == "python":
             verdict = Status.MEMORY
-        elif any(pumps.overflowed(d) for d in pumps.taken):
+        elif any(pumps.overflowed):
             verdict = Status.OUTPUT
     assert verdict is not None
-    streams = {"stdout": child.stdout, "stderr": child.stderr}
     header = {
         "status": verdict.value,
         "exit_code": code,
@@ -252,5 +259,5 @@ def _outcome(
         "peak_memory_mb": max(peak, spent.peak_bytes) / MB,
         "reason": reason,
     }
-    header |= {f"{name}_truncated": pumps.overflowed(d) for name, d in streams.items()}
-    return Outcome(header, *(bytes(pumps.taken[d][: pumps.limit]) for d in streams.values()))
+    header |= zip(("stdout_truncated", "stderr_truncated"), pumps.overflowed, strict=True)
+    return Outcome(header, *(bytes(taken[: pumps.limit]) for taken in pumps.taken.values()))

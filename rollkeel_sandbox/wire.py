@@ -5,6 +5,8 @@ from __future__ import annotations
 import _socket
 import json
 import marshal
+import os
+import select
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -39,7 +41,34 @@ class Mangled(Exception):
     """What came is no message, or larger than any message can be."""
 
 
-def send(sock: _socket.socket, header: dict[str, Any], blobs: Sequence[bytes] = (), *, codec: Codec = PLAIN) -> None:
+class Pipes:
+    """Two pipes as one channel."""
+
+    def __init__(self, reading: int, writing: int) -> None:
+        self._in, self._out = reading, writing
+        self._timeout_s: float | None = None
+
+    def settimeout(self, seconds: float | None) -> None:
+        self._timeout_s = seconds
+
+    def recv(self, size: int) -> bytes:
+        if not select.select([self._in], [], [], self._timeout_s)[0]:
+            raise TimeoutError
+        return os.read(self._in, size)
+
+    def sendall(self, data: bytes) -> None:
+        write_all(self._out, data)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def send(
+    sock: _socket.socket | Pipes, header: dict[str, Any], blobs: Sequence[bytes] = (), *, codec: Codec = PLAIN
+) -> None:
     head = codec.dumps((header, [len(b) for b in blobs]))
     try:
         sock.sendall(b"".join((_LENGTHS.pack(len(head), sum(map(len, blobs))), head, *blobs)))
@@ -50,7 +79,7 @@ def send(sock: _socket.socket, header: dict[str, Any], blobs: Sequence[bytes] = 
 
 
 def receive(
-    sock: _socket.socket, *, timeout_s: float | None, limit: int, codec: Codec = PLAIN
+    sock: _socket.socket | Pipes, *, timeout_s: float | None, limit: int, codec: Codec = PLAIN
 ) -> tuple[dict[str, Any], list[bytes]]:
     """Next message, whole. `limit`: most bytes of all byte strings together."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -68,7 +97,7 @@ def receive(
     return header, blobs
 
 
-def _exactly(sock: _socket.socket, size: int, deadline: float | None) -> bytes:
+def _exactly(sock: _socket.socket | Pipes, size: int, deadline: float | None) -> bytes:
     parts = bytearray()
     while len(parts) < size:
         if deadline is not None:
