@@ -125,7 +125,7 @@ def _confine(job: Job, uid: int | None) -> list[str]:
             missing.append(name)
     identity.become(uid)
     libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
-    libc.clear_capabilities()
+    libc.set_capabilities()
     seccomp.Filter(libc.machine()).install()
     return missing
 
@@ -146,7 +146,7 @@ class _Eyes:
         self._hidden = {who: self._hidden.get(who, now) for who in hidden}
         # One that ends with all its threads looks like that for a moment.
         if any(now - since > HIDDEN_S for since in self._hidden.values()) or self._too_many_files():
-            return group.Usage(limit_bytes + 1, usage.cpu_s, usage.processes)
+            return group.Usage(limit_bytes + 1, usage.cpu_s)
         return usage
 
     def _too_many_files(self) -> bool:
@@ -161,11 +161,11 @@ def _watch(
 ) -> tuple[Status | None, int | None, group.Usage]:
     """Why the job has to be killed (None: it ended by itself), its wait status then, and the most that it used."""
     limits = job.limits
-    most = group.Usage(0, 0.0, 0)
+    most = group.Usage(0, 0.0)
     while True:
         now = time.monotonic()
         usage = eyes.usage(now, limits.memory_mb * watch.MB)
-        most = group.Usage(max(most.memory_bytes, usage.memory_bytes), usage.cpu_s, usage.processes)
+        most = group.Usage(max(most.memory_bytes, usage.memory_bytes), usage.cpu_s)
         verdict = _over(limits, now - start, usage)
         how = None
         while how is None and verdict is None:

@@ -251,11 +251,9 @@ def problem(error: SandboxError) -> Response:
     for kind, status, code in KINDS_OF_ERRORS:
         if isinstance(error, kind):
             return _error(status, str(error), code)
-    return (
-        _error(422, str(error), "invalid")
-        if error.exit_code == 2
-        else _error(503, str(error), "broken", retry_after_s=5.0)
-    )
+    if error.exit_code == 2:
+        return _error(422, str(error), "invalid")
+    return _error(503, str(error), "broken", retry_after_s=5.0)
 
 
 def _error(

@@ -26,47 +26,42 @@ def errno_action(number: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Equals:
+class _OfArgument:
+    argument: int
+    otherwise: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equals(_OfArgument):
     """Allowed when the low 32 bits of an argument are one of `values`."""
 
-    argument: int
     values: tuple[int, ...]
-    otherwise: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoBits:
+class NoBits(_OfArgument):
     """Allowed when the low 32 bits of an argument have none of `bits`."""
 
-    argument: int
     bits: int
-    otherwise: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoneOf:
+class NoneOf(_OfArgument):
     """Allowed unless the low 32 bits of an argument are one of `values`."""
 
-    argument: int
     values: tuple[int, ...]
-    otherwise: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class NotAllBits:
+class NotAllBits(_OfArgument):
     """Allowed unless the low 32 bits of an argument have all of `bits`."""
 
-    argument: int
     bits: int
-    otherwise: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Null:
+class Null(_OfArgument):
     """Allowed when all 64 bits of an argument, a pointer, are zero."""
-
-    argument: int
-    otherwise: int
 
 
 @dataclass(frozen=True, kw_only=True)

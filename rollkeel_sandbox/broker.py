@@ -281,9 +281,6 @@ class Broker:
         gauges = {"queued": line.waiting, "running": self.running(partition), "workers": line.config.workers}
         return gauges | counts
 
-    def queued(self, partition: str) -> int:
-        return self._lines[partition].waiting
-
     def running(self, partition: str) -> int:
         return sum(place.job is not None for place in self._places.values() if place.worker.partition == partition)
 

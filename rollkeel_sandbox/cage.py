@@ -26,13 +26,6 @@ from rollkeel_sandbox.payload import Cage
 from rollkeel_sandbox.plan import MAPPED, OWN
 from rollkeel_sandbox.watch import READY, Child, watch
 
-NAMESPACE_FLAG = {
-    "pid": libc.CLONE_NEWPID,
-    "mount": libc.CLONE_NEWNS,
-    "net": libc.CLONE_NEWNET,
-    "ipc": libc.CLONE_NEWIPC,
-    "uts": libc.CLONE_NEWUTS,
-}
 CHANNEL_FD, SETUP_FD, ORDER_FD = 3, 3, 4
 """Of the supervisor; of the program's process until the program starts."""
 CAGE_PROCESSES = 2
@@ -69,16 +62,11 @@ def supervise(cage: Cage, uid: int) -> NoReturn:
 
 
 def _unshare(cage: Cage) -> None:
-    flags = sum(NAMESPACE_FLAG[name] for name in cage.plan.namespaces)
+    flags = sum(libc.NAMESPACES[name] for name in cage.plan.namespaces)
     if cage.plan.leads:
         flags &= ~libc.CLONE_NEWPID  # it was born in there
-    if cage.plan.identity == MAPPED:
-        uid, gid = os.getuid(), os.getgid()
-        # In a user namespace of its own the kernel counts a job's processes apart from those of other jobs.
-        libc.unshare(libc.CLONE_NEWUSER | flags)
-        identity.map_user(identity.INSIDE_UID, uid, gid)
-    elif flags:
-        libc.unshare(flags)
+    # In a user namespace of its own the kernel counts a job's processes apart from those of other jobs.
+    identity.unshare(flags, mapped=cage.plan.identity == MAPPED)
 
 
 def _serve(channel: _socket.socket, cage: Cage, uid: int) -> None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from rollkeel_sandbox.errors import BadInput, SandboxError, nearest
+from rollkeel_sandbox.kinds import KINDS
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,10 +24,7 @@ app = typer.Typer(
 # typer bundles click from some version on; its public exceptions lead to the base class in either case.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
-KIND_BY_SUFFIX = {
-    ".py": "python", ".sh": "shell", ".c": "c", ".cpp": "c++", ".cc": "c++", ".rs": "rust", ".js": "javascript",
-    ".mjs": "javascript", ".java": "java",
-}  # fmt: skip
+KIND_BY_SUFFIX = {suffix: name for name, kind in KINDS.items() for suffix in kind.suffixes}
 LEVELS = ("none", "restricted", "namespaces", "full")
 REPORT = {
     "timeout": "killed after {limits.wall_s:g} s",
@@ -83,9 +81,7 @@ def run(
 
 
 @app.command()
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
-) -> int:
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False) -> int:
     """Which layers hold on this machine, each tried for real, the isolation level, and the kinds of programs it can run.
 
     Exit code 1 below `namespaces`.

@@ -111,11 +111,9 @@ class Slot:
 
     def start_session(self, job: Job, *, idle_s: float) -> None:
         """Give the cage a job that stays for many exchanges; see `session.py` for the other side."""
-        try:
+        with _broken():
             self._await_ready()
             self._send(job, session={"idle_s": idle_s})
-        except wire.Closed:
-            raise Broken("the cage died") from None
 
     def exchange(
         self, header: dict[str, Any], blobs: list[bytes], *, timeout_s: float, limit: int

@@ -67,8 +67,7 @@ def digest(job: Job, *more: object) -> str:
 
 
 def encode_result(result: Result) -> dict[str, Any]:
-    plain = {name: getattr(result, name) for name in result.__dataclass_fields__}
-    return plain | {
+    return vars(result) | {
         "status": result.status.value,
         "stdout": encode_bytes(result.stdout),
         "stderr": encode_bytes(result.stderr),

@@ -157,14 +157,11 @@ def doctor() -> dict[str, tuple[str, str]]:
     """Backend → its level here, and how or why not; those that are not installed are not tried."""
     out = {}
     for backend, program in PROGRAMS.items():
-        if not shutil.which(program):
-            out[backend] = ("none", f"{program} is not installed")
-            continue
-        found = probe(backend)
-        out[backend] = (
-            found.level.name.lower(),
-            found.why_not or ", ".join(f"{k}: {v}" for k, v in found.layers.items()),
-        )
+        out[backend] = ("none", f"{program} is not installed")
+        if shutil.which(program):
+            seen = probe(backend)
+            how = seen.why_not or ", ".join(f"{layer}: {text}" for layer, text in seen.layers.items())
+            out[backend] = (seen.level.name.lower(), how)
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -34,7 +35,6 @@ class Process:
 class Usage:
     memory_bytes: int
     cpu_s: float
-    processes: int
 
 
 def parse_stat(pid: int, text: bytes) -> Process:
@@ -98,7 +98,7 @@ def usage(proc: int, members: list[Process], threshold: int, ledger: Ledger, rea
     memory = sum(_resident(proc, p) for p in members)
     if memory > threshold:
         memory = sum(_proportional(proc, p) for p in members)
-    return Usage(memory, ledger.cpu_s(members, reaped_s), len(members))
+    return Usage(memory, ledger.cpu_s(members, reaped_s))
 
 
 def hidden(proc: int, process: Process) -> bool:
@@ -152,7 +152,8 @@ def kill_descendants(deadline_s: float = KILL_DEADLINE_S) -> bool:
             mine = [p for p in below(os.getpid(), processes(proc)) if p.pid != os.getpid()]
             for number in (signal.SIGSTOP, signal.SIGKILL):
                 for process in mine:
-                    _send(process.pid, number)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process.pid, number)
             try:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
@@ -166,17 +167,8 @@ def kill_descendants(deadline_s: float = KILL_DEADLINE_S) -> bool:
 
 def kill_all(process_group: int) -> None:
     """Kill a whole process group, which may be empty."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process_group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-def _send(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return
 
 
 def _read(proc: int, name: str) -> bytes:

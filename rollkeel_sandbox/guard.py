@@ -6,14 +6,18 @@ Plain ASGI around the whole application, so that no route, mounted or added late
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import os
 import secrets
 import stat
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from rollkeel_sandbox.errors import BadInput
 
@@ -23,6 +27,8 @@ BODY_S = 120.0
 DISCARD_BYTES, DISCARD_S = 1 << 28, 10.0
 TOKEN_VARIABLE = "ROLLKEEL_SANDBOX_TOKEN"
 SHORTEST_TOKEN = 16
+Refusal = tuple[int, str, str]
+"""Status, a word for programs, a line for people."""
 
 
 def load_token(file: Path | None, folder: Path | None) -> tuple[str, str]:
@@ -70,7 +76,8 @@ class Guard:
 
     def __init__(self, app: Any, token: str, *, max_bytes: int = MAX_BODY_BYTES) -> None:
         self._app, self._max_bytes = app, max_bytes
-        self._wanted = token.encode()
+        self._token = token.encode()
+        self._too_large = 413, "too_large", f"the body is over {max_bytes} bytes; send less or raise --max-request-mb"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -79,79 +86,57 @@ class Guard:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        headers: list[tuple[bytes, bytes]] = scope["headers"]
-        if not self._known(headers):
-            await _discard(receive)
-            message = "expected the header 'Authorization: Bearer TOKEN' with this server's token"
-            await _refuse(send, 401, message, "unauthorized", {"www-authenticate": "Bearer"})
+        request, body = Request(scope, receive), bytearray()
+        try:
+            refusal = self._wrong(request.headers) or await self._read(request, body)
+        except ClientDisconnect:
             return
-        said = [value for name, value in headers if name == b"content-length"]
-        if any(value.isdigit() and int(value[:20]) > self._max_bytes for value in said):
-            await self._too_large(receive, send)
+        if refusal is None:
+            await self._app(scope, _again(bytes(body), receive), send)
             return
-        body = bytearray()
+        status, code, message = refusal
+        if status != 408:
+            await _discard(request)
+        # The connection is closed after it, as the body may not have come to its end.
+        headers = {"connection": "close"} | ({"www-authenticate": "Bearer"} if status == 401 else {})
+        await Response(error_body(message, code), status, headers, "application/json")(scope, receive, send)
+
+    def _wrong(self, headers: Headers) -> Refusal | None:
+        given = headers.getlist("authorization")
+        scheme, _, token = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode("latin-1"), self._token):
+            return 401, "unauthorized", "expected the header 'Authorization: Bearer TOKEN' with this server's token"
+        length = headers.get("content-length", "")
+        return self._too_large if length.isdecimal() and int(length[:20]) > self._max_bytes else None
+
+    async def _read(self, request: Request, body: bytearray) -> Refusal | None:
         try:
             async with asyncio.timeout(BODY_S):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return
-                    body += message.get("body", b"")
+                async for part in request.stream():
+                    body += part
                     if len(body) > self._max_bytes:
-                        await self._too_large(receive, send)
-                        return
-                    if not message.get("more_body", False):
-                        break
+                        return self._too_large
         except TimeoutError:
-            await _refuse(send, 408, f"the body did not come within {BODY_S:g} s", "timeout")
-            return
-        await self._app(scope, _again(bytes(body), receive), send)
-
-    def _known(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        given = [value for name, value in headers if name == b"authorization"]
-        if len(given) != 1:
-            return False
-        scheme, _, token = given[0].partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(token.strip(), self._wanted)
-
-    async def _too_large(self, receive: Any, send: Any) -> None:
-        await _discard(receive)
-        message = f"the body is over {self._max_bytes} bytes; send less or raise --max-request-mb"
-        await _refuse(send, 413, message, "too_large")
+            return 408, "timeout", f"the body did not come within {BODY_S:g} s"
+        return None
 
 
-async def _discard(receive: Any) -> None:
+async def _discard(request: Request) -> None:
     """Read what is still coming, within reason: most clients look at no answer before they have sent everything."""
     left = DISCARD_BYTES
-    try:
+    with contextlib.suppress(TimeoutError, ClientDisconnect):
         async with asyncio.timeout(DISCARD_S):
-            while left > 0:
-                message = await receive()
-                left -= len(message.get("body", b""))
-                if not message.get("more_body", False):
+            async for part in request.stream():
+                left -= len(part)
+                if left <= 0:
                     return
-    except TimeoutError:
-        return
 
 
 def _again(body: bytes, receive: Any) -> Any:
     """A body that was read, then what comes after it."""
-    given = False
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def replay() -> Any:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return next(messages, None) or await receive()
 
     return replay
-
-
-async def _refuse(send: Any, status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> None:
-    """The connection is closed after it, as the body may not have come to its end."""
-    body = error_body(message, code)
-    common = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-    pairs = [(k.encode(), v.encode()) for k, v in (common | dict(headers or {})).items()]
-    await send({"type": "http.response.start", "status": status, "headers": pairs})
-    await send({"type": "http.response.body", "body": body})

@@ -50,13 +50,12 @@ class UidBlock:
         self._claim.close()
 
 
-def map_user(inside: int, outside_uid: int, outside_gid: int) -> None:
-    """Right after unsharing a user namespace: one uid and one gid, and no way to change groups."""
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{inside} {outside_uid} 1"),
-        ("gid_map", f"{inside} {outside_gid} 1"),
-    ):
+def unshare(flags: int, *, mapped: bool) -> None:
+    """Enter new namespaces. `mapped`: behind a user namespace of one uid and one gid, and no way to change groups."""
+    maps = {"setgroups": "deny", "uid_map": f"{INSIDE_UID} {os.getuid()} 1", "gid_map": f"{INSIDE_UID} {os.getgid()} 1"}
+    if mapped or flags:
+        libc.unshare(flags | (libc.CLONE_NEWUSER if mapped else 0))
+    for name, text in maps.items() if mapped else ():
         with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
             file.write(text)
 

@@ -6,6 +6,7 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Self
 
 from rollkeel_sandbox import kinds
 from rollkeel_sandbox.errors import BadInput, SandboxError, nearest
@@ -17,6 +18,19 @@ MAX_NAME_BYTES = 255
 MAX_JOB_BYTES = 1 << 28
 PAGE = 4096
 """A file or folder takes whole pages of the scratch folder."""
+
+
+class Closes:
+    """`with` ends it by `close`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
 
 
 class Refused(SandboxError):

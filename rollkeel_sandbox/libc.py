@@ -12,14 +12,10 @@ from collections.abc import Iterable
 
 from rollkeel_sandbox.syscalls import NUMBERS
 
-CLONE_NEWTIME = 0x80
-CLONE_NEWNS = 0x20000
-CLONE_NEWCGROUP = 0x2000000
-CLONE_NEWUTS = 0x4000000
-CLONE_NEWIPC = 0x8000000
-CLONE_NEWUSER = 0x10000000
-CLONE_NEWPID = 0x20000000
-CLONE_NEWNET = 0x40000000
+CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+NAMESPACES = {"pid": CLONE_NEWPID, "mount": CLONE_NEWNS, "net": CLONE_NEWNET, "ipc": CLONE_NEWIPC, "uts": CLONE_NEWUTS}
+"""Those of a job, by the names of the plan."""
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
@@ -141,12 +137,7 @@ def open_beneath(folder: int, name: str, flags: int) -> int:
     return call("openat2", folder, name.encode(), how, ctypes.sizeof(how))
 
 
-def clear_capabilities() -> None:
-    """Empty the permitted, effective and inheritable sets of this thread."""
-    set_capabilities(())
-
-
-def set_capabilities(numbers: Iterable[int]) -> None:
+def set_capabilities(numbers: Iterable[int] = ()) -> None:
     """Permitted and effective set of this thread, all numbers below 32; the inheritable one becomes empty."""
     mask = sum(1 << number for number in numbers)
     call("capset", _CAPABILITY_VERSION_3, struct.pack("=6I", mask, mask, 0, 0, 0, 0))

@@ -74,15 +74,8 @@ def make(service: Service, sessions: Sessions) -> MCPServer:
         partition: Where = None,
     ) -> dict[str, Any]:
         """Run a program in isolation and return how it ended, what it printed and the files asked for."""
-        value = {
-            "source": source,
-            "kind": kind,
-            "preload": preload,
-            "stdin": stdin,
-            "files": files or {},
-            "args": args or [],
-            "collect": collect or [],
-        }
+        value: dict[str, Any] = {"source": source, "kind": kind, "preload": preload, "stdin": stdin}
+        value |= {"files": files or {}, "args": args or [], "collect": collect or []}
         job = _job(service, value, timeout_s, memory_mb, partition)
         return encode_result((await _results(service, [job], partition))[0])
 

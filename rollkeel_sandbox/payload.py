@@ -69,12 +69,11 @@ def confine(cage: Cage, *, uid: int, scratch: str) -> None:
     os.chdir(f"{scratch}/box")
     identity.become(uid if plan.identity == OWN else None)
     libc.prctl(libc.PR_SET_DUMPABLE, 1)  # lost with the uid; without it a process may not look into its own /proc/self
-    if (
-        plan.capabilities or plan.landlock or plan.seccomp
-    ):  # the latter two are only granted to who cannot gain privileges
+    # Landlock and seccomp are only granted to who cannot gain privileges.
+    if plan.capabilities or plan.landlock or plan.seccomp:
         libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
     if plan.capabilities:
-        libc.clear_capabilities()
+        libc.set_capabilities()
     if cage.rules:
         landlock.restrict(cage.rules, (scratch, "/proc") if "mount" in plan.namespaces else (scratch,))
     libc.close_range(FIRST_LOOSE_FD)

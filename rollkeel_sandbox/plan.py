@@ -58,19 +58,15 @@ class Plan:
         out |= {
             name: "private root" if name == "mount" else "namespace" for name in NAMESPACES if name in self.namespaces
         }
-        if self.capabilities:
-            out["capabilities"] = "none, no new privileges"
-        if self.rlimits:
-            out["rlimits"] = "per process"
-        if self.landlock:
-            out["landlock"] = f"ABI {self.landlock}"
-        if self.seccomp:
-            out["seccomp"] = "allow list"
-        if self.watch:
-            out["watch"] = "memory and CPU of the group, polled"
-        if self.cgroup:
-            out["cgroup"] = "memory and processes of the group, by the kernel"
-        return out
+        how = {
+            "capabilities": "none, no new privileges",
+            "rlimits": "per process",
+            "landlock": f"ABI {self.landlock}",
+            "seccomp": "allow list",
+            "watch": "memory and CPU of the group, polled",
+            "cgroup": "memory and processes of the group, by the kernel",
+        }
+        return out | {name: text for name, text in how.items() if getattr(self, name)}
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"namespaces": sorted(self.namespaces)}

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 from rollkeel_sandbox import cgroup, identity, landlock, libc, rlimits, root, spawn
-from rollkeel_sandbox.cage import NAMESPACE_FLAG
 from rollkeel_sandbox.errors import RunStopped
 from rollkeel_sandbox.job import Limits
 from rollkeel_sandbox.plan import NAMESPACES, PYTHON, Finding, Plan, choose
@@ -91,21 +90,12 @@ def _in_child(layer: str, trial: Callable[[], str]) -> Finding:
         return Finding(layer=layer, holds=False, how=str(error))
 
 
-def _is_root() -> bool:
-    return os.geteuid() == 0
-
-
 def _map_if_needed(flags: int) -> None:
-    if _is_root():
-        libc.unshare(flags)
-        return
-    uid, gid = os.getuid(), os.getgid()
-    libc.unshare(libc.CLONE_NEWUSER | flags)
-    identity.map_user(identity.INSIDE_UID, uid, gid)
+    identity.unshare(flags, mapped=os.geteuid() != 0)
 
 
 def _user() -> str:
-    if not _is_root():
+    if os.geteuid() != 0:
         _map_if_needed(0)
         return "user namespace: jobs have this user's uid on the host"
     identity.become(identity.FIRST_UID)
@@ -113,7 +103,7 @@ def _user() -> str:
 
 
 def _python() -> str:
-    if _is_root():
+    if os.geteuid() == 0:
         identity.become(identity.FIRST_UID)
     for path in (sys.prefix, sys.base_prefix):
         _expect(os.access(path, os.R_OK | os.X_OK), f"in a private root alone: other users have no way to {path}")
@@ -124,7 +114,7 @@ def _namespace(name: str) -> str:
     if name == "mount":
         return _private_root()
     before = os.readlink(f"/proc/self/ns/{name}")
-    _map_if_needed(NAMESPACE_FLAG[name])
+    _map_if_needed(libc.NAMESPACES[name])
     if name == "pid":
         _expect(_forked(os.getpid) == "1", "the first process of a new process namespace is not number 1")
     else:
@@ -155,7 +145,7 @@ def _private_root() -> str:
 def _capabilities() -> str:
     identity.forswear()
     libc.prctl(libc.PR_SET_NO_NEW_PRIVS, 1)
-    libc.clear_capabilities()
+    libc.set_capabilities()
     with open("/proc/self/status", encoding="ascii", errors="replace") as file:
         fields = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
     left = {name: fields[name] for name in ("CapInh", "CapPrm", "CapEff", "CapAmb") if int(fields[name], 16)}

@@ -14,13 +14,12 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 from rollkeel_sandbox.client import CageFailure
 from rollkeel_sandbox.codec import decode_result, encode_job
 from rollkeel_sandbox.errors import BadInput, RunStopped
-from rollkeel_sandbox.job import Job, Level, Refused, Result, Status
+from rollkeel_sandbox.job import Closes, Job, Level, Refused, Result, Status
 
 TOKEN_VARIABLE = "ROLLKEEL_SANDBOX_TOKEN"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
@@ -31,7 +30,7 @@ TAKEN_S, MAX_BREAKS = 1.0, 20
 """A connection that broke later than this had a server behind it; a job that outlives this many of them may be what ends them."""
 
 
-class RemoteSandbox:
+class RemoteSandbox(Closes):
     """Jobs run by `rollkeel-sandbox serve`; `run` may be called from any number of threads.
 
     `token`: of the server, or of the environment. `patience_s`: how long a job may be without a server that takes it, before
@@ -60,12 +59,6 @@ class RemoteSandbox:
         self._patience_s = patience_s
         self._lock = threading.Lock()
         self._idle: list[http.client.HTTPConnection] = []
-
-    def __enter__(self) -> RemoteSandbox:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def run(self, job: Job, *, id: str | None = None) -> Result:
         """Run one job and wait for its end. `id`: gives the result of a former call with this id and job, if it is still known.

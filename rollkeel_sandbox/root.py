@@ -145,11 +145,8 @@ def _size(size_mb: int) -> str:
 def _mount_point(sources: Sequence[str]) -> str:
     """An existing folder that hides none of the sources when the tree is mounted over it."""
     for folder in _MOUNT_POINTS:
-        if (
-            os.path.isdir(folder)
-            and not os.path.islink(folder)
-            and not any(f"{s}/".startswith(f"{folder}/") for s in sources)
-        ):
+        hides = any(f"{source}/".startswith(f"{folder}/") for source in sources)
+        if os.path.isdir(folder) and not os.path.islink(folder) and not hides:
             return folder
     raise OSError(f"no folder to mount the private root on: expected one of {', '.join(_MOUNT_POINTS)} to be free")
 

@@ -7,7 +7,6 @@ import os
 import tempfile
 import threading
 from collections.abc import Sequence
-from types import TracebackType
 
 from rollkeel_sandbox import cgroup, enclosure, kinds, tree
 from rollkeel_sandbox.boxes import Box, Boxes
@@ -15,7 +14,7 @@ from rollkeel_sandbox.client import Broken, CageFailure, ForkServer, Slot, Unbui
 from rollkeel_sandbox.enclosure import Enclosure
 from rollkeel_sandbox.errors import BadInput
 from rollkeel_sandbox.identity import UidBlock
-from rollkeel_sandbox.job import Job, Level, Refused, Result, Status
+from rollkeel_sandbox.job import Closes, Job, Level, Refused, Result, Status
 from rollkeel_sandbox.plan import OWN, Plan
 from rollkeel_sandbox.probing import probe
 
@@ -51,7 +50,7 @@ class Handle:
                 slot.interrupt()
 
 
-class Sandbox:
+class Sandbox(Closes):
     """Runs jobs, at most `workers` at a time; `run` may be called from any number of threads.
 
     `minimum` is the level below which untrusted jobs are refused. `without` leaves layers out, to measure them and to
@@ -89,12 +88,6 @@ class Sandbox:
             os.chmod(self._base, 0o711)
         self._group = cgroup.make() if isinstance(self.plan, Plan) and self.plan.cgroup else ""
 
-    def __enter__(self) -> Sandbox:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
     def run(self, job: Job, handle: Handle | None = None) -> Result:
         """Run one job and wait for its end. Raises `CageFailure` when no cage can be built and `MissingTool`
         when this machine cannot run such programs; never for what a program does."""
@@ -113,7 +106,8 @@ class Sandbox:
                     reason = str(error)
                     self._discard(slot, job.preload)
                     if not handle.reason:
-                        self._drop_spares(job.preload)
+                        with self._lock:
+                            self._drop_spares(job.preload)
                     if isinstance(error, Unbuilt) and unbuilt < MAX_UNBUILT:
                         unbuilt += 1
                         continue
@@ -204,8 +198,7 @@ class Sandbox:
     def _replace(self, server: ForkServer | Boxes, preload: str) -> None:
         """End a server; uids of cages that were lost come back if all their processes are surely dead."""
         server.kill()
-        for slot in self._spare.pop(preload, []):
-            self._let_go(slot)
+        self._drop_spares(preload)
         if server.surely_dead and self._uids:
             for uid in self._lost.pop(server, []):
                 self._uids.release(uid)
@@ -235,10 +228,7 @@ class Sandbox:
             return
         with self._lock:
             slot.close()
-            for spare in self._spare.pop(
-                preload, []
-            ):  # of the same server, which may be dying: not for the next attempt
-                self._let_go(spare)
+            self._drop_spares(preload)  # of the same server, which may be dying: not for the next attempt
             if slot.server.surely_dead and self._uids:
                 self._uids.release(slot.uid)
                 return
@@ -250,11 +240,10 @@ class Sandbox:
     def _drop_spares(self, preload: str) -> None:
         """A cage died, perhaps with its server, whose spare cages may last a moment longer: no job is to fall to one death twice.
 
-        An order for a new cage shows whether the server lives: its end of the control socket closes before its cages die.
+        An order for a new cage shows whether the server lives: its end of the control socket closes before its cages die. Lock held.
         """
-        with self._lock:
-            for slot in self._spare.pop(preload, []):
-                self._let_go(slot)
+        for slot in self._spare.pop(preload, []):
+            self._let_go(slot)
 
     def _result(self, header: dict, blobs: list[bytes], uid: int, attempt: int) -> Result:
         stdout, stderr, *contents = blobs

@@ -13,15 +13,7 @@ from rollkeel_sandbox.syscalls import ABSENT, ALLOWED, ATTRIBUTES, CONDITIONAL, 
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32_FROM = 0x40000000
-NAMESPACE_FLAGS = (
-    libc.CLONE_NEWNS
-    | libc.CLONE_NEWCGROUP
-    | libc.CLONE_NEWUTS
-    | libc.CLONE_NEWIPC
-    | libc.CLONE_NEWUSER
-    | libc.CLONE_NEWPID
-    | libc.CLONE_NEWNET
-)
+NAMESPACE_FLAGS = sum(libc.NAMESPACES.values()) | libc.CLONE_NEWCGROUP | libc.CLONE_NEWUSER
 TIOCSTI, TIOCLINUX, TIOCSETD = 0x5412, 0x541C, 0x5423
 PERSONALITIES = (0x0, 0x8, 0xFFFFFFFF)
 """Linux, 32-bit reporting, and the question which one it is. Others switch address randomisation off."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollkeel_sandbox.errors import BadInput
-from rollkeel_sandbox.guard import load_token
 from rollkeel_sandbox.job import Level
 from rollkeel_sandbox.partition import Partition
 from rollkeel_sandbox.service import Service
@@ -63,6 +62,8 @@ def serve(options: Options) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise BadInput(f"sandbox serve: needs {error.name}; pip install 'rollkeel-sandbox[service]'") from None
+    from rollkeel_sandbox.guard import load_token
+
     wanted = partitions(options)
     if options.stdio:
         return _stdio(options, wanted)

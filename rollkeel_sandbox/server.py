@@ -73,12 +73,7 @@ def _unshare(plan: Plan) -> None:
     flags = libc.CLONE_NEWPID | libc.CLONE_NEWNS | libc.CLONE_NEWIPC | libc.CLONE_NEWUTS
     if "pid" not in plan.namespaces:
         flags = 0
-    if plan.identity == MAPPED:
-        uid, gid = os.getuid(), os.getgid()
-        libc.unshare(libc.CLONE_NEWUSER | flags)
-        identity.map_user(identity.INSIDE_UID, uid, gid)
-    elif flags:
-        libc.unshare(flags)
+    identity.unshare(flags, mapped=plan.identity == MAPPED)
     try:
         libc.unshare(libc.CLONE_NEWCGROUP)  # names of the host's control groups are nobody's business in here
     except OSError as error:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rollkeel_sandbox import kinds
@@ -25,7 +24,7 @@ from rollkeel_sandbox.broker import Abandon, Action, Broker, End, Fate, Interrup
 from rollkeel_sandbox.codec import digest
 from rollkeel_sandbox.crew import Crew, Order, Outcome
 from rollkeel_sandbox.errors import BadInput, RunStopped
-from rollkeel_sandbox.job import Job, Level, Limits, Result, Status
+from rollkeel_sandbox.job import Closes, Job, Level, Limits, Result, Status
 from rollkeel_sandbox.metrics import Timings
 from rollkeel_sandbox.partition import QUEUE_S, Closing, Partition
 from rollkeel_sandbox.records import Conflict, Record, Records, State, Unknown, View, fail, tell
@@ -36,7 +35,7 @@ GRACE_S = 20.0
 TICK_S = 0.1
 
 
-class Service:
+class Service(Closes):
     """Runs jobs of several partitions; thread-safe. `close` (or `with`) ends it.
 
     `state`: folder in which promises outlive this process; without one they end with it. `grace_s`: seconds beyond a job's
@@ -73,12 +72,6 @@ class Service:
                 self._resume(record, now)
         self._clock = threading.Thread(target=self._watch, name="sandbox-clock", daemon=True)
         self._clock.start()
-
-    def __enter__(self) -> Service:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     @property
     def level(self) -> Level:

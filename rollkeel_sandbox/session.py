@@ -162,11 +162,7 @@ class _Session:
         before = frozenset((p.pid, p.started) for p in self._members())
         self.peak = 0
         self.command = _Command(
-            token=token,
-            start=now,
-            deadline=now + header["timeout_s"],
-            before=before,
-            cpu_s=self.ledger.seen_s,
+            token=token, start=now, deadline=now + header["timeout_s"], before=before, cpu_s=self.ledger.seen_s
         )
         quoted = b"'" + blobs[0].replace(b"'", b"'\\''") + b"'"
         self.outgoing.append(b"eval %b </dev/null 4>&-\n" % quoted)

@@ -10,11 +10,7 @@ from rollkeel_sandbox import kinds
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parent.parent)
 _CODE = "import sys; sys.path.insert(0, sys.argv[1]); from rollkeel_sandbox.{} import main; main(int(sys.argv[2]), sys.argv[1])"
-ENVIRONMENT = {
-    "LANG": "C.UTF-8",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-}
+ENVIRONMENT = {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """All of it but the PATH of jobs: a job can read the environment its server was started with in `/proc/self/environ`."""
 
 

@@ -11,12 +11,11 @@ import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 
 from rollkeel_sandbox import client
 from rollkeel_sandbox.enclosure import Enclosure
 from rollkeel_sandbox.errors import BadInput, RunStopped
-from rollkeel_sandbox.job import Job, Limits, Result, Status
+from rollkeel_sandbox.job import Closes, Job, Limits, Result, Status
 from rollkeel_sandbox.sandbox import ATTEMPTS, Sandbox
 from rollkeel_sandbox.session import GIVE_UP_S, MAX_COMMAND, SHELL
 
@@ -39,7 +38,7 @@ class SessionEnded(RunStopped):
     """The session is over: it reached a limit, was closed or was lost. Nothing of it is left."""
 
 
-class Terminal:
+class Terminal(Closes):
     """A stateful shell session: bash where it is installed, sh elsewhere.
 
     It takes a cage of `sandbox`, beside its workers, for as long as it lives. `files` (relative path → content) are in its
@@ -76,12 +75,6 @@ class Terminal:
             except BaseException:
                 sandbox._discard(slot, "code")
                 raise
-
-    def __enter__(self) -> Terminal:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     @property
     def alive(self) -> bool:

@@ -17,11 +17,11 @@ from rollkeel.config_table import leaves
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "rollkeel"
-ALONE = {"rollkeel_sandbox": 8_400}
-"""Most lines of this repository's other distributions. Aim: sandbox 8,000."""
+ALONE = {"rollkeel_sandbox": 8_000}
+"""Most lines of this repository's other distributions."""
 BESIDE = {"diagnostics": 5_498, "lab": 2_110, "data": 1_900, "evals": 1_630}
 """Most lines of what stands beside the core. Aim: the doctor with its traces 5,000."""
-CORE, EVERYTHING = 38_530, 58_000
+CORE, EVERYTHING = 38_540, 57_660
 """Most lines of the rest, and of all. Aims: 26,000 and 50,000."""
 LEAVES = 127
 """Settings. Aim: 95."""

@@ -6,8 +6,10 @@ import threading
 from collections.abc import Callable
 from typing import final
 
+from rollkeel.errors import BadInput, RunStopped
 from rollkeel.tasks.environment import ToolEnded, ToolLost
 from rollkeel_sandbox.client import CageFailure
+from rollkeel_sandbox.errors import SandboxError
 from rollkeel_sandbox.job import Result, Status, display
 from rollkeel_sandbox.sandbox import Sandbox
 from rollkeel_sandbox.terminal import SessionEnded, Terminal, TerminalLimits
@@ -34,15 +36,19 @@ class TerminalTools:
         self._open: dict[Sandbox, int] = {}
 
     def __call__(self) -> TerminalTool:
-        """A new terminal. Raises `ToolLost` where none can be had, and `Refused` below isolation level `namespaces`."""
-        with self._lock:
-            sandbox = next((s for s, count in self._open.items() if count < EACH), None) or Sandbox()
-            self._open[sandbox] = self._open.get(sandbox, 0) + 1
+        """A new terminal. Raises `ToolLost` where none can be had, and `RunStopped` below isolation level `namespaces`."""
         try:
-            return TerminalTool(Terminal(sandbox, self._limits), self._timeout_s, lambda: self._closed(sandbox))
-        except BaseException as error:
-            self._closed(sandbox)
-            raise (ToolLost(str(error)) if isinstance(error, CageFailure) else error) from None
+            with self._lock:
+                sandbox = next((s for s, count in self._open.items() if count < EACH), None) or Sandbox()
+                self._open[sandbox] = self._open.get(sandbox, 0) + 1
+            try:
+                return TerminalTool(Terminal(sandbox, self._limits), self._timeout_s, lambda: self._closed(sandbox))
+            except BaseException:
+                self._closed(sandbox)
+                raise
+        except SandboxError as error:
+            kind = ToolLost if isinstance(error, CageFailure) else RunStopped if error.exit_code == 3 else BadInput
+            raise kind(str(error)) from None
 
     def close(self) -> None:
         """End the sandboxes with every terminal in them."""

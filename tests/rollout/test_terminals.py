@@ -1,6 +1,6 @@
 """The terminal environment in the real sandbox: right work earns 1, nearly right work 0, and no shell can talk its way to a reward.
 
-Gold and near-miss episodes of generated items, tricks, limits, lost cages. Not covered: escapes (test_escapes.py).
+Gold and near-miss episodes of generated items, tricks, limits, lost cages. Not covered: escapes (tests/sandbox/test_escapes.py).
 """
 
 from __future__ import annotations
@@ -8,14 +8,16 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
+from rollkeel.errors import RunStopped
 from rollkeel.rollout.terminals import LIMITS, TerminalTools
 from rollkeel.tasks.base import TaskItem
 from rollkeel.tasks.environment import Step, ToolLost, play
 from rollkeel.tasks.environments.terminal import GOALS, Terminal
-from rollkeel_sandbox import Level, probe
+from rollkeel_sandbox import Level, Sandbox, probe
 
 pytestmark = pytest.mark.skipif(probe().plan().level < Level.NAMESPACES, reason="namespaces do not hold here")
 
@@ -132,6 +134,15 @@ def test_a_cage_that_dies_is_a_lost_tool_and_the_next_one_works() -> None:
         assert tools._open == {sandbox: 0}
     finally:
         tools.close()
+
+
+def test_a_machine_that_isolates_too_little_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollkeel.rollout.terminals.Sandbox", partial(Sandbox, without=("seccomp",)))
+    tools = TerminalTools()
+    with pytest.raises(RunStopped, match="untrusted work needs isolation level namespaces"):
+        tools()
+    assert list(tools._open.values()) == [0]
+    tools.close()
 
 
 def test_more_terminals_than_a_sandbox_has_uids_for(monkeypatch: pytest.MonkeyPatch) -> None:
