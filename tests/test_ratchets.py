@@ -25,7 +25,7 @@ CORE, EVERYTHING = 38_540, 57_660
 """Most lines of the rest, and of all. Aims: 26,000 and 50,000."""
 LEAVES = 127
 """Settings. Aim: 95."""
-DENSITY = 10.25
+DENSITY = 10.27
 """Tokens per line of code. Aim: 9.0."""
 LOADED = 28_130
 """Lines of ours that a plain `train default` imports. Aim: 20,000."""
