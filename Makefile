@@ -38,11 +38,14 @@ lab-all: setup  ## every experiment of the laboratory over five seeds, and the t
 
 setup: .venv/.done
 
-.venv/.done: requirements.lock pyproject.toml
+# This repository's distributions: each has a pyproject.toml.
+DISTRIBUTIONS := . ./rollkeel_sandbox
+
+.venv/.done: requirements.lock $(DISTRIBUTIONS:%=%/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rollkeel needs Python >= 3.11; set PYTHON=..."; exit 2; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements.lock
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation $(DISTRIBUTIONS:%=-e %)
 	$(BIN)/python -c "import rollkeel.models.kernels"  # compiled once, in ten seconds, instead of in the first run
 	@touch $@
 

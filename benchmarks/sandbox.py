@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollkeel.sandbox import Job, Level, Sandbox, Status
+from rollkeel_sandbox import Job, Level, Sandbox, Status
 
 HELLO = "print('hello')"
 PARTS = 5

@@ -21,10 +21,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rollkeel.sandbox import Job, Level, Result, Sandbox, Status
-from rollkeel.sandbox.partition import Partition
-from rollkeel.sandbox.remote import RemoteSandbox
-from rollkeel.sandbox.service import Service
+from rollkeel_sandbox import Job, Level, Result, Sandbox, Status
+from rollkeel_sandbox.partition import Partition
+from rollkeel_sandbox.remote import RemoteSandbox
+from rollkeel_sandbox.service import Service
 
 HELLO = Job(source=b"print('hello')")
 TOKEN = "a-token-of-the-benchmark"
@@ -85,7 +85,7 @@ def over_http(options: argparse.Namespace) -> None:
         token = Path(folder) / "token"
         token.touch(mode=0o600)
         token.write_text(TOKEN)
-        command = [sys.executable, "-m", "rollkeel", "sandbox", "serve", "--port", "0", "--state", f"{folder}/state"]
+        command = [sys.executable, "-m", "rollkeel_sandbox", "serve", "--port", "0", "--state", f"{folder}/state"]
         command += ["--token-file", str(token), "--workers", str(options.workers), "--minimum", "restricted"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None

@@ -211,7 +211,7 @@ class GradersConfig(Node):
     """Of one grading in a worker; jobs in the sandbox have their own limits. Environments that all are silent for 6 times it are
     given up, and a step waits 90 times it for any one grading before the run stops and names it."""
     sandbox: str = "local"
-    """Where `code` runs: `local`, or the address of a `rollkeel sandbox serve`, whose token is in `ROLLKEEL_SANDBOX_TOKEN`."""
+    """Where `code` runs: `local`, or the address of a `rollkeel-sandbox serve`, whose token is in `ROLLKEEL_SANDBOX_TOKEN`."""
     sandbox_level: Literal["restricted", "namespaces", "full"] = "namespaces"
     """Isolation below which nothing is run; every grading is then a failure."""
 

@@ -10,6 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from rollkeel_sandbox import errors as sandbox
+
 
 class RollkeelError(Exception):
     """Base of all errors a user can cause or must act on. `exit_code` is what the CLI returns."""
@@ -55,6 +57,11 @@ class Interrupted(RollkeelError):
     """Ctrl-C or SIGTERM: a checkpoint was written and the run can be resumed."""
 
     exit_code = 130
+
+
+REFUSALS = (RollkeelError, sandbox.SandboxError)
+"""What a command answers with one line and an `exit_code`: ours, and those of the distributions that we stand on."""
+BAD_INPUTS = (BadInput, sandbox.BadInput)
 
 
 def nearest(key: str, known: Sequence[str], where: str = "") -> str:

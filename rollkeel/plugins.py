@@ -23,7 +23,8 @@ from urllib.parse import unquote
 
 from pydantic_core import core_schema
 
-from rollkeel.errors import BadInput, OwnCodeBroke, RollkeelError, nearest
+import rollkeel_sandbox
+from rollkeel.errors import BAD_INPUTS, REFUSALS, BadInput, OwnCodeBroke, nearest
 from rollkeel.events import write_atomic
 
 PLACES = (
@@ -38,7 +39,11 @@ PLACES = (
 RECORD = "own_code.json"
 """In a run folder: the files and their digests, by the module or file that the config names."""
 _PREFIX = f"{__name__}."
-_NOT_THEIRS = (f"{Path(__file__).parent}/", f"{Path(os.__file__).parent}/", "<frozen", "<string>")
+_NOT_THEIRS = (
+    *(f"{Path(ours).parent}/" for ours in (__file__, rollkeel_sandbox.__file__, os.__file__)),
+    "<frozen",
+    "<string>",
+)
 
 __path__: list[str] = []  # files are loaded as modules below this one; what unpickles them imports this one first
 
@@ -145,7 +150,7 @@ def tried(call: Callable[[], Any], what: str) -> Any:
     try:
         return call()
     except (Exception, SystemExit) as error:  # their code can fail in any way
-        if isinstance(error, RollkeelError):
+        if isinstance(error, REFUSALS):
             raise
         raise OwnCodeBroke(f"{what}: {trouble(error)}") from error
 
@@ -159,7 +164,7 @@ def trouble(error: BaseException, called: Any = None) -> str:
         frames.append((error.filename or "", error.lineno, "<module>"))
     theirs = [f for f in frames if not f[0].startswith(_NOT_THEIRS) and "site-packages" not in f[0]]
     message = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
-    line = message if isinstance(error, BadInput) else f"{type(error).__name__}: {message:.160}"
+    line = message if isinstance(error, BAD_INPUTS) else f"{type(error).__name__}: {message:.160}"
     if not theirs:
         return line + ("" if called is None else place(called))
     name = f" in {theirs[0][2]}" if theirs[0][2] != "<module>" else ""

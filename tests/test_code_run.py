@@ -1,6 +1,6 @@
 """RL whose rewards come from the sandbox, by hidden tests or a judge: a server that dies in the middle must cost time and nothing else.
 
-A run graded by a `rollkeel sandbox serve` that is killed with force and started again all the time, against one with sandboxes of
+A run graded by a `rollkeel-sandbox serve` that is killed with force and started again all the time, against one with sandboxes of
 its own: the same metrics, rewards, details and weights, bit for bit. Not covered: how well such a run learns (rollkeel/recipes/programs.yaml,
 rollkeel/recipes/game24.yaml).
 """
@@ -20,7 +20,7 @@ from rollkeel.loop.job import train
 from rollkeel.recipe import load
 from rollkeel.record.rollout_store import read_step
 from rollkeel.record.runfolder import rollout_files
-from rollkeel.sandbox import Level, probe
+from rollkeel_sandbox import Level, probe
 
 pytestmark = [
     pytest.mark.slow,

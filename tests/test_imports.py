@@ -14,14 +14,16 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "rollkeel"
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "rollkeel"
+ALONE = ("rollkeel_sandbox",)
+"""Distributions of this repository that need nothing of another one."""
 MAX_FILE, MAX_FUNCTION = 400, 60
 
 LEFT_TO_RIGHT = (
     {"tasks"},
     {"data"},
     {"engines", "rollout"},
-    {"sandbox"},
     {"rewards"},
     {"advantages", "batch"},
     {"objectives"},
@@ -64,6 +66,7 @@ OF_FOUNDATIONS = {
 ONLY_IN = {"ray": "cluster/", "vllm": "engines/vllm"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
+OTHERS = [f for name in ALONE for f in sorted((ROOT / name).rglob("*.py")) if f.relative_to(ROOT).parts[1] != "build"]
 
 
 def place(file: Path) -> str:
@@ -124,6 +127,14 @@ def test_imports_point_left(file: Path) -> None:
     assert faults(place(file), imported(runtime_tree(file), file)) == []
 
 
+@pytest.mark.parametrize("name", ALONE)
+def test_a_distribution_that_stands_alone_imports_no_other(name: str) -> None:
+    files = [file for file in OTHERS if file.is_relative_to(ROOT / name)]
+    assert len(files) > 10
+    tops = {(n.split(".")[0], file.name) for file in files for n in imported(ast.parse(file.read_text("utf-8")), file)}
+    assert [use for use in sorted(tops) if use[0].startswith("rollkeel") and use[0] != name] == []
+
+
 def test_the_rule_catches_an_import_to_the_right() -> None:
     def of(user: str, text: str) -> list[str]:
         return faults(user, imported(ast.parse(text), Path("x.py")))
@@ -157,11 +168,12 @@ ENGINES = ("vllm", "ray")
         ("rollkeel.objectives", ("transformers", *ENGINES)),
         (
             "rollkeel, rollkeel.types, rollkeel.protocols, rollkeel.recipe, rollkeel.config, rollkeel.errors, rollkeel.events, rollkeel.cli, rollkeel.tasks,"
-            " rollkeel.tasks.source, rollkeel.data, rollkeel.record.runfolder, rollkeel.rewards, rollkeel.sandbox",
+            " rollkeel.tasks.source, rollkeel.data, rollkeel.record.runfolder, rollkeel.rewards",
             ("torch", "transformers", "tokenizers", *ENGINES),
         ),
+        ("rollkeel_sandbox.sandbox, rollkeel_sandbox.cli", ("rollkeel", "numpy", "pydantic", "fastapi")),
     ],
-    ids=["objectives", "instant"],
+    ids=["objectives", "instant", "sandbox"],
 )
 def test_what_an_import_brings_in(modules: str, absent: tuple[str, ...]) -> None:
     script = f"import sys; import {modules}; print(' '.join(m for m in {absent!r} if m in sys.modules))"
@@ -171,8 +183,8 @@ def test_what_an_import_brings_in(modules: str, absent: tuple[str, ...]) -> None
 
 def test_files_and_functions_can_be_read_in_one_sitting() -> None:
     long = []
-    for file in MODULES:
-        text, name = file.read_text(encoding="utf-8"), str(file.relative_to(PACKAGE))
+    for file in [*MODULES, *OTHERS]:
+        text, name = file.read_text(encoding="utf-8"), str(file.relative_to(ROOT))
         if (lines := text.count("\n")) >= MAX_FILE:
             long.append(f"{name}: {lines} lines")
         for node in ast.walk(ast.parse(text)):
@@ -192,8 +204,8 @@ def swallows(handler: ast.ExceptHandler) -> bool:
 
 def test_no_exception_is_swallowed() -> None:
     found = [
-        f"{file.relative_to(PACKAGE)}:{node.lineno}"
-        for file in MODULES
+        f"{file.relative_to(ROOT)}:{node.lineno}"
+        for file in [*MODULES, *OTHERS]
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.ExceptHandler) and swallows(node)
     ]

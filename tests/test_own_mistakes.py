@@ -34,6 +34,9 @@ def ends(rollout): raise SystemExit
 def constant(rollout): return 1.0
 def prefix(rollout): return float(rollout.prompt.answer.startswith(rollout.text))
 def penalty(rollout): return float(rollout.text == rollout.prompt.answer) - 1
+def sandboxed(rollout):
+    from rollkeel_sandbox import Job
+    return Job(source=b"", kind="cobol")
 def short(rollout): return 1 / rollout.span.own_count
 """
 TASKS = """import random
@@ -55,6 +58,10 @@ class Forgets(Word):
     def draw(self, rng): pass
 class Waits(Word):
     async def verify(self, item, response): return 1.0
+class Walled(Word):
+    def draw(self, rng):
+        from rollkeel_sandbox import Refused
+        raise Refused("sandbox: this machine gives none")
 class NoReward(Word):
     def verify(self, item, response): return "right"
 class Parses(Word):
@@ -140,6 +147,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("raises", "ZeroDivisionError: division by zero", "return 1 / 0", "raises"),
         ("parses", "ValueError: invalid literal for int", "float(int(text)", "parses"),
         ("ends", "SystemExit", "raise SystemExit", "ends"),
+        ("sandboxed", "sandboxed: sandbox job: kind 'cobol' is unknown", "return Job", "sandboxed"),
     ],
 )
 def test_a_grader_that_breaks_is_refused_before_the_warm_start(
@@ -232,6 +240,13 @@ def test_a_verifier_may_return_a_number_alone(
     (here / "plain.py").write_text(text + f"        return {returned}\n")
     code, _, err = cli(capsys, "tasks", "show", "plain.py:Plain", "-n", "1")
     assert (code, "scores 0.25, expected 1" in err) == ((0, False) if reward == 1 else (2, True)), err
+
+
+def test_a_refusal_of_the_sandbox_in_own_code_keeps_its_words_and_exit_code(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = cli(capsys, "tasks", "show", "own.py:Walled")
+    assert (code, err) == (3, "rollkeel: sandbox: this machine gives none\n")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """What has grown once comes back in small steps. These numbers may fall; one that rises needs its reason in the commit.
 
-Counted on the files of the package: lines as `wc -l` counts them, tokens without comments, docstrings and blank lines. Not covered: whether
+Counted on the files of the packages: lines as `wc -l` counts them, tokens without comments, docstrings and blank lines. Not covered: whether
 fewer lines read better.
 """
 
@@ -15,17 +15,20 @@ from pathlib import Path
 
 from rollkeel.config_table import leaves
 
-PACKAGE = Path(__file__).resolve().parent.parent / "rollkeel"
-BESIDE = {"sandbox": 8_210, "diagnostics": 5_498, "lab": 2_110, "data": 1_900, "evals": 1_630}
-"""Most lines of what stands beside the core. Aims: sandbox 8,000, the doctor with its traces 5,000."""
-CORE, EVERYTHING = 38_710, 58_045
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "rollkeel"
+ALONE = {"rollkeel_sandbox": 8_000}
+"""Most lines of this repository's other distributions."""
+BESIDE = {"diagnostics": 5_498, "lab": 2_110, "data": 1_900, "evals": 1_630}
+"""Most lines of what stands beside the core. Aim: the doctor with its traces 5,000."""
+CORE, EVERYTHING = 38_800, 57_960
 """Most lines of the rest, and of all. Aims: 26,000 and 50,000."""
 SETTINGS = Path(__file__).with_name("settings.txt")
 """The settings themselves, so that a new one is seen in review. Aim: fewer than these 95."""
-DENSITY = 10.25
+DENSITY = 10.27
 """Tokens per line of code. Aim: 9.0."""
-LOADED = 28_050
-"""Lines of the package that a plain `train default` imports. Aim: 20,000."""
+LOADED = 28_270
+"""Lines of ours that a plain `train default` imports. Aim: 20,000."""
 NOTHING = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -37,15 +40,21 @@ NOTHING = {
 }
 
 
+def sources(folder: Path) -> list[Path]:
+    return [file for file in folder.rglob("*.py") if file.relative_to(folder).parts[0] != "build"]
+
+
 def lines(folder: Path) -> int:
-    return sum(file.read_text(encoding="utf-8").count("\n") for file in folder.rglob("*.py"))
+    return sum(file.read_text(encoding="utf-8").count("\n") for file in sources(folder))
 
 
 def test_lines_of_packages() -> None:
     counted = {name: lines(PACKAGE / name) for name in BESIDE}
     assert {name: count for name, count in counted.items() if count > BESIDE[name]} == {}
+    alone = {name: lines(ROOT / name) for name in ALONE}
+    assert {name: count for name, count in alone.items() if count > ALONE[name]} == {}
     whole = lines(PACKAGE)
-    assert whole <= EVERYTHING
+    assert whole + sum(alone.values()) <= EVERYTHING
     assert whole - sum(counted.values()) <= CORE
 
 
@@ -55,7 +64,7 @@ def test_settings() -> None:
 
 def test_tokens_per_line() -> None:
     tokens, code = 0, 0
-    for file in PACKAGE.rglob("*.py"):
+    for file in [file for name in ("rollkeel", *ALONE) for file in sources(ROOT / name)]:
         text = file.read_text(encoding="utf-8")
         bare = (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
         prose = {line for n in bare for line in range(n.lineno, (n.end_lineno or n.lineno) + 1)}
@@ -70,7 +79,7 @@ def test_lines_that_a_plain_run_loads(tmp_path: Path) -> None:
     script = (
         "import sys; from rollkeel.loop.job import train; from rollkeel.recipe import load\n"
         f"train(load('default', ['run.steps=1', 'sft.steps=2', 'eval.items=2', 'run.dir={tmp_path / 'run'}']))\n"
-        "print(*sorted(m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'rollkeel' and m.__file__), sep='\\n')"
+        "print(*sorted(m.__file__ for n, m in sys.modules.items() if n.startswith('rollkeel') and m.__file__), sep='\\n')"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
     files = [Path(line) for line in done.stdout.splitlines() if line.endswith(".py")]

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from rollkeel.cli import about, data, diagnose, evaluate, objectives, sandbox, tasks, train
-from rollkeel.errors import RollkeelError
+from rollkeel.cli import about, data, diagnose, evaluate, objectives, tasks, train
+from rollkeel.errors import REFUSALS
 from rollkeel.host import keep_freed_memory
+from rollkeel_sandbox import cli as sandbox
 
 # Two spinning threads on a shared core are ten times slower than one; this must be set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -65,7 +66,7 @@ def guarded(call: Callable[[], Any]) -> int:
         if result == 130:  # typer turns a KeyboardInterrupt into this code and says nothing
             raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
-    except RollkeelError as error:
+    except REFUSALS as error:
         print(f"rollkeel: {error}", file=sys.stderr)
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rollkeel.errors import BadInput, Corrupt, RunStopped
+from rollkeel.errors import BAD_INPUTS, BadInput, Corrupt, RunStopped
 
 app = typer.Typer(
     no_args_is_help=True, help="Clean training data, open multiple choice questions, add tests to programming problems."
@@ -81,8 +81,8 @@ def more_tests(
     from rollkeel.rewards.programs import CodeProblem
     from rollkeel.rewards.synthesis import synthesize
     from rollkeel.rewards.workers import Broken
-    from rollkeel.sandbox import Sandbox
     from rollkeel.tasks import tests_form as form
+    from rollkeel_sandbox import Sandbox
 
     lines, added, number = list[dict[str, Any]](), 0, 0
     with Sandbox() as sandbox:
@@ -90,7 +90,7 @@ def more_tests(
             try:
                 row, right = form.code_row(record), form.solutions(record)
                 made = synthesize(sandbox.run, CodeProblem(**row.grader.options), right, count=count, seed=seed)
-            except (form.Refused, BadInput) as reason:
+            except (form.Refused, *BAD_INPUTS) as reason:
                 print(f"row {number}: {reason}")
                 continue
             except Broken as error:

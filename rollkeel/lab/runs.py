@@ -26,7 +26,7 @@ from types import FrameType
 
 from rollkeel import plugins
 from rollkeel.config import Config
-from rollkeel.errors import BadInput, Interrupted, RollkeelError, RunStopped
+from rollkeel.errors import BAD_INPUTS, REFUSALS, BadInput, Interrupted, RunStopped
 from rollkeel.events import write_atomic
 from rollkeel.host import signals_blocked
 from rollkeel.lab.preset import Arm, Preset, Rows
@@ -238,8 +238,8 @@ def _work(run: Planned, send: connection.Connection) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     try:
         send.send(("done", _make(run)))
-    except RollkeelError as error:
-        send.send(("refused" if isinstance(error, BadInput) else "broke", str(error)))
+    except REFUSALS as error:
+        send.send(("refused" if isinstance(error, BAD_INPUTS) else "broke", str(error)))
     except Exception as error:  # the parent says it: nothing here has a terminal
         send.send(("broke", f"{type(error).__name__}: {' '.join(str(error).split())}"))
 

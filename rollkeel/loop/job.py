@@ -10,7 +10,7 @@ import torch
 from rollkeel import plugins
 from rollkeel.analyzer.record import check_layers
 from rollkeel.config import Config
-from rollkeel.errors import BadInput, Corrupt, Interrupted, OwnCodeBroke, RollkeelError, RunStopped
+from rollkeel.errors import BAD_INPUTS, REFUSALS, BadInput, Corrupt, Interrupted, OwnCodeBroke, RunStopped
 from rollkeel.events import EventLog
 from rollkeel.loop.assemble import assemble, eval_prompts, prompt_source, sampling_params
 from rollkeel.loop.check import validate
@@ -53,11 +53,11 @@ def train(config: Config, *, view: LiveView | None = None, resume: str | Path | 
         if not folder.announced:
             folder.close()
             raise
-        if resume is None and isinstance(error, BadInput) and not folder.metrics():
+        if resume is None and isinstance(error, BAD_INPUTS) and not folder.metrics():
             folder.discard()
             raise
         status = "interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "failed"
-        if isinstance(error, RollkeelError) and error.exit_code == 3:
+        if isinstance(error, REFUSALS) and error.exit_code == 3:
             status = "stopped"
         finish(folder, status, " ".join(str(error).split()) or type(error).__name__)
         raise

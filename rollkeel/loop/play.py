@@ -20,7 +20,7 @@ def equipped(environment: Environment[Any] | None) -> Iterator[None]:
     if environment is None or not environment.uses_tool:
         yield
         return
-    from rollkeel.sandbox.tool import TerminalTools
+    from rollkeel.rollout.terminals import TerminalTools
 
     environment.tools = TerminalTools()
     try:
@@ -46,7 +46,7 @@ def gather(config: Config, tokenizer: Any) -> Gather:
     if not isinstance(environment, Environment):
         return collect
     if environment.uses_tool:
-        from rollkeel.sandbox.tool import TerminalTools
+        from rollkeel.rollout.terminals import TerminalTools
 
         environment.tools = TerminalTools()
     return Episodes(

@@ -43,12 +43,12 @@ class JudgeOptions(BaseModel):
     """JSON, the judge's second argument."""
     preload: str = "code"
     limits: Mapping[str, Any] = Field(default_factory=dict)
-    """Of `rollkeel.sandbox.Limits`."""
+    """Of `rollkeel_sandbox.Limits`."""
 
 
 def grade(run: Run, rollout: Rollout) -> tuple[float, str]:
     """Reward and detail. Raises `NoVerdict` with the judge's last line, and whatever `run` raises."""
-    from rollkeel.sandbox.job import Job, Limits
+    from rollkeel_sandbox.job import Job, Limits
 
     options = JudgeOptions(**rollout.prompt.grader.options)
     text = spoken(rollout.text)

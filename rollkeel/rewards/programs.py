@@ -83,7 +83,7 @@ class CodeProblem(BaseModel):
     """Language, with `stdin`."""
     preload: str = "code"
     limits: Mapping[str, Any] = Field(default_factory=dict)
-    """Of `rollkeel.sandbox.Limits`: of each run with `stdin`, of all calls together else."""
+    """Of `rollkeel_sandbox.Limits`: of each run with `stdin`, of all calls together else."""
     prelude: str = ""
     """Python that runs before the program, in its names: imports that a benchmark gives. Not with `expression`."""
     tolerance: float | None = Field(default=None, ge=0)
@@ -133,7 +133,7 @@ def answers(run: Run, problem: CodeProblem, program: str, inputs: Sequence[Any])
 
     Raises `Broken` when the sandbox failed, which says nothing about the program, and whatever `run` raises.
     """
-    from rollkeel.sandbox.job import Job, Limits
+    from rollkeel_sandbox.job import Job, Limits
 
     limits = Limits(**problem.limits)
     about: dict[str, Any] = {"preload": problem.preload, "limits": limits}
@@ -161,7 +161,7 @@ def equal(problem: CodeProblem, value: Any, expected: Any) -> bool:
     """Whether a value (printed bytes, with `stdin`) is what a test expects."""
     if problem.mode != "stdin":
         return _same_value(value, expected, problem.tolerance)
-    from rollkeel.sandbox.cases import same
+    from rollkeel_sandbox.cases import same
 
     wanted = str(expected).encode()
     if same(value, wanted) or problem.tolerance is None:

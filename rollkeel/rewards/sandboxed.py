@@ -10,9 +10,9 @@ from rollkeel.config import GradersConfig
 from rollkeel.rewards.workers import Broken
 
 if TYPE_CHECKING:
-    from rollkeel.sandbox.job import Job, Result
-    from rollkeel.sandbox.remote import RemoteSandbox
-    from rollkeel.sandbox.sandbox import Sandbox
+    from rollkeel_sandbox.job import Job, Result
+    from rollkeel_sandbox.remote import RemoteSandbox
+    from rollkeel_sandbox.sandbox import Sandbox
 
 Run = Callable[["Job"], "Result"]
 """Runs a job to its end, as `Sandbox.run`."""
@@ -36,9 +36,9 @@ class SharedSandbox:
         return self._open().run(job)
 
     def _open(self) -> Sandbox | RemoteSandbox:
-        from rollkeel.sandbox.job import Level, Refused
-        from rollkeel.sandbox.remote import RemoteSandbox
-        from rollkeel.sandbox.sandbox import Sandbox
+        from rollkeel_sandbox.job import Level, Refused
+        from rollkeel_sandbox.remote import RemoteSandbox
+        from rollkeel_sandbox.sandbox import Sandbox
 
         with self._lock:
             if self._sandbox is None:
@@ -61,7 +61,7 @@ class SharedSandbox:
 
 def fault_of(result: Result) -> str:
     """Why the program has no result, empty if it may have one. Raises `Broken` when that is not its own doing."""
-    from rollkeel.sandbox.job import Status, display
+    from rollkeel_sandbox.job import Status, display
 
     if result.status in (Status.KILLED, Status.REFUSED):
         raise Broken(f"sandbox: {result.status.value}: {result.reason or 'no reason given'}")

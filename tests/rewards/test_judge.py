@@ -15,9 +15,9 @@ from test_graders import rollout
 from rollkeel import tasks
 from rollkeel.config import GradersConfig
 from rollkeel.rewards import Graders
-from rollkeel.sandbox import Level, probe
 from rollkeel.tasks.source import GeneratedProblems
 from rollkeel.types import GraderSpec, Rollout, Status
+from rollkeel_sandbox import Level, probe
 
 pytestmark = pytest.mark.skipif(probe().plan(()).level < Level.RESTRICTED, reason="no isolation can be had here")
 LENGTH = "def judge(text, given):\n    return len(text) == given, f'{len(text)} characters'"

@@ -20,8 +20,8 @@ from rollkeel.config import GradersConfig
 from rollkeel.rewards import Graders
 from rollkeel.rewards.answers import NoAnswer
 from rollkeel.rewards.programs import CodeProblem, equal, program_of
-from rollkeel.sandbox import Level, probe
 from rollkeel.types import GraderSpec, Rollout, Status
+from rollkeel_sandbox import Level, probe
 
 LEVEL = probe().plan(()).level
 pytestmark = pytest.mark.skipif(LEVEL < Level.RESTRICTED, reason="no isolation can be had here")

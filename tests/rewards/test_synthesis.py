@@ -17,8 +17,8 @@ from rollkeel.config import DataConfig
 from rollkeel.errors import BadInput
 from rollkeel.rewards.programs import CodeProblem, Example, judge
 from rollkeel.rewards.synthesis import Synthesis, synthesize
-from rollkeel.sandbox import Level, Sandbox, probe
 from rollkeel.tasks.tests_form import load_code_rows
+from rollkeel_sandbox import Level, Sandbox, probe
 
 pytestmark = pytest.mark.skipif(probe().plan(()).level < Level.RESTRICTED, reason="no isolation can be had here")
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from typing import Any
 
-from rollkeel.sandbox import Job, Level, Result, Sandbox, Terminal, TerminalLimits, enclosure, launch
+from rollkeel_sandbox import Job, Level, Result, Sandbox, Terminal, TerminalLimits, enclosure, launch
 
 
 class Here:
@@ -57,7 +57,6 @@ class There:
     def __init__(self, python: str, uid: int, environment: dict[str, str]) -> None:
         self._folder = tempfile.mkdtemp(prefix="driver-", dir="/tmp")
         driver = shutil.copy(__file__, self._folder)
-        os.mkdir(f"{self._folder}/rollkeel")
         for inside, source in launch.agent_files(self._folder).items():
             (shutil.copytree if os.path.isdir(source) else shutil.copy)(source, inside)
         subprocess.run(["chmod", "-R", "a+rX", self._folder], check=True)

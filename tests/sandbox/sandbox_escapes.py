@@ -11,7 +11,7 @@ import textwrap
 import zlib
 from dataclasses import dataclass, field
 
-from rollkeel.sandbox import Limits
+from rollkeel_sandbox import Limits
 
 PRELUDE = """
 import ctypes, errno, os, signal, socket, struct, sys, time

@@ -11,8 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rollkeel.sandbox import libc
-from rollkeel.sandbox.syscalls import NUMBERS
+from rollkeel_sandbox import libc
+from rollkeel_sandbox.syscalls import NUMBERS
 
 ENVIRON_SECRET = "rollkeel-canary-" + secrets.token_hex(8)
 SLEEPER = "import time; print(flush=True); time.sleep(600)"

@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from rollkeel.sandbox import cage
+from rollkeel_sandbox import cage
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 TOKEN = "a-token-of-the-tests-0123456789"
@@ -52,7 +52,7 @@ def at_work(server: int) -> list[int]:
 
 
 class Server:
-    """`rollkeel sandbox serve` at one address, with one state folder over all its lives."""
+    """`rollkeel-sandbox serve` at one address, with one state folder over all its lives."""
 
     def __init__(self, folder: Path, *words: str) -> None:
         self.folder, self.words = folder, words
@@ -67,7 +67,7 @@ class Server:
 
     def start(self) -> None:
         """Returns when it listens."""
-        command = [sys.executable, "-m", "rollkeel", "sandbox", "serve", "--port", str(self.port)]
+        command = [sys.executable, "-m", "rollkeel_sandbox", "serve", "--port", str(self.port)]
         command += ["--state", str(self.state), "--token-file", str(self.folder / "token"), *self.words]
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0, env=environment, cwd="/")

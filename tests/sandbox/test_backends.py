@@ -22,9 +22,9 @@ import test_jobs
 from sandbox_driver import Here, There
 from sandbox_host import Host
 
-from rollkeel.errors import BadInput
-from rollkeel.sandbox import Job, Level, Limits, Refused, Result, Sandbox, Status, Terminal, boxes, enclosure, probe
-from rollkeel.sandbox.plan import NAMESPACES
+from rollkeel_sandbox import Job, Level, Limits, Refused, Result, Sandbox, Status, Terminal, boxes, enclosure, probe
+from rollkeel_sandbox.errors import BadInput
+from rollkeel_sandbox.plan import NAMESPACES
 
 ESCAPES = {e.name: e for e in sandbox_escapes.CORPUS}
 QUICK_ESCAPES = (
@@ -281,7 +281,7 @@ def test_auto_is_native_where_that_holds() -> None:
 
 def test_auto_looks_further_where_native_is_weak(monkeypatch: pytest.MonkeyPatch) -> None:
     weak = probe().plan(NAMESPACES)
-    monkeypatch.setattr("rollkeel.sandbox.sandbox.probe", lambda: type("P", (), {"plan": lambda self, _: weak})())
+    monkeypatch.setattr("rollkeel_sandbox.sandbox.probe", lambda: type("P", (), {"plan": lambda self, _: weak})())
     strong = enclosure.judge("bubblewrap", GOOD, (), uid=70000, own=True)
     none = enclosure.Enclosure(backend="gvisor", identity="own", level=Level.NONE)
     monkeypatch.setattr(enclosure, "probe", {"bubblewrap": strong, "gvisor": none}.__getitem__)

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rollkeel.errors import BadInput
-from rollkeel.sandbox.broker import Abandon, Action, Broker, End, Fate, Interrupt, Open, Start, Worker
-from rollkeel.sandbox.partition import Full, Partition
+from rollkeel_sandbox.broker import Abandon, Action, Broker, End, Fate, Interrupt, Open, Start, Worker
+from rollkeel_sandbox.errors import BadInput
+from rollkeel_sandbox.partition import Full, Partition
 
 PARTS = (Partition(name="a", workers=2, queue=4), Partition(name="b", workers=1, queue=2))
 BEAT_S, OPEN_S = 10.0, 30.0
@@ -84,7 +84,7 @@ class Machine(RuleBasedStateMachine):
     )
     def submit(self, partition: str, priority: int, patience: float) -> None:
         job = f"job{self.accepted}"
-        before = self.broker.queued(partition)
+        before = self.broker.figures(partition)["queued"]
         self.jobs[job] = (partition, priority, self.accepted, self.now + patience)
         try:
             actions = self.broker.submit(
@@ -164,7 +164,7 @@ class Machine(RuleBasedStateMachine):
             idle = [w for w in self.ready - set(self.running) if w.partition == part.name]
             waiting = [j for j, (name, *_) in self.jobs.items() if name == part.name and j not in self.running.values()]
             assert not (idle and waiting)
-            assert self.broker.queued(part.name) == len(waiting)
+            assert self.broker.figures(part.name)["queued"] == len(waiting)
             assert len([w for w in self.alive.values() if w.partition == part.name]) == part.workers
 
     @invariant()
@@ -240,7 +240,7 @@ def test_cancelled_and_refused_jobs_leave_nothing_behind() -> None:
     for i in range(5000):
         broker.submit(0.0, f"{i}", partition="a", allowed_s=1.0)
         broker.cancel(0.0, f"{i}")
-    assert broker.queued("a") == 0
+    assert broker.figures("a")["queued"] == 0
     assert len(broker._lines["a"].heap) <= 64
     for i in range(3):
         broker.submit(0.0, f"w{i}", partition="a", allowed_s=1.0)

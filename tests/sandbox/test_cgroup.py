@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rollkeel.sandbox import Job, Level, Limits, Sandbox, Status, cgroup, probe
+from rollkeel_sandbox import Job, Level, Limits, Sandbox, Status, cgroup, probe
 
 V2 = "35 24 0:30 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate"
 HYBRID = "36 24 0:31 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n37 24 0:32 / /sys/fs/cgroup/pids rw - cgroup cgroup rw,pids"

@@ -1,4 +1,4 @@
-"""`rollkeel sandbox run` and `doctor` as a shell sees them: what the program printed, its exit code, one line for the rest."""
+"""`rollkeel-sandbox run` and `doctor`, which are `rollkeel sandbox` too, as a shell sees them: what the program printed, its exit code, one line for the rest."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-import rollkeel
-from rollkeel.cli import main
-from rollkeel.sandbox import Level, enclosure, probe
-from rollkeel.sandbox.job import KINDS
+import rollkeel_sandbox
+from rollkeel import cli as core
+from rollkeel_sandbox import Level, cli, enclosure, probe
+from rollkeel_sandbox.job import KINDS
 
 pytestmark = pytest.mark.skipif(probe().plan().level < Level.NAMESPACES, reason="namespaces do not hold here")
 
@@ -23,20 +23,23 @@ pytestmark = pytest.mark.skipif(probe().plan().level < Level.NAMESPACES, reason=
 def shell(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[bytes]:
     """As a process of its own, which takes seconds."""
     command, environment = (
-        [sys.executable, "-m", "rollkeel", "sandbox", *words],
+        [sys.executable, "-m", "rollkeel_sandbox", *words],
         os.environ | {"PYTHONPATH": str(cwd or "")},
     )
     return subprocess.run(command, capture_output=True, timeout=120, cwd=cwd, env=environment if cwd else None)
 
 
-@pytest.fixture
-def command(capfdbinary: pytest.CaptureFixture[bytes]) -> Callable[..., subprocess.CompletedProcess[bytes]]:
-    """The same in this process."""
+@pytest.fixture(params=["rollkeel-sandbox", "rollkeel sandbox"])
+def command(
+    request: pytest.FixtureRequest, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., subprocess.CompletedProcess[bytes]]:
+    """The same in this process, by either name."""
 
     def run(*words: str) -> subprocess.CompletedProcess[bytes]:
         capfdbinary.readouterr()
+        monkeypatch.setattr(sys, "argv", [*request.param.split(), *words])
         with pytest.raises(SystemExit) as ended:
-            main(["sandbox", *words])
+            (cli if request.param == "rollkeel-sandbox" else core).main()
         out, err = capfdbinary.readouterr()
         return subprocess.CompletedProcess(words, ended.value.code or 0, out, err)  # type: ignore[arg-type]
 
@@ -49,7 +52,8 @@ Command = Callable[..., subprocess.CompletedProcess[bytes]]
 def test_run_as_a_process_from_a_checkout_that_nobody_else_may_enter(tmp_path: Path) -> None:
     home = tmp_path / "ä b"
     home.mkdir(mode=0o700)
-    shutil.copytree(Path(rollkeel.__file__).parent, home / "rollkeel", ignore=shutil.ignore_patterns("__pycache__"))
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(rollkeel_sandbox.__file__).parent, home / "rollkeel_sandbox", ignore=ignore)
     (home / "a.py").write_text("import sys, sqlite3; print('hi', sys.argv[1]); sys.exit(4)")
     done = shell("run", str(home / "a.py"), "x", cwd=home)
     assert (done.returncode, done.stdout, done.stderr) == (4, b"hi x\n", b"")
@@ -60,7 +64,7 @@ def test_run_as_a_process_from_a_checkout_that_nobody_else_may_enter(tmp_path: P
     [
         ("a.py", "print('hi', __import__('sys').argv[1])", 0, b"hi x\n", b""),
         ("a.py", "raise SystemExit(5)", 5, b"", b""),
-        ("a.py", "import time; time.sleep(9)", 124, b"", b"rollkeel: a.py killed after 1 s\n"),
+        ("a.py", "import time; time.sleep(9)", 124, b"", b"sandbox: a.py killed after 1 s\n"),
         ("a.sh", "echo $1; kill -TERM $$", 143, b"x\n", b""),
     ],
 )

@@ -11,8 +11,8 @@ import sandbox_escapes
 from sandbox_driver import Here, There
 from sandbox_host import Host
 
-from rollkeel.sandbox import Job, Level, Result, Status, probe
-from rollkeel.sandbox.plan import NAMESPACES
+from rollkeel_sandbox import Job, Level, Result, Status, probe
+from rollkeel_sandbox.plan import NAMESPACES
 
 BY_NAME = {e.name: e for e in sandbox_escapes.CORPUS}
 GRACE_S = 0.5

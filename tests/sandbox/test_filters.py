@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollkeel.errors import BadInput
-from rollkeel.sandbox import Level, Limits, bpf, group, landlock, libc, rlimits, root, seccomp, server, syscalls
-from rollkeel.sandbox.plan import LAYERS, NAMESPACES, PYTHON, Finding, Plan, choose
+from rollkeel_sandbox import Level, Limits, bpf, group, landlock, libc, rlimits, root, seccomp, server, syscalls
+from rollkeel_sandbox.errors import BadInput
+from rollkeel_sandbox.plan import LAYERS, NAMESPACES, PYTHON, Finding, Plan, choose
 
 NOTHING = bpf.errno_action(0)
 EPERM, ENOSYS, EAFNOSUPPORT = (bpf.errno_action(getattr(errno, n)) for n in ("EPERM", "ENOSYS", "EAFNOSUPPORT"))

@@ -15,8 +15,8 @@ import time
 import pytest
 from sandbox_driver import Here, There
 
-from rollkeel.errors import BadInput
-from rollkeel.sandbox import Job, Level, Limits, Result, Sandbox, Status, display, enclosure, probe
+from rollkeel_sandbox import Job, Level, Limits, Result, Sandbox, Status, display, enclosure, probe
+from rollkeel_sandbox.errors import BadInput
 
 pytestmark = pytest.mark.skipif(probe().plan().level < Level.NAMESPACES, reason="namespaces do not hold here")
 SECOND = Limits(wall_s=1, cpu_s=1, memory_mb=128)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 from sandbox_driver import Here, There
 
-from rollkeel.sandbox import Job, Level, Limits, Sandbox, Status, kinds, probe
-from rollkeel.sandbox.job import KINDS
-from rollkeel.sandbox.plan import NAMESPACES
+from rollkeel_sandbox import Job, Level, Limits, Sandbox, Status, kinds, probe
+from rollkeel_sandbox.job import KINDS
+from rollkeel_sandbox.plan import NAMESPACES
 
 pytestmark = pytest.mark.skipif(probe().plan().level < Level.NAMESPACES, reason="namespaces do not hold here")
 LIMITS = Limits(wall_s=60, cpu_s=60)

@@ -1,4 +1,4 @@
-"""A service that starts with a weak token or the wrong folder does harm later: what `rollkeel sandbox serve` refuses, and how it keeps its token.
+"""A service that starts with a weak token or the wrong folder does harm later: what `rollkeel-sandbox serve` refuses, and how it keeps its token.
 
 And clients that never finish a request. test_service_http.py talks to a started service.
 """
@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import uvicorn
 
-from rollkeel.errors import BadInput
-from rollkeel.sandbox import guard, protocol
-from rollkeel.sandbox.guard import load_token
-from rollkeel.sandbox.partition import Partition
-from rollkeel.sandbox.serve import Options, partitions, serve
+from rollkeel_sandbox import guard, protocol
+from rollkeel_sandbox.errors import BadInput
+from rollkeel_sandbox.guard import load_token
+from rollkeel_sandbox.partition import Partition
+from rollkeel_sandbox.serve import Options, partitions, serve
 
 
 def test_a_token_is_made_once_and_kept_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_what_cannot_be_served_gets_one_line(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(BadInput, match="state"):
         serve(Options(port=0, state=tmp_path / "file" / "state"))
     monkeypatch.setitem(sys.modules, "fastapi", None)
-    with pytest.raises(BadInput, match=r"needs fastapi; install rollkeel\[sandbox\]"):
+    with pytest.raises(BadInput, match=r"needs fastapi; pip install .rollkeel-sandbox\[service\]"):
         serve(Options(port=0))
 
 

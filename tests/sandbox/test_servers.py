@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from rollkeel.sandbox import Job, Level, Limits, Sandbox, Status, client, identity, probe
-from rollkeel.sandbox import sandbox as module
+from rollkeel_sandbox import Job, Level, Limits, Sandbox, Status, client, identity, probe
+from rollkeel_sandbox import sandbox as module
 
 pytestmark = pytest.mark.skipif(probe().plan().level < Level.NAMESPACES, reason="namespaces do not hold here")
 HELLO = Job(source=b"print('hello')")
@@ -194,7 +194,7 @@ def test_no_folder_stays_behind_without_mounts(without: tuple[str, ...], monkeyp
 
 def test_the_end_of_the_caller_is_the_end_of_everything() -> None:
     script = (
-        "import sys, time, threading; from rollkeel.sandbox import *\n"
+        "import sys, time, threading; from rollkeel_sandbox import *\n"
         "s = Sandbox(workers=2); s.run(Job(source=b'1'))\n"
         "threading.Thread(target=s.run, args=(Job(source=b'import time; time.sleep(60)', limits=Limits(wall_s=60)),), daemon=True).start()\n"
         "time.sleep(0.5); print(s.server_pids()['code'], flush=True); time.sleep(60)"

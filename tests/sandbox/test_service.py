@@ -20,9 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from service_host import at_work, children
 
-from rollkeel.errors import BadInput, RunStopped
-from rollkeel.sandbox import Job, Level, Limits, Refused, Result, Status, metrics, probe
-from rollkeel.sandbox.codec import (
+from rollkeel_sandbox import Job, Level, Limits, Refused, Result, Status, metrics, probe
+from rollkeel_sandbox.codec import (
     decode_bytes,
     decode_job,
     decode_result,
@@ -31,10 +30,11 @@ from rollkeel.sandbox.codec import (
     encode_job,
     encode_result,
 )
-from rollkeel.sandbox.ledger import Ledger
-from rollkeel.sandbox.partition import Closing, Full, Partition
-from rollkeel.sandbox.records import Conflict, State, Unknown
-from rollkeel.sandbox.service import Service
+from rollkeel_sandbox.errors import BadInput, RunStopped
+from rollkeel_sandbox.ledger import Ledger
+from rollkeel_sandbox.partition import Closing, Full, Partition
+from rollkeel_sandbox.records import Conflict, State, Unknown
+from rollkeel_sandbox.service import Service
 
 holds = pytest.mark.skipif(probe().plan().level < Level.NAMESPACES, reason="namespaces do not hold here")
 NONCE = Job(source=b"import os; print(os.urandom(8).hex())")
@@ -271,7 +271,7 @@ def test_a_ledger_without_room_takes_no_jobs(tmp_path: Path, monkeypatch: pytest
 def test_pieces_of_the_ledger_go_when_nobody_can_ask_for_what_they_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollkeel.sandbox.ledger.PIECE_BYTES", 300)
+    monkeypatch.setattr("rollkeel_sandbox.ledger.PIECE_BYTES", 300)
     ledger = Ledger(tmp_path)
     ledger.load()
     for i in range(20):

@@ -34,9 +34,9 @@ from schemathesis.specs.openapi.checks import (
 )
 from service_host import REPOSITORY, TOKEN, Server, children, ends
 
-from rollkeel.errors import BadInput, RunStopped
-from rollkeel.sandbox import Job, Level, Limits, Status, probe
-from rollkeel.sandbox.remote import RemoteSandbox
+from rollkeel_sandbox import Job, Level, Limits, Status, probe
+from rollkeel_sandbox.errors import BadInput, RunStopped
+from rollkeel_sandbox.remote import RemoteSandbox
 
 pytestmark = pytest.mark.skipif(probe().plan().level < Level.NAMESPACES, reason="namespaces do not hold here")
 NONCE = Job(source=b"import os; print(os.urandom(8).hex(), input())", stdin=b"?")
@@ -308,7 +308,7 @@ def test_mcp_over_http_by_the_official_client(server: Server) -> None:
 def test_mcp_over_stdio_by_the_official_client() -> None:
     async def session() -> None:
         environment = {"PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1"}
-        words = ["-m", "rollkeel", "sandbox", "serve", "--stdio", "--workers", "1"]
+        words = ["-m", "rollkeel_sandbox", "serve", "--stdio", "--workers", "1"]
         async with Client(StdioServerParameters(command=sys.executable, args=words, env=environment)) as client:
             await use(client)
 

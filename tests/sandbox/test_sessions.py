@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from rollkeel.errors import BadInput
-from rollkeel.sandbox import Result, Status
-from rollkeel.sandbox.partition import Full
-from rollkeel.sandbox.records import Conflict, Unknown
-from rollkeel.sandbox.sessions import Exchange, Sessions
+from rollkeel_sandbox import Result, Status
+from rollkeel_sandbox.errors import BadInput
+from rollkeel_sandbox.partition import Full
+from rollkeel_sandbox.records import Conflict, Unknown
+from rollkeel_sandbox.sessions import Sessions
 
 
 class Parrot:
@@ -23,12 +23,14 @@ class Parrot:
 
     def __init__(self, limits: Mapping[str, int]) -> None:
         self.limits, self.closed, self.go = dict(limits), False, threading.Event()
+        self.alive = True
 
-    def exec(self, command: str, timeout_s: float) -> Exchange:
+    def run(self, command: str, timeout: float) -> Result:
         assert not self.closed
         if command == "hang":
-            self.go.wait(timeout_s)
-        return Exchange(result=Result(status=Status.OK, stdout=command.encode()), alive=command != "exit")
+            self.go.wait(timeout)
+        self.alive = command != "exit"
+        return Result(status=Status.OK, stdout=command.encode())
 
     def close(self) -> None:
         self.closed = True
@@ -61,7 +63,7 @@ def sessions(cage: Cage) -> Iterator[Sessions]:
 
 def test_a_session_lasts_from_command_to_command(sessions: Sessions, cage: Cage) -> None:
     one, two = sessions.open({"memory_mb": 64}), sessions.open({})
-    assert sessions.exec(one, "ls", 1.0).result.stdout == b"ls"
+    assert sessions.exec(one, "ls", 1.0)[0].stdout == b"ls"
     assert cage.opened[0].limits == {"memory_mb": 64}
     sessions.close(one)
     assert [parrot.closed for parrot in cage.opened] == [True, False]
@@ -69,7 +71,7 @@ def test_a_session_lasts_from_command_to_command(sessions: Sessions, cage: Cage)
         sessions.exec(one, "ls", 1.0)
     with pytest.raises(Unknown):
         sessions.close(one)
-    assert sessions.exec(two, "ls", 1.0).alive
+    assert sessions.exec(two, "ls", 1.0)[1]
     with pytest.raises(BadInput, match="timeout_s"):
         sessions.exec(two, "ls", 601.0)
 
@@ -99,12 +101,12 @@ def test_a_session_does_one_command_at_a_time(sessions: Sessions, cage: Cage) ->
             use()
     cage.opened[0].go.set()
     thread.join()
-    assert sessions.exec(name, "ls", 1.0).result.stdout == b"ls"
+    assert sessions.exec(name, "ls", 1.0)[0].stdout == b"ls"
 
 
 def test_a_session_that_ends_itself_makes_room(sessions: Sessions, cage: Cage) -> None:
     name = sessions.open({})
-    assert not sessions.exec(name, "exit", 1.0).alive
+    assert not sessions.exec(name, "exit", 1.0)[1]
     assert cage.opened[0].closed
     assert sessions.count() == 0
     with pytest.raises(Unknown):

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 from sandbox_driver import Here, There
 
-from rollkeel.errors import BadInput
-from rollkeel.sandbox import (
+from rollkeel_sandbox import (
     Level,
     Refused,
     Result,
@@ -28,8 +27,9 @@ from rollkeel.sandbox import (
     probe,
     session,
 )
-from rollkeel.sandbox import terminal as module
-from rollkeel.sandbox.plan import NAMESPACES
+from rollkeel_sandbox import terminal as module
+from rollkeel_sandbox.errors import BadInput
+from rollkeel_sandbox.plan import NAMESPACES
 
 pytestmark = pytest.mark.skipif(probe().plan().level < Level.NAMESPACES, reason="namespaces do not hold here")
 SMALL = TerminalLimits(wall_s=20, cpu_s=20, memory_mb=256, output_bytes=10_000)

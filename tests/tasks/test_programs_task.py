@@ -16,11 +16,11 @@ import pytest
 
 from rollkeel import tasks
 from rollkeel.errors import GraderFailure
-from rollkeel.sandbox import Job, Limits, Sandbox
-from rollkeel.sandbox.cases import same
-from rollkeel.sandbox.job import Level
 from rollkeel.tasks import pipelines
 from rollkeel.tasks.base import TaskItem
+from rollkeel_sandbox import Job, Limits, Sandbox
+from rollkeel_sandbox.cases import same
+from rollkeel_sandbox.job import Level
 
 LEVELS = (1, 2, 3, 4, 5)
 DRIVER = rb"""

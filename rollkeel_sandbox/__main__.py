@@ -1,0 +1,3 @@
+from rollkeel_sandbox.cli import main
+
+main()
