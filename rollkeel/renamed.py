@@ -64,6 +64,21 @@ CONSTANTS: dict[str, tuple[Any, str]] = {
     "trace.sequences": (2, ""),
 }
 """Default of a setting that can no longer be set, and what it is now where that is not simply the default."""
+COUNTS = frozenset(
+    {
+        "model.seed",
+        "sft.min_lr_ratio",
+        "sft.clip_norm",
+        "sft.weight_decay",
+        "sft.micro_batch_tokens",
+        "engine.block_size",
+        "engine.prefill_tokens",
+        "reward.overlong.penalty",
+        "train.eps",
+        "train.logprob_chunk",
+    }
+)
+"""Those of them that a run's numbers hang on; the rest is where things lie and how long they may take."""
 
 
 def refusal(key: str, value: Any) -> str:
@@ -96,8 +111,9 @@ def renewed(key: str, value: Any) -> dict[str, Any]:
     return {}
 
 
-def upgraded(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The config tree of an older run in today's names. Raises `BadInput` for a value that has no place any more."""
+def upgraded(tree: Mapping[str, Any], *, to_go_on: bool = True) -> dict[str, Any]:
+    """The config tree of an older run in today's names. Raises `BadInput` for a value that has no place any more and without
+    which the run could not go on as it began; `to_go_on=False` leaves such values out."""
     out = copy.deepcopy(dict(tree))
     for key in (*RENAMED, *CONSTANTS):
         *sections, name = key.split(".")
@@ -107,10 +123,12 @@ def upgraded(tree: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(node, dict) or name not in node:
             continue
         before = node.pop(name)
+        if key in CONSTANTS and not (to_go_on and key in COUNTS):
+            continue
         for new, value in renewed(key, before).items():
             section, leaf = new.split(".")
             keys = out.setdefault(section, {})
-            if new == "experiment.advantages" and leaf in keys:
+            if to_go_on and new == "experiment.advantages" and leaf in keys:
                 raise BadInput(f"{key}={text(before)}: {new}={keys[leaf]} excludes it now")
             keys[leaf] = value
     return out

@@ -19,7 +19,7 @@ from rollkeel.errors import BadInput
 from rollkeel.recipe import from_tree, load
 from rollkeel.record.run_config import digest
 from rollkeel.record.run_files import read_run
-from rollkeel.renamed import CONSTANTS, RENAMED, upgraded
+from rollkeel.renamed import CONSTANTS, COUNTS, RENAMED, upgraded
 
 OLD = Path(__file__).with_name("old_config.yaml")
 TODAY = [
@@ -104,10 +104,25 @@ def test_settings_of_an_older_run_that_exclude_each_other_now_are_refused() -> N
         upgraded(changed("advantages.shuffle", True))
 
 
-@pytest.mark.parametrize("key", CONSTANTS)
-def test_a_constant_of_an_older_run_must_be_what_it_is_now(key: str) -> None:
+@pytest.mark.parametrize("key", sorted(COUNTS))
+def test_a_constant_that_numbers_hang_on_must_be_what_it_is_now(key: str) -> None:
     with pytest.raises(BadInput, match=f"^{key}=other: {key} can no longer be set: it is "):
         upgraded(changed(key, "other"))
+    assert upgraded(changed(key, "other"), to_go_on=False) == upgraded(old())
+
+
+@pytest.mark.parametrize("key", sorted(CONSTANTS.keys() - COUNTS))
+def test_a_place_or_a_time_limit_of_an_older_run_does_not_matter(key: str) -> None:
+    assert from_tree(upgraded(changed(key, "other"))) == load("default", TODAY)
+
+
+def test_an_older_run_is_read_whatever_it_set(tmp_path: Path) -> None:
+    """The doctor reads what cannot be resumed, too."""
+    (tmp_path / "config.yaml").write_text(OLD.read_text().replace("cache_dir: null", "cache_dir: elsewhere"))
+    assert "elsewhere" in (tmp_path / "config.yaml").read_text()
+    read = read_run(tmp_path)
+    assert read.config["experiment"]["lag"] == 1
+    assert not any("config.yaml" in line for line in read.problems)
 
 
 def test_a_run_of_the_older_version_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

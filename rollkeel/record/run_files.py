@@ -119,10 +119,7 @@ def _config(path: Path, problems: list[str]) -> tuple[str, dict[str, Any]]:
     if "experiment" not in tree:  # older than that section
         from rollkeel.renamed import upgraded
 
-        try:
-            return text, upgraded(tree)
-        except BadInput as error:
-            problems.append(f"{path.name}: {error}")
+        tree = upgraded(tree, to_go_on=False)
     return text, tree
 
 
