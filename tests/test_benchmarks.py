@@ -1,7 +1,7 @@
 """Every program under `benchmarks/` runs, at toy size: a number that nobody can make again is worth nothing.
 
 Not covered: what the numbers are, TRL's side of the comparison (an environment of its own), and `benchmarks/doctor`, whose parts
-tests/diagnostics/test_fault_corpus.py runs.
+tests/doctor/test_fault_corpus.py runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a person at a terminal sees: one clear line for every mistake, the promised exit code, and nothing half-written.
 
-Commands run in this process except where an import or a kill matters. Not covered: how the live view looks (tests/diagnostics).
+Commands run in this process except where an import or a kill matters. Not covered: how the live view looks (tests/record).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ LEFT_TO_RIGHT = (
     {"sync"},
 )
 """Stages; those in one set stand side by side and must not import each other."""
-WATCHERS = ({"record"}, {"analyzer"}, {"diagnostics"}, {"report"}, {"memory", "cluster"}, {"lab"})
+WATCHERS = ({"record"}, {"analyzer"}, {"report"}, {"memory", "cluster"}, {"lab"})
 """They may look at every stage and at what stands before them here; no stage knows them."""
 FOUNDATIONS = {
     "types",

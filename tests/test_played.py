@@ -15,7 +15,6 @@ from tiny_run import cli, killed_in, rows, weights
 
 from rollkeel.diagnose.replay.step import replay_step
 from rollkeel.diagnose.replayed import first_difference
-from rollkeel.diagnostics.traces.run import read_run_trace
 from rollkeel.loop.job import train
 from rollkeel.models.presets import EOS, build_tokenizer
 from rollkeel.recipe import load
@@ -23,6 +22,7 @@ from rollkeel.record.rollout_store import per_token, read_step, to_rollouts
 from rollkeel.tasks import get
 from rollkeel.tasks.base import TaskItem
 from rollkeel.tasks.environment import Environment, play
+from rollkeel_doctor.traces.run import read_run_trace
 
 STEPS = 3
 PLAYED = [

@@ -1,7 +1,7 @@
 """A recorded step that cannot be done again cannot be explained: replays must be the record bit for bit, in every loop.
 
 Real runs on a CPU, sampled and trained again from checkpoints and from the start model; one factor changed; files damaged, read
-only, missing. Not covered: how tables and files are compared (tests/diagnostics/test_replayed.py), servers, GPUs.
+only, missing. Not covered: how tables and files are compared (tests/diagnose/test_replayed.py), servers, GPUs.
 """
 
 from __future__ import annotations

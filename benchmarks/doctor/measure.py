@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.doctor.cases import HEALTHY, Case
-from rollkeel.diagnostics.traces.read import read_trace
-from rollkeel.diagnostics.traces.trace import Trace
+from rollkeel_doctor.traces.read import read_trace
+from rollkeel_doctor.traces.trace import Trace
 
 ALWAYS = (
     "reward_failures",

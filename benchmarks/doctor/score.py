@@ -52,8 +52,8 @@ class Answer:
 def ask(case: Case, root: Path) -> Answer:
     """The doctor's answer on a run that is there."""
     from rollkeel.diagnose.recompute import refine
-    from rollkeel.diagnostics.doctor import diagnose
-    from rollkeel.diagnostics.traces.read import read_trace
+    from rollkeel_doctor import diagnose
+    from rollkeel_doctor.traces.read import read_trace
 
     trace = read_trace(case.path(root))
     began = time.perf_counter()

@@ -13,6 +13,7 @@ import typer
 from rollkeel.cli import about, data, diagnose, evaluate, objectives, tasks, train
 from rollkeel.errors import REFUSALS
 from rollkeel.host import keep_freed_memory
+from rollkeel_doctor.errors import DoctorError
 from rollkeel_sandbox import cli as sandbox
 
 # Two spinning threads on a shared core are ten times slower than one; this must be set before torch is imported.
@@ -66,7 +67,7 @@ def guarded(call: Callable[[], Any]) -> int:
         if result == 130:  # typer turns a KeyboardInterrupt into this code and says nothing
             raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
-    except REFUSALS as error:
+    except (*REFUSALS, DoctorError) as error:
         print(f"rollkeel: {error}", file=sys.stderr)
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):

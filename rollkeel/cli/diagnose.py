@@ -4,56 +4,45 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollkeel.cli.words import refuse_damage
 from rollkeel.errors import BadInput
+from rollkeel_doctor import cli
+
+if TYPE_CHECKING:
+    from rollkeel_doctor import Diagnosis
 
 app = typer.Typer()
 
 
 @app.command()
 def doctor(
-    path: Annotated[
-        Path, typer.Argument(help="A run folder, one of its rollouts files, or a dump of another trainer.")
-    ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
-    last: Annotated[int | None, typer.Option(min=1, help="Only the last so many steps.")] = None,
-    trace_format: Annotated[
-        str, typer.Option("--format", help="Who wrote it, where that is not clear: rollkeel, nemo-rl, slime, …")
-    ] = "auto",
+    path: cli.TracePath,
+    as_json: cli.AsJson = False,
+    last: cli.Last = None,
+    trace_format: cli.Format = "auto",
     recompute: Annotated[
         bool, typer.Option(help="Try on a run's checkpoint which weights or dtype give the recorded log-probs.")
     ] = True,
-) -> None:
+) -> int:
     """Why a run went bad, from its recorded tokens: causes with evidence (exit code 1), or healthy (0).
 
     Exit code 2: bad input, or no cause was found and most could not be examined. 4: the run's files are damaged, and what is left shows no cause.
     """
-    from rollkeel.diagnostics.doctor import CAUSES, diagnose
-    from rollkeel.diagnostics.doctor.view import show
-    from rollkeel.diagnostics.traces.read import read_trace
-    from rollkeel.record.run_files import damage
+    from rollkeel.report.run_files import damage
 
-    found = diagnose(read_trace(path, last=last, format=trace_format))
-    if recompute and found.in_doubt:
-        from rollkeel.diagnose.recompute import refine
+    def refine(diagnosis: Diagnosis, run: Path) -> Diagnosis:
+        from rollkeel.diagnose.recompute import refine  # loads torch
 
-        found = refine(found, path)
-    problems = [] if found.causes else damage(path, rollouts=False)
-    if problems:  # what is gone could have shown any of them
-        found = replace(found, not_examined=dict.fromkeys(CAUSES, f"the run is damaged: {problems[0]}"))
-    if as_json:
-        print(json.dumps(found.to_json(), ensure_ascii=False, allow_nan=False))
-    else:
-        show(found)
-    refuse_damage(path, problems)
-    if not found.healthy:
-        raise typer.Exit(2 if found.healthy is None else 1)
+        return refine(diagnosis, run)
+
+    def of_metrics(run: Path) -> list[str]:
+        return damage(run, rollouts=False)
+
+    return cli.answer(path, as_json, last, trace_format, of_metrics, refine if recompute else None)
 
 
 @app.command()

@@ -18,8 +18,8 @@ app = typer.Typer()
 
 def _resumed_config(folder: Path, overrides: list[str]) -> tuple[Config, str]:
     """The config of a run folder with overrides (more steps, say) applied, and a line if nothing is left to do."""
-    from rollkeel.record.run_files import finished
     from rollkeel.record.runfolder import RunFolder
+    from rollkeel.report.run_files import finished
 
     run = RunFolder.open(folder, lock=False)
     config = from_tree(merge(run.config.model_dump(mode="json"), overrides))
@@ -105,9 +105,9 @@ def report(
     for run in runs:
         if not run.is_dir():
             raise BadInput(f"run folder {run}: no such folder")
-    from rollkeel.record.run_files import damage
     from rollkeel.report import render
     from rollkeel.report.compare import compare
+    from rollkeel.report.run_files import damage
 
     try:
         print(render(runs[0], out) if len(runs) == 1 else compare(runs, out or Path("comparison.html")))

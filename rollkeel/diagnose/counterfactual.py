@@ -22,10 +22,10 @@ from rollkeel import advantages
 from rollkeel.batch.coefficients import coefficients
 from rollkeel.diagnose.counterfactual_options import Candidate
 from rollkeel.diagnose.counterfactual_tally import SIGNS, Judged, Tally, Words
-from rollkeel.diagnostics.traces.trace import Trace
 from rollkeel.errors import BadInput, RollkeelError
 from rollkeel.objectives import Objective
 from rollkeel.types import TokenBatch
+from rollkeel_doctor.traces.trace import Trace
 
 RECORDED = "recorded"
 """Label of what the run's own masks did, where the trace says so."""

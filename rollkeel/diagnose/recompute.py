@@ -18,9 +18,6 @@ import torch
 from rollkeel.analyzer.capture import Tokens
 from rollkeel.analyzer.sides import engine_forward, prefill_logprobs
 from rollkeel.config import Config
-from rollkeel.diagnostics.doctor import thresholds as limits
-from rollkeel.diagnostics.doctor.causes_weights import PROBES
-from rollkeel.diagnostics.doctor.diagnosis import Cause, Diagnosis
 from rollkeel.errors import RollkeelError
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers
 from rollkeel.models.names import checkpoint_views
@@ -29,6 +26,9 @@ from rollkeel.record.rollout_store import read_step, to_rollouts
 from rollkeel.record.runfolder import CONFIG, RunFolder, rollout_files
 from rollkeel.train import checkpoint
 from rollkeel.types import Rollout
+from rollkeel_doctor import thresholds as limits
+from rollkeel_doctor.causes_weights import PROBES
+from rollkeel_doctor.diagnosis import Cause, Diagnosis
 
 MAX_PARAMETERS = 50_000_000
 """Larger models are left to `rollkeel analyze`: some hundred forward passes are a minute's work up to here."""

@@ -41,7 +41,7 @@ _BASE = (
     "checkpoint.every=50",
     "checkpoint.keep=1",
 )
-_NOT_COMPUTING = ("report", "lab", "diagnostics", "record", "diagnose", "analyzer", "cli", "__main__")
+_NOT_COMPUTING = ("report", "lab", "record", "diagnose", "analyzer", "cli", "__main__")
 DONE = "done"
 """File in a run's folder that is complete: `done`, or `stopped: <why>`."""
 STOPPED = "stopped: "

@@ -21,8 +21,7 @@ from rollkeel.models.loading import Policy, load_policy, quiet_transformers, res
 from rollkeel.objectives.described import in_words
 from rollkeel.record.checks import tell, too_small, unreached, untold
 from rollkeel.record.live import LiveView
-from rollkeel.record.run_config import changes_on_resume
-from rollkeel.record.run_files import nothing_to_do
+from rollkeel.record.run_config import changes_on_resume, nothing_to_do
 from rollkeel.record.runfolder import RunFolder
 from rollkeel.record.stopping import StopFlag
 from rollkeel.rewards.trial import trial

@@ -92,3 +92,8 @@ def _leaves(tree: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         leaves |= _leaves(value, f"{where}{key}.") if isinstance(value, Mapping) else {f"{where}{key}": value}
     return leaves
+
+
+def nothing_to_do(step: int, steps: int) -> str:
+    """What the resume of a run that has done its `steps` says."""
+    return f"nothing to do: the checkpoint is at step {step} of {steps}; raise run.steps to go on"

@@ -13,9 +13,9 @@ import numpy as np
 
 from rollkeel.errors import BadInput
 from rollkeel.events import write_atomic
-from rollkeel.record.run_files import RunFiles, read_run
 from rollkeel.report.bands import band_charts, bands_of, dots
 from rollkeel.report.charts import Rows, is_number, matching
+from rollkeel.report.run_files import RunFiles, read_run
 from rollkeel.report.standalone import Cell, document, figures_of, table_of
 from rollkeel.report.verdict import Tone, changes
 

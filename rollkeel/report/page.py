@@ -12,19 +12,19 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from rollkeel.diagnostics.traces.run import read_run_trace
-from rollkeel.errors import RollkeelError
 from rollkeel.events import write_atomic
 from rollkeel.record.glossary import meaning
 from rollkeel.record.live import duration
-from rollkeel.record.run_files import RunFiles, read_run
 from rollkeel.record.runfolder import rollout_files
 from rollkeel.report.charts import Chart, matching, series
 from rollkeel.report.panels import panels
+from rollkeel.report.run_files import RunFiles, read_run
 from rollkeel.report.samples import Sample, Step, browse
 from rollkeel.report.standalone import STYLE
 from rollkeel.report.token_charts import agreement, token_charts
 from rollkeel.report.verdict import verdict
+from rollkeel_doctor.errors import DoctorError
+from rollkeel_doctor.traces.run import read_run_trace
 
 MAX_BYTES = 1_400_000
 _CHARTED_STEPS = 60
@@ -109,7 +109,7 @@ def _token_charts(run: RunFiles) -> list[Chart] | str:
         return []
     try:
         trace = read_run_trace(run.path, spread=_CHARTED_STEPS)
-    except RollkeelError as error:
+    except DoctorError as error:
         run.problems.append(str(error))
         return []
     return agreement(trace) or token_charts(trace)

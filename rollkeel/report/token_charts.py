@@ -11,8 +11,8 @@ from functools import partial
 import numpy as np
 from matplotlib.axes import Axes
 
-from rollkeel.diagnostics.traces.trace import Trace
 from rollkeel.report.charts import GRID, INK, SERIES, Chart, drawing, log_scale
+from rollkeel_doctor.traces.trace import Trace
 
 BINS = 10
 MIN_TOKENS = 20

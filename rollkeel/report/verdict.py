@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rollkeel.diagnostics.doctor import diagnose
-from rollkeel.diagnostics.traces.run import read_run_trace
-from rollkeel.record.run_files import RunFiles
 from rollkeel.record.runfolder import rollout_files
 from rollkeel.report.charts import Rows, is_number, matching
+from rollkeel.report.run_files import RunFiles
+from rollkeel_doctor import diagnose
+from rollkeel_doctor.traces.run import read_run_trace
 
 Tone = Literal["good", "bad", "warn", "plain"]
 MAX_ROLLOUT_BYTES = 100_000_000

@@ -1,6 +1,6 @@
 """Which objective would have dropped what is only worth knowing if it is what that objective does: by hand, and against real runs.
 
-Not covered: the objectives themselves (tests/objectives), reading traces (tests/diagnostics/test_trace*.py).
+Not covered: the objectives themselves (tests/objectives), reading traces (tests/doctor/traces).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rollkeel.diagnose.counterfactual import RECORDED, Counterfactual, counterfa
 from rollkeel.diagnose.counterfactual_options import candidate, candidates, split, steps_of
 from rollkeel.diagnose.counterfactual_tally import Tally
 from rollkeel.diagnose.counterfactual_view import page, show
-from rollkeel.diagnostics.traces.trace import Facts, Trace
 from rollkeel.errors import BadInput
+from rollkeel_doctor.traces.trace import Facts, Trace
 
 
 def trace(steps: int = 3, groups: int = 4, samples: int = 4, length: int = 6, seed: int = 0, **changes: Any) -> Trace:

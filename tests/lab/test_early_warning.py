@@ -1,6 +1,6 @@
 """The early-warning experiment counts runs; a miscount would praise an alarm that comes too late, or never.
 
-Readings and findings on made-up rows with known steps. Not covered: the alarms' own limits (`tests/diagnostics/test_alarms.py`).
+Readings and findings on made-up rows with known steps. Not covered: the alarms' own limits (`tests/record/test_alarms.py`).
 """
 
 from __future__ import annotations

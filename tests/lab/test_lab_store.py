@@ -127,7 +127,7 @@ def test_two_experiments_at_once_do_not_make_one_run_twice(tmp_path: Path, monke
 def test_the_name_follows_the_code_that_computes_and_not_the_one_that_shows() -> None:
     assert code_digest() != code_digest("lab")
     assert code_digest() != code_digest("report")
-    assert {"lab", "report", "diagnostics", "record", "diagnose", "analyzer"} <= set(runs._NOT_COMPUTING)
+    assert {"lab", "report", "record", "diagnose", "analyzer"} <= set(runs._NOT_COMPUTING)
 
 
 def test_nothing_to_do_is_nothing_started(tmp_path: Path) -> None:

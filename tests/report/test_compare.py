@@ -14,9 +14,9 @@ from test_report import page
 from tiny_run import cli
 
 from rollkeel.recipe import load
-from rollkeel.record.run_files import read_run
 from rollkeel.record.runfolder import RunFolder
 from rollkeel.report.compare import _flat, compared, differences
+from rollkeel.report.run_files import read_run
 
 
 def make(folder: Path, score: float, *words: str, error: float = 0.01) -> Path:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from rollkeel.diagnostics.traces.trace import Trace
 from rollkeel.report import token_charts as charts
+from rollkeel_doctor.traces.trace import Trace
 
 
 def trace(q: list[float], o: list[float], steps: list[int], **changes: Any) -> Trace:

@@ -1,6 +1,6 @@
 """The first lines of a report decide what a reader believes: they must be right, and quiet where there is nothing to see.
 
-Not covered: how a browser paints the page; whether the doctor itself is right (tests/diagnostics/doctor).
+Not covered: how a browser paints the page; whether the doctor itself is right (tests/doctor).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import pytest
 from matplotlib.figure import Figure
 from test_report import make_run, page, rollouts
 
-from rollkeel.record.run_files import read_run
 from rollkeel.record.trackers import text_rows
 from rollkeel.report import render, verdict
 from rollkeel.report.charts import least_height, log_axis
 from rollkeel.report.page import cards
 from rollkeel.report.panels import Curve, merged, panels
+from rollkeel.report.run_files import read_run
 from rollkeel.report.samples import MAX_STEPS, _order
 
 

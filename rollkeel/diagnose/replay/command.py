@@ -51,7 +51,7 @@ def try_objectives(
     from rollkeel.diagnose.counterfactual import counterfactual
     from rollkeel.diagnose.counterfactual_options import candidates, steps_of
     from rollkeel.diagnose.counterfactual_view import show, write_page
-    from rollkeel.diagnostics.traces.read import read_trace
+    from rollkeel_doctor.traces.read import read_trace
 
     wanted = None if steps is None else steps_of(steps)
     tried = candidates(objectives)
