@@ -156,6 +156,12 @@ def line(e: Evidence) -> Cause | None:
     )
 
 
+def wide(e: Evidence) -> Cause | None:
+    """A temperature that explains the whole gap, where few sequences look displaced."""
+    few = e.displaced is not None and e.displaced.share < limits.SHIFT_ALL
+    return line(e) if few and e.tempered.explained > limits.LINE_ALL else None
+
+
 def temperature(e: Evidence) -> Cause | None:
     """Three ways to be wrong: log-probs without it, another one in the trainer, another one in the sampler."""
     if (cause := line(e)) is not None:
@@ -309,4 +315,19 @@ def _drawn_elsewhere(e: Evidence, wanted: str) -> Cause | None:
         f"{says} and both sides compute at {stated:g}{'; a cut such as top-p can look alike' if cold else ''}.",
         advice="Make the sampler draw at the temperature it states and logs.",
         positions=places(e.trace, e.drawn.index[np.argsort(e.drawn.o, kind="stable")[: limits.POSITIONS]]),
+    )
+
+
+def unexplained(e: Evidence) -> Cause | None:
+    excess = e.fresh_gap.excess
+    stated = e.trace.facts.truncated or (e.kept_mass is not None and 1 - e.kept_mass > limits.EXCESS)
+    if stated or not (abs(excess.value) >= limits.UNEXPLAINED and abs(excess.z) >= 2 * limits.EXCESS_Z):
+        return None
+    return Cause(
+        id="unexplained",
+        score=0.3,
+        evidence=f"E_q[ρ] = {1 + excess.value:.3f} (z {excess.z:.0f}) at equal versions, where honest log-probs give 1, and no "
+        "pattern of a known cause fits.",
+        advice="Look at the tokens named here: ids, log-probs, mask and sampling settings do not belong together.",
+        positions=places(e.trace, widest(e.fresh)),
     )

@@ -14,65 +14,23 @@ from rollkeel_doctor.evidence import Evidence
 from rollkeel_doctor.repeats import repeats
 from rollkeel_doctor.series import lost
 from rollkeel_doctor.tokens import Gap, Mean, Tokens, gap
-from rollkeel_doctor.traces.trace import Facts, FloatArray, IntArray, Trace
+from rollkeel_doctor.traces.trace import FloatArray, IntArray, Trace
 
 PROBES = "Compare log-probs of fixed probes after every publication, and refuse to stamp a version that fails."
 """What to do about versions whose weights did not arrive."""
 
 
-class Allowed(NamedTuple):
-    """What the stated dtypes explain."""
-
-    noise: float
-    k3: float
-    words: str
-
-    def noisy(self, found: Gap, times: float = 1.0) -> bool:
-        """Whether tokens of middling probability are noisier than that, and not they alone."""
-        return found.spread > times * self.noise and not found.noise <= times * self.noise
-
-    def explains(self, found: Gap) -> bool:
-        return not self.noisy(found) and not found.k3_least > self.k3
-
-
-def allowed(facts: Facts) -> Allowed:
-    """Engine and trainer add up; a dtype that is not stated counts as bf16."""
-    sides = [facts.engine_dtype, facts.train_dtype]
-    known = [s if s in limits.NOISE else limits.UNSTATED for s in sides]
-    words = " and ".join(
-        f"{side} {stated}" if stated in limits.NOISE else f"{side} of unstated dtype"
-        for side, stated in zip(("engine", "trainer"), sides, strict=True)
-    )
-    cool = 1 / min(facts.temperature or 1.0, 1.0)  # divided by the temperature, logits are so much further apart
-    noise, k3 = sum(limits.NOISE[k] for k in known), sum(limits.K3[k] for k in known)
-    return Allowed(
-        noise * cool, k3 * cool**2, words if cool == 1 else f"{words} at a temperature of {facts.temperature:g}"
-    )
-
-
-def weights(e: Evidence) -> Cause | None:
-    """The one cause of a gap at equal versions that the dtypes do not explain, or a stated dtype that harms."""
-    if len(e.fresh) < limits.MIN_TOKENS:
-        return None
-    limit = allowed(e.trace.facts)
-    if limit.explains(e.fresh_gap) and not _some_steps(e, limit):
-        return routing(e, limit) or _harmful(e)
-    for judge in (stale_kv, never_sampled, routing, _over_time):
-        if (cause := judge(e, limit)) is not None:
-            return cause
-    return _from_the_start(e, limit)
-
-
-def _some_steps(e: Evidence, limit: Allowed) -> bool:
-    """A gap of a few steps drowns in the mean of many: at least three steps stand far out."""
-    return sum(limit.noisy(g, limits.STEP_OVER) for g in e.fresh_steps) >= 3
+def over(e: Evidence) -> bool:
+    """Whether fresh tokens are further apart than their dtypes explain. A gap of a few steps drowns in the mean of many: at least three
+    steps stand far out."""
+    return not e.limit.explains(e.fresh_gap) or sum(e.limit.noisy(g, limits.STEP_OVER) for g in e.fresh_steps) >= 3
 
 
 def _numbers(found: Gap) -> str:
     return f"noise in logits {found.noise:.3f}, std of log ρ {found.rms:.3f}, k3 {found.k3:.2g}"
 
 
-def stale_kv(e: Evidence, limit: Allowed) -> Cause | None:
+def stale_kv(e: Evidence) -> Cause | None:
     """Tokens of the newest version behind a change of version, against the same in sequences without one."""
     trace, fresh = e.trace, e.fresh
     if trace.versions is None or trace.facts.kv == "keep":
@@ -85,7 +43,7 @@ def stale_kv(e: Evidence, limit: Allowed) -> Cause | None:
         return None
     after, others = gap(fresh.where(behind)), gap(fresh.where(~behind))
     # Squares of the spread, as k3 goes: k3 itself hangs on the few flipped experts of either part.
-    if after.spread**2 < limits.BEHIND * others.spread**2 or limit.explains(after) or not limit.explains(others):
+    if after.spread**2 < limits.BEHIND * others.spread**2 or e.limit.explains(after) or not e.limit.explains(others):
         return None
     return Cause(
         id="stale_kv",
@@ -97,21 +55,21 @@ def stale_kv(e: Evidence, limit: Allowed) -> Cause | None:
     )
 
 
-def never_sampled(e: Evidence, limit: Allowed) -> Cause | None:
+def never_sampled(e: Evidence) -> Cause | None:
     """A gap of few tokens while all others agree: ones that no sampler would have drawn, or that spoil all behind them.
 
     Other weights, bits or experts are so for every token; other ids than were sampled are few, and a context from there on.
     """
     odd, found = e.odd, e.fresh_gap
-    if not odd.chosen.any() or found.noise > limit.noise or odd.rest > limits.OUTLIER_REST:
+    if not odd.chosen.any() or found.noise > e.limit.noise or odd.rest > limits.OUTLIER_REST:
         return None
     share, absurd = float(odd.chosen.mean()), gap(e.calm.where(odd.chosen))
     if not limits.ABSURD_SHARE < share < limits.OUTLIER_SHARE:
         return None
     before, behind = (gap(part) for part in outliers.around(e.calm, odd.chosen))
-    if before.spread > max(limit.noise, limits.BREAK_NOISE):
+    if before.spread > max(e.limit.noise, limits.BREAK_NOISE):
         return None
-    spoilt = before.noise <= limit.noise and behind.noise > max(limits.SPOILT * before.noise, limits.HARMFUL_NOISE)
+    spoilt = before.noise <= e.limit.noise and behind.noise > max(limits.SPOILT * before.noise, limits.HARMFUL_NOISE)
     if absurd.k3 < limits.ABSURD_K3 and not spoilt:
         return None
     what = f"{share:.2%} of tokens have k3 {absurd.k3:.2g}, {'which no engine samples, ' if absurd.k3 >= limits.ABSURD_K3 else ''}"
@@ -125,7 +83,7 @@ def never_sampled(e: Evidence, limit: Allowed) -> Cause | None:
     )
 
 
-def routing(e: Evidence, limit: Allowed) -> Cause | None:
+def routing(e: Evidence) -> Cause | None:
     if e.fresh.flipped is None:
         return None
     known = e.fresh.where(e.fresh.flipped >= 0)
@@ -134,7 +92,7 @@ def routing(e: Evidence, limit: Allowed) -> Cause | None:
     flipped = known.flipped > 0
     if flipped.mean() < limits.FLIPPED or flipped.all() or not _from_first(flipped, known.bin):
         return None
-    if not _in_every_step(e, limit, flipped, known.bin):
+    if not _in_every_step(e, flipped, known.bin):
         return None
     with_, without, both = gap(known.where(flipped)), gap(known.where(~flipped)), gap(known)
     share = with_.k3 * with_.tokens / max(both.k3 * both.tokens, 1e-30)
@@ -147,11 +105,11 @@ def routing(e: Evidence, limit: Allowed) -> Cause | None:
         found.tails > limits.FLIPPED_TAILS and not found.by_token > limits.FLIPPED_BY_TOKEN
     )
     again = repeats(e.fresh, e.trace)
-    random = not limit.explains(found) and again.repeated >= limits.MIN_TOKENS and again.differ > limits.RANDOM
+    random = not e.limit.explains(found) and again.repeated >= limits.MIN_TOKENS and again.differ > limits.RANDOM
     if not random and sum(map(bool, (own, share > limits.FLIPPED_SHARE, rare))) < 2:
         return None
     # Where the dtype would explain the whole gap, it would explain flips that carry it.
-    if not (own or random or (limit.explains(without) and not limit.explains(found))):
+    if not (own or random or (e.limit.explains(without) and not e.limit.explains(found))):
         return None
     return Cause(
         id="routing",
@@ -170,9 +128,9 @@ def _from_first(flipped: np.ndarray, bins: IntArray) -> bool:
     return early.all() or flipped[early].mean() > limits.FLIPPED_EARLY * flipped[~early].mean()
 
 
-def _in_every_step(e: Evidence, limit: Allowed, flipped: np.ndarray, bins: IntArray) -> bool:
+def _in_every_step(e: Evidence, flipped: np.ndarray, bins: IntArray) -> bool:
     """Routers at fault choose otherwise in steps without a gap too; where updates arrive now and then, flips go with it."""
-    over = np.array([limit.noisy(g) for g in e.fresh_steps])
+    over = np.array([e.limit.noisy(g) for g in e.fresh_steps])
     apart = over[bins]
     if min(over.sum(), (~over).sum()) < 2 or apart.all() or not apart.any():
         return True
@@ -194,13 +152,13 @@ class Onset(NamedTuple):
     """Median spread of the steps after the first in which it had."""
 
 
-def onset(e: Evidence, limit: Allowed) -> Onset | None:
+def onset(e: Evidence) -> Onset | None:
     """First step with a gap beyond the limit after steps without one; None if the gap was there from the first."""
     known = [(int(s), g) for s, g in zip(e.fresh.steps, e.fresh_steps, strict=True) if np.isfinite(g.spread)]
     if len(known) < 3:
         return None
     noise = np.array([g.spread for _, g in known])
-    over = np.array([limit.noisy(g) for _, g in known])
+    over = np.array([e.limit.noisy(g) for _, g in known])
     if over[0] or not over.any():
         return None
     first = int(over.argmax())
@@ -213,9 +171,9 @@ def onset(e: Evidence, limit: Allowed) -> Onset | None:
     return Onset(known[first][0], float(np.median(noise[:first])), level, at_once, closes, closed)
 
 
-def _over_time(e: Evidence, limit: Allowed) -> Cause | None:
+def over_time(e: Evidence) -> Cause | None:
     """A gap that came after a clean start: older weights grow apart step by step, a failed load at once."""
-    began = onset(e, limit)
+    began = onset(e)
     if began is None:
         return None
     shown = e.fresh.where(e.fresh.steps[e.fresh.bin] >= began.step)
@@ -226,7 +184,7 @@ def _over_time(e: Evidence, limit: Allowed) -> Cause | None:
         return Cause(
             id="stale_version",
             score=0.9,
-            evidence=f"{told}, {began.level:.2f} after it, and back within {limit.noise:.3f} {began.returns} times: "
+            evidence=f"{told}, {began.level:.2f} after it, and back within {e.limit.noise:.3f} {began.returns} times: "
             "some updates of the weights arrive and some do not.",
             advice=PROBES,
             positions=places(e.trace, widest(shown)),
@@ -314,10 +272,12 @@ def slope(x: FloatArray, y: FloatArray, cluster: IntArray) -> Mean:
     return Mean(value, float(np.sqrt(np.square(np.bincount(cluster, x * (y - value * x))).sum())) / squares)
 
 
-def _from_the_start(e: Evidence, limit: Allowed) -> Cause:
+def from_the_start(e: Evidence) -> Cause:
     found = e.fresh_gap
     shown = places(e.trace, widest(e.fresh))
-    beyond = f"{_numbers(found)} at equal versions, where {limit.words} explain {limit.noise:.3f} and {limit.k3:.2g}"
+    beyond = (
+        f"{_numbers(found)} at equal versions, where {e.limit.words} explain {e.limit.noise:.3f} and {e.limit.k3:.2g}"
+    )
     if (why := _not_rounding(e)) is not None:
         return Cause(
             id="wrong_weights",
@@ -357,7 +317,7 @@ def _not_rounding(e: Evidence) -> str | None:
     return None
 
 
-def _harmful(e: Evidence) -> Cause | None:
+def harmful(e: Evidence) -> Cause | None:
     """A stated dtype is what was asked for: it is a cause only of a reward that was lost."""
     found, facts = e.fresh_gap, e.trace.facts
     if lost(e.series) is None or not (found.noise > limits.HARMFUL_NOISE or found.k3 > limits.HARMFUL_K3):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,7 +11,37 @@ from rollkeel_doctor import outliers, signs
 from rollkeel_doctor import thresholds as limits
 from rollkeel_doctor.series import Series, extremes, series
 from rollkeel_doctor.tokens import Gap, Mean, Tokens, by_bin, gap, ordered, select
-from rollkeel_doctor.traces.trace import FloatArray, IntArray, Trace
+from rollkeel_doctor.traces.trace import Facts, FloatArray, IntArray, Trace
+
+
+class Allowed(NamedTuple):
+    """What the stated dtypes explain."""
+
+    noise: float
+    k3: float
+    words: str
+
+    def noisy(self, found: Gap, times: float = 1.0) -> bool:
+        """Whether tokens of middling probability are noisier than that, and not they alone."""
+        return found.spread > times * self.noise and not found.noise <= times * self.noise
+
+    def explains(self, found: Gap) -> bool:
+        return not self.noisy(found) and not found.k3_least > self.k3
+
+
+def allowed(facts: Facts) -> Allowed:
+    """Engine and trainer add up; a dtype that is not stated counts as bf16."""
+    sides = [facts.engine_dtype, facts.train_dtype]
+    known = [s if s in limits.NOISE else limits.UNSTATED for s in sides]
+    words = " and ".join(
+        f"{side} {stated}" if stated in limits.NOISE else f"{side} of unstated dtype"
+        for side, stated in zip(("engine", "trainer"), sides, strict=True)
+    )
+    cool = 1 / min(facts.temperature or 1.0, 1.0)  # divided by the temperature, logits are so much further apart
+    noise, k3 = sum(limits.NOISE[k] for k in known), sum(limits.K3[k] for k in known)
+    return Allowed(
+        noise * cool, k3 * cool**2, words if cool == 1 else f"{words} at a temperature of {facts.temperature:g}"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +79,7 @@ class Evidence:
     kept_mass: float | None
     """Mean over `clean` as recorded; None if the trace has none."""
     series: Series
-    spoilt: dict[str, str] = field(default_factory=dict)
+    limit: Allowed
 
 
 def measure(trace: Trace) -> Evidence:
@@ -88,6 +119,7 @@ def measure(trace: Trace) -> Evidence:
         surprisal=signs.surprisal(drawn) if len(drawn) and not chosen_by_reward(trace) else None,
         kept_mass=None if kept is None else _mean_kept(kept[rest.index]),
         series=series(trace),
+        limit=allowed(trace.facts),
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
 import numpy as np
 
 from rollkeel_doctor import causes_logging as logging
@@ -15,8 +18,9 @@ from rollkeel_doctor.series import known_mean, lost
 from rollkeel_doctor.traces.trace import Trace
 
 _ORDER = {"bug": 0, "numerics": 1, "dynamics": 2}
-GAP = ("alignment", "mask", "retokenised", "temperature", "truncation", "wrong_weights", "stale_version", "stale_kv")
-GAP = (*GAP, "quantisation", "routing", "policy_lag", "unexplained")
+RECORD = ("alignment", "mask", "retokenised", "temperature", "truncation")
+WEIGHTS = ("wrong_weights", "stale_version", "stale_kv", "quantisation", "routing")
+GAP = (*RECORD, "wrong_weights", "stale_version", "stale_kv", "quantisation", "routing", "policy_lag", "unexplained")
 TRAINING = (
     "reward_failures",
     "learning_rate",
@@ -28,18 +32,113 @@ TRAINING = (
 BATCH = ("nothing_trained", "wrong_advantages", "duplicates", "cut_off_answers")
 
 
+def _readable(e: Evidence) -> bool:
+    return len(e.clean) >= max(limits.MIN_TOKENS, 0.5 * len(e.tokens))
+
+
+def _at_rest(e: Evidence) -> bool:
+    return _readable(e) and len(e.fresh) >= limits.MIN_TOKENS
+
+
+def _apart(e: Evidence) -> bool:
+    return _at_rest(e) and weights.over(e)
+
+
+def _alike(e: Evidence) -> bool:
+    return _at_rest(e) and not weights.over(e)
+
+
+def _undriven(e: Evidence) -> bool:
+    return not (training.driven(e.series).any() and training.entropy_collapse(e))
+
+
+class Rule(NamedTuple):
+    """One question. They are asked from top to bottom; to change what hides what, change a row."""
+
+    judge: Callable[[Evidence], Cause | None]
+    why: str
+    """Why it is asked here."""
+    where: Callable[[Evidence], bool] = lambda e: True
+    """Only of evidence that can tell."""
+    unless: Sequence[str] = ()
+    """Not asked once one of these is named."""
+    ends: bool = False
+    """Once it names a cause, no rule further down that table is asked."""
+
+
+OF_TOKENS = (
+    Rule(logging.positive, "A value above 0 is no log-prob, so that nothing else can be read from it.", ends=True),
+    Rule(
+        logging.mask, "Tokens that nobody sampled are evidence of this alone: all later rows are asked of the others."
+    ),
+    Rule(logging.alignment, "So are sequences whose log-probs fit other tokens."),
+    Rule(
+        logging.wide, "A forgotten temperature makes a gap so wide that some sequences look moved by chance.", ends=True
+    ),
+    Rule(
+        logging.retokenised,
+        "Ids that were not sampled spoil what follows; the rest shows the same less clearly.",
+        ends=True,
+    ),
+    Rule(logging.temperature, "What another temperature leaves of the gap is its own.", _readable, ends=True),
+    Rule(logging.truncation, "What a cut leaves of the gap is its own.", _readable, ends=True),
+    Rule(weights.stale_kv, "Tokens behind a change of version tell old KV from old weights.", _apart),
+    Rule(
+        weights.never_sampled, "Weights, bits and experts are so for every token; this is so for few.", _apart, WEIGHTS
+    ),
+    Rule(
+        weights.routing,
+        "Flips may carry a gap that the dtype would explain as well.",
+        _at_rest,
+        (*WEIGHTS, "retokenised"),
+    ),
+    Rule(
+        weights.over_time,
+        "What came after a clean start is not how the engine was loaded.",
+        _apart,
+        (*WEIGHTS, "retokenised"),
+    ),
+    Rule(weights.from_the_start, "All that is left for a gap no dtype makes.", _apart, (*WEIGHTS, "retokenised")),
+    Rule(weights.harmful, "What the dtype explains harms only where the reward was lost.", _alike, WEIGHTS),
+    Rule(weights.policy_lag, "Age adds to what fresh tokens show.", _readable),
+    Rule(logging.unexplained, "An E_q[ρ] off 1 is reported where nothing explains it.", _readable, GAP),
+)
+OF_RUN = (
+    Rule(training.reward_failures, "Rewards that are wrong explain whatever came of them, and are wrong all the same."),
+    Rule(outcome.rewarded_empty, "The same."),
+    Rule(outcome.wrong_advantages, "Bugs of the batch stand beside each other."),
+    Rule(outcome.nothing_trained, "The same."),
+    Rule(outcome.duplicates, "The same."),
+    Rule(outcome.cut_off_answers, "The same."),
+    Rule(training.learning_rate, "What took the entropy without any reward took the reward too.", _undriven),
+    Rule(
+        training.entropy_collapse,
+        "A policy that a few large steps destroyed has no entropy either.",
+        unless=("learning_rate",),
+    ),
+    Rule(training.length_truncation, "Nor does it ever stop.", unless=("learning_rate",)),
+    Rule(outcome.no_reward_signal, "Any of these leaves nothing to learn from.", unless=(*TRAINING, *BATCH)),
+    Rule(outcome.reward_lost, "Said where nothing explains it.", unless=tuple(CAUSES)),
+)
+"""The order of judgement. Causes of a kind are ranked by score afterwards, whichever was asked first."""
+
+
 def diagnose(trace: Trace) -> Diagnosis:
     """Causes that are over their thresholds, likeliest first: bugs, then numerics, then dynamics, each by score.
 
     A trace too small or too bare for a cause is not healthy as to that cause: it stands in `not_examined`.
     """
     e = measure(trace)
-    found = [*_gap_causes(e), *_training_causes(e)]
-    if not {c.id for c in found} & {*TRAINING, *BATCH} and (cause := outcome.no_reward_signal(e)) is not None:
-        found.append(cause)
-    if not found and (cause := outcome.reward_lost(e)) is not None:
-        found.append(cause)
-    ranked = sorted(found, key=lambda c: (_ORDER[c.kind], -c.score, c.id))
+    causes: list[Cause] = []
+    for table in (OF_TOKENS, OF_RUN):
+        for rule in table:
+            named = {c.id for c in causes}
+            if named & set(rule.unless) or not rule.where(e) or (cause := rule.judge(e)) is None:
+                continue
+            causes.append(cause)
+            if rule.ends:
+                break
+    ranked = sorted(causes, key=lambda c: (_ORDER[c.kind], -c.score, c.id))
     return Diagnosis(
         source=trace.source,
         path=trace.path,
@@ -54,83 +153,11 @@ def diagnose(trace: Trace) -> Diagnosis:
     )
 
 
-def _gap_causes(e: Evidence) -> list[Cause]:
-    """Causes of what lies between q and o. Tokens of a cause found earlier are out of the later ones' evidence."""
-    if (impossible := logging.positive(e)) is not None:
-        return [impossible]  # what stands there is no log-prob, so nothing else can be read from it
-    found = [c for judge in (logging.mask, logging.alignment) if (c := judge(e)) is not None]
-    if (again := logging.retokenised(e)) is not None:
-        few = e.displaced is not None and e.displaced.share < limits.SHIFT_ALL
-        if few and e.tempered.explained > limits.LINE_ALL and (cause := logging.line(e)) is not None:
-            return [*found, cause]  # the gap is so wide that some sequences look moved by chance
-        found.append(again)
-    if (
-        len(e.clean) < limits.MIN_TOKENS
-        or len(e.clean) < 0.5 * len(e.tokens)
-        or any(c.id == "retokenised" for c in found)
-    ):
-        return found  # what is left over shows the same fault less clearly
-    for judge in (logging.temperature, logging.truncation):
-        if (cause := judge(e)) is not None:
-            return [*found, cause]  # what is left of the gap is this cause's own
-    for judge in (weights.weights, weights.policy_lag):
-        if (cause := judge(e)) is not None:
-            found.append(cause)
-    if not found and (cause := _unexplained(e)) is not None:
-        found.append(cause)
-    return _without_shadows(e, found)
-
-
-def _without_shadows(e: Evidence, found: list[Cause]) -> list[Cause]:
-    """A token too many or too few shifts what is behind it: in few sequences alignment is re-tokenisation's shadow."""
-    few = e.shift is not None and e.shift.share < limits.SHIFT_ALL
-    if few and any(c.id == "retokenised" for c in found):
-        return [c for c in found if c.id != "alignment"]
-    return found
-
-
-def _unexplained(e: Evidence) -> Cause | None:
-    excess = e.fresh_gap.excess
-    stated = e.trace.facts.truncated or (e.kept_mass is not None and 1 - e.kept_mass > limits.EXCESS)
-    if stated or not (abs(excess.value) >= limits.UNEXPLAINED and abs(excess.z) >= 2 * limits.EXCESS_Z):
-        return None
-    return Cause(
-        id="unexplained",
-        score=0.3,
-        evidence=f"E_q[ρ] = {1 + excess.value:.3f} (z {excess.z:.0f}) at equal versions, where honest log-probs give 1, and no "
-        "pattern of a known cause fits.",
-        advice="Look at the tokens named here: ids, log-probs, mask and sampling settings do not belong together.",
-        positions=logging.places(e.trace, logging.widest(e.fresh)),
-    )
-
-
-JUDGES = (
-    training.reward_failures,
-    outcome.rewarded_empty,
-    outcome.wrong_advantages,
-    outcome.nothing_trained,
-    outcome.duplicates,
-    outcome.cut_off_answers,
-    training.learning_rate,
-    training.entropy_collapse,
-    training.length_truncation,
-)
-
-
-def _training_causes(e: Evidence) -> list[Cause]:
-    found = [c for judge in JUDGES if (c := judge(e)) is not None]
-    ids = {c.id for c in found}
-    if {"learning_rate", "entropy_collapse"} <= ids and training.driven(e.series).any():
-        return [c for c in found if c.id != "learning_rate"]  # what took the entropy took the reward
-    # A policy that a few large steps destroyed has no entropy either, and never stops: that is the same event.
-    return [c for c in found if "learning_rate" not in ids or c.id == "learning_rate" or c.kind == "bug"]
-
-
 def observed(e: Evidence, causes: list[Cause]) -> list[str]:
     """What was measured and is in order, in words; of causes that were found nothing."""
     lines: list[str] = []
     ids = {c.id for c in causes}
-    limit = weights.allowed(e.trace.facts)
+    limit = e.limit
     g = e.fresh_gap
     at = "at equal versions" if e.tokens.lag is not None else "(versions are not stated)"
     if g.tokens >= limits.MIN_TOKENS and not ids & set(GAP):
