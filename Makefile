@@ -39,7 +39,7 @@ lab-all: setup  ## every experiment of the laboratory over five seeds, and the t
 setup: .venv/.done
 
 # This repository's distributions: each has a pyproject.toml.
-DISTRIBUTIONS := . ./rollkeel_sandbox
+DISTRIBUTIONS := . ./rollkeel_sandbox ./rollkeel_doctor
 
 .venv/.done: requirements.lock $(DISTRIBUTIONS:%=%/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rollkeel needs Python >= 3.11; set PYTHON=..."; exit 2; }

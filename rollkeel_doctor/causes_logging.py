@@ -14,6 +14,9 @@ from rollkeel_doctor.traces.trace import IntArray, Trace
 
 OWN_IDS = "Train on the engine's own token ids; never decode a response and encode it again."
 """What to do about text that was encoded anew."""
+RENORMALISE = (
+    "Renormalise the sampler's log-probs over the kept tokens and record the kept mass, or sample without cuts."
+)
 
 
 def places(trace: Trace, index: IntArray) -> list[dict[str, int]]:
@@ -256,7 +259,7 @@ def _unrecorded_cut(e: Evidence) -> Cause | None:
         evidence=f"The run states a cut ({', '.join(f'{name} {value:g}' for name, value, cuts_ in cuts if cuts_)}), and the recorded kept mass is 1 on "
         f"{len(unsure)} tokens whose entropy is over {limits.CUT_ENTROPY:g} nats: log q knows of no cut"
         f"{'' if s is None else f'; mean(−log o) is {s.difference.value:+.3f} nats off the entropy of {s.entropy:.3f}'}.",
-        advice="Renormalise the sampler's log-probs over the kept tokens and record the kept mass, or sample without cuts.",
+        advice=RENORMALISE,
         positions=places(trace, unsure.index),
     )
 
@@ -292,28 +295,21 @@ def _drawn_elsewhere(e: Evidence, wanted: str) -> Cause | None:
     cut = cold and (s.cut > 0 or bool(e.trace.facts.truncated))
     if ("truncation" if cut else "temperature") != wanted:
         return None
-    numbers = (
-        f"mean(−log o) is {s.difference.value:+.3f} nats off the entropy of {s.entropy:.3f} (z {s.difference.z:.0f}), "
-        f"while E_q[ρ] = {1 + e.drawn_gap.excess.value:.3f}"
-    )
-    if cut:
-        return Cause(
-            id="truncation",
-            score=min(0.6 + abs(s.difference.value) / max(s.entropy, 1e-9), 0.95),
-            evidence=f"{numbers}: improbable tokens are missing altogether, so sampling was cut (top-p, top-k or min-p) and "
-            "log q is of the whole vocabulary.",
-            advice="Renormalise the sampler's log-probs over the kept tokens and record the kept mass, or sample without cuts.",
-            positions=places(e.trace, e.drawn.index[np.argsort(e.drawn.o, kind="stable")[: limits.POSITIONS]]),
-        )
     temperature = e.trace.facts.temperature
     stated = temperature or 1.0
     says = "none is stated" if temperature is None else f"{stated:g} is stated"
+    means = (
+        "improbable tokens are missing altogether, so sampling was cut (top-p, top-k or min-p) and log q is of the whole vocabulary"
+        if cut
+        else f"tokens look drawn at temperature {stated / max(s.inverse_temperature, 0.05):.2f}, where {says} and both sides compute at "
+        f"{stated:g}{'; a cut such as top-p can look alike' if cold else ''}"
+    )
     return Cause(
-        id="temperature",
+        id=wanted,
         score=min(0.6 + abs(s.difference.value) / max(s.entropy, 1e-9), 0.95),
-        evidence=f"{numbers}: tokens look drawn at temperature {stated / max(s.inverse_temperature, 0.05):.2f}, where "
-        f"{says} and both sides compute at {stated:g}{'; a cut such as top-p can look alike' if cold else ''}.",
-        advice="Make the sampler draw at the temperature it states and logs.",
+        evidence=f"mean(−log o) is {s.difference.value:+.3f} nats off the entropy of {s.entropy:.3f} (z {s.difference.z:.0f}), "
+        f"while E_q[ρ] = {1 + e.drawn_gap.excess.value:.3f}: {means}.",
+        advice=RENORMALISE if cut else "Make the sampler draw at the temperature it states and logs.",
         positions=places(e.trace, e.drawn.index[np.argsort(e.drawn.o, kind="stable")[: limits.POSITIONS]]),
     )
 

@@ -18,6 +18,7 @@ from rollkeel_doctor.traces.trace import FloatArray, IntArray, Trace
 
 PROBES = "Compare log-probs of fixed probes after every publication, and refuse to stamp a version that fails."
 """What to do about versions whose weights did not arrive."""
+TENSORS = "Compare checksums of every tensor {}; look for fused, tied or renamed ones that a {} skips."
 
 
 def over(e: Evidence) -> bool:
@@ -142,14 +143,10 @@ class Onset(NamedTuple):
 
     step: int
     before: float
-    level: float
-    """Median spread from there on."""
-    at_once: float
-    """Spread of the first step over that of the later half."""
-    returns: int
-    """Times the gap closed again after it had opened."""
-    closed: float
-    """Median spread of the steps after the first in which it had."""
+    level: float  # Median spread from there on.
+    at_once: float  # Spread of the first step over that of the later half.
+    returns: int  # Times the gap closed again after it had opened.
+    closed: float  # Median spread of the steps after the first in which it had.
 
 
 def onset(e: Evidence) -> Onset | None:
@@ -176,41 +173,32 @@ def over_time(e: Evidence) -> Cause | None:
     began = onset(e)
     if began is None:
         return None
-    shown = e.fresh.where(e.fresh.steps[e.fresh.bin] >= began.step)
     told = f"At a stated staleness of 0 the spread of logits is {began.before:.3f} before step {began.step}"
-    if began.returns >= 2:
-        if began.level < limits.APART * began.closed:
-            return None  # one kind of steps, with noise about as large as the limit
-        return Cause(
-            id="stale_version",
-            score=0.9,
-            evidence=f"{told}, {began.level:.2f} after it, and back within {e.limit.noise:.3f} {began.returns} times: "
-            "some updates of the weights arrive and some do not.",
-            advice=PROBES,
-            positions=places(e.trace, widest(shown)),
+    again, at_once = began.returns >= 2, began.at_once > limits.JUMP
+    if again and began.level < limits.APART * began.closed:
+        return None  # one kind of steps, with noise about as large as the limit
+    partly = not again and (at_once or _partly(e, began.step))
+    if again:
+        told += (
+            f", {began.level:.2f} after it, and back within {e.limit.noise:.3f} {began.returns} times: some updates of the weights "
+            "arrive and some do not."
         )
-    if began.at_once > limits.JUMP or _partly(e, began.step):
-        grew = (
-            "at once"
-            if began.at_once > limits.JUMP
-            else "growing, as where a part of the weights stands still while the rest arrives"
+    elif partly:
+        grew = "at once" if at_once else "growing, as where a part of the weights stands still while the rest arrives"
+        told += (
+            f" and {began.level:.2f} from it on, {grew}: part of the weights the engine serves are not the trainer's."
         )
-        return Cause(
-            id="wrong_weights",
-            score=0.8,
-            evidence=f"{told} and {began.level:.2f} from it on, {grew}: part of the weights the engine serves are not the "
-            "trainer's.",
-            advice="Compare checksums of every tensor after a publication; look for fused, tied or renamed ones that a reload "
-            "skips.",
-            positions=places(e.trace, widest(shown)),
+    else:
+        told += (
+            f" and grows to {e.fresh_steps[-1].spread:.2f} by the end, first {began.at_once:.0%} of its level: the engine serves older "
+            "weights than it states."
         )
     return Cause(
-        id="stale_version",
-        score=0.8,
-        evidence=f"{told} and grows to {e.fresh_steps[-1].spread:.2f} by the end, first {began.at_once:.0%} of its level: the "
-        "engine serves older weights than it states.",
-        advice=PROBES,
-        positions=places(e.trace, widest(shown)),
+        id="wrong_weights" if partly else "stale_version",
+        score=0.9 if again else 0.8,
+        evidence=told,
+        advice=TENSORS.format("after a publication", "reload") if partly else PROBES,
+        positions=places(e.trace, widest(e.fresh.where(e.fresh.steps[e.fresh.bin] >= began.step))),
     )
 
 
@@ -273,28 +261,17 @@ def slope(x: FloatArray, y: FloatArray, cluster: IntArray) -> Mean:
 
 
 def from_the_start(e: Evidence) -> Cause:
-    found = e.fresh_gap
-    shown = places(e.trace, widest(e.fresh))
-    beyond = (
-        f"{_numbers(found)} at equal versions, where {e.limit.words} explain {e.limit.noise:.3f} and {e.limit.k3:.2g}"
-    )
-    if (why := _not_rounding(e)) is not None:
-        return Cause(
-            id="wrong_weights",
-            score=0.8,
-            evidence=f"{beyond}, from the first step on, and {why}; E_q[ρ] = {1 + found.excess.value:.3f}, so log q is honest, of "
-            "other weights.",
-            advice="Compare checksums of every tensor in engine and trainer; look for fused, tied or renamed ones that a load "
-            "skips.",
-            positions=shown,
-        )
+    gap, why = e.fresh_gap, _not_rounding(e)
     return Cause(
-        id="quantisation",
-        score=0.7,
-        evidence=f"{beyond}, from the first step on and of both signs alike; E_q[ρ] = {1 + found.excess.value:.3f}, so log q "
-        "is honest, of fewer bits.",
-        advice="Check the dtype of the engine's weights, activations and KV cache; state it, or raise it.",
-        positions=shown,
+        id="wrong_weights" if why else "quantisation",
+        score=0.8 if why else 0.7,
+        evidence=f"{_numbers(gap)} at equal versions, where {e.limit.words} explain {e.limit.noise:.3f} and {e.limit.k3:.2g}, from the "
+        f"first step on{',' if why else ''} and {why or 'of both signs alike'}; E_q[ρ] = {1 + gap.excess.value:.3f}, so log q is honest, "
+        f"of {'other weights' if why else 'fewer bits'}.",
+        advice=TENSORS.format("in engine and trainer", "load")
+        if why
+        else "Check the dtype of the engine's weights, activations and KV cache; state it, or raise it.",
+        positions=places(e.trace, widest(e.fresh)),
     )
 
 

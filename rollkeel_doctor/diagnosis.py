@@ -45,12 +45,9 @@ class Cause:
     id: str
     score: float
     """In (0, 1]: how far over its threshold and how much of the evidence it accounts for; comparable within a kind."""
-    evidence: str
-    """One sentence with the numbers that name it."""
-    advice: str
-    """One sentence: what to do."""
-    positions: Sequence[Mapping[str, int]] = ()
-    """Tokens that show it, clearest first: `step`, `id`, `token`."""
+    evidence: str  # One sentence with the numbers that name it.
+    advice: str  # One sentence: what to do.
+    positions: Sequence[Mapping[str, int]] = ()  # Tokens that show it, clearest first: `step`, `id`, `token`.
 
     @property
     def kind(self) -> Kind:
@@ -77,14 +74,10 @@ class Diagnosis:
     sequences: int
     steps: int
     causes: Sequence[Cause]
-    observed: Sequence[str] = ()
-    """What was measured and is as it should be, or is worth knowing without being a fault."""
-    not_examined: Mapping[str, str] = field(default_factory=dict)
-    """Cause → what it would have needed."""
-    notes: Sequence[str] = ()
-    """What could not be read."""
-    lost: bool = False
-    """The reward fell for good."""
+    observed: Sequence[str] = ()  # What was measured and is as it should be, or is worth knowing without being a fault.
+    not_examined: Mapping[str, str] = field(default_factory=dict)  # Cause → what it would have needed.
+    notes: Sequence[str] = ()  # What could not be read.
+    lost: bool = False  # The reward fell for good.
 
     @property
     def healthy(self) -> bool | None:

@@ -49,26 +49,18 @@ class Evidence:
     """Measured in this order, each on what the ones before left over: a token with a known fault is evidence of that
     fault alone."""
 
-    trace: Trace
-    """Sequences by step and id."""
-    tokens: Tokens
-    """All with both log-probs."""
+    trace: Trace  # Sequences by step and id.
+    tokens: Tokens  # All with both log-probs.
     foreign: signs.Foreign
     correlations: dict[int, float]
     shift: signs.Shift | None
-    displaced: signs.Shift | None
-    """Displaced or broken from a token on."""
-    clean: Tokens
-    """Without foreign tokens and moved sequences, nor those that could be moved as well as not."""
-    gap: Gap
-    """Of `clean`."""
-    fresh: Tokens
-    """Those of `clean` whose stated version is the trainer's."""
+    displaced: signs.Shift | None  # Displaced or broken from a token on.
+    clean: Tokens  # Without foreign tokens and moved sequences, nor those that could be moved as well as not.
+    gap: Gap  # Of `clean`.
+    fresh: Tokens  # Those of `clean` whose stated version is the trainer's.
     fresh_gap: Gap
-    fresh_steps: list[Gap]
-    """By `tokens.steps`."""
-    calm: Tokens
-    """`fresh` if that is enough of them, else `clean`: the next two are of these."""
+    fresh_steps: list[Gap]  # By `tokens.steps`.
+    calm: Tokens  # `fresh` if that is enough of them, else `clean`: the next two are of these.
     odd: outliers.Odd
     tempered: signs.Tempered
     drawn: Tokens
@@ -76,8 +68,7 @@ class Evidence:
     log-probs must fulfil at any staleness is asked of these, and the next two are of them."""
     drawn_gap: Gap
     surprisal: signs.Surprisal | None
-    kept_mass: float | None
-    """Mean over `clean` as recorded; None if the trace has none."""
+    kept_mass: float | None  # Mean over `clean` as recorded; None if the trace has none.
     series: Series
     limit: Allowed
 

@@ -13,12 +13,9 @@ from rollkeel_doctor.tokens import Mean, Tokens, clustered
 class Odd(NamedTuple):
     """Single tokens the trainer finds absurd in sequences that otherwise agree."""
 
-    chosen: np.ndarray
-    """`[N]` bool."""
-    rest: float
-    """Median |log ρ| of all tokens over that of the odd ones."""
-    excess: Mean
-    """E[ρ] − 1 without them."""
+    chosen: np.ndarray  # `[N]` bool.
+    rest: float  # Median |log ρ| of all tokens over that of the odd ones.
+    excess: Mean  # E[ρ] − 1 without them.
 
 
 def odd_tokens(tokens: Tokens) -> Odd:

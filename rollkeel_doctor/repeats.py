@@ -17,8 +17,7 @@ from rollkeel_doctor.traces.trace import IntArray, Trace
 class Repeats(NamedTuple):
     """Of tokens sampled at least twice behind the same tokens, of one prompt and by one version."""
 
-    repeated: int
-    """Tokens that repeat one before them."""
+    repeated: int  # Tokens that repeat one before them.
     differ: float
     """Root of the share of the gap's variance that lies between repeats of one token: 0 for an engine that is a function of its
     input, about 1 for noise. NaN where nothing repeats."""

@@ -18,26 +18,17 @@ class Series:
     """One entry per bin of steps, NaN where nothing is known."""
 
     steps: IntArray
-    reward: FloatArray
-    """Mean reward of the bin's sequences."""
-    reward_error: FloatArray
-    """Its standard error, groups taken for dependent."""
+    reward: FloatArray  # Mean reward of the bin's sequences.
+    reward_error: FloatArray  # Its standard error, groups taken for dependent.
     entropy: FloatArray
     """Mean entropy of trained tokens, nats; without recorded entropy the mean of −log o, else of −log q."""
-    entropy_of: str
-    """Which of the three."""
-    same: FloatArray
-    """Share of groups whose rewards are all equal."""
-    cut: FloatArray
-    """Share of responses at the length limit."""
-    grad_norm: FloatArray
-    """As the metrics say, by bin; NaN without metrics."""
-    clipped: FloatArray
-    """Share of tokens outside PPO's band, both sides, as the metrics say."""
-    low: float
-    """Least reward of the trace."""
-    high: float
-    """Largest reward of the trace."""
+    entropy_of: str  # Which of the three.
+    same: FloatArray  # Share of groups whose rewards are all equal.
+    cut: FloatArray  # Share of responses at the length limit.
+    grad_norm: FloatArray  # As the metrics say, by bin; NaN without metrics.
+    clipped: FloatArray  # Share of tokens outside PPO's band, both sides, as the metrics say.
+    low: float  # Least reward of the trace.
+    high: float  # Largest reward of the trace.
 
     def early(self, values: FloatArray) -> FloatArray:
         """The first quarter, at least one entry."""

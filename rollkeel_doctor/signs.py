@@ -17,21 +17,14 @@ from rollkeel_doctor.traces.trace import FloatArray, IntArray, Trace
 class Shift(NamedTuple):
     """Sequences whose log q fit the log o of neighbours, from their first token or from a later one on."""
 
-    lag: int
-    """log q at t is of the token at t + lag; of `displaced` only the sign, 0 of `broken`."""
-    apart: float
-    """Mean |log ρ| of those sequences, nats."""
-    fits: float
-    """What is left of it where log q are moved; of `broken`, before the first shifted token."""
+    lag: int  # log q at t is of the token at t + lag; of `displaced` only the sign, 0 of `broken`.
+    apart: float  # Mean |log ρ| of those sequences, nats.
+    fits: float  # What is left of it where log q are moved; of `broken`, before the first shifted token.
     sequences: IntArray
-    first: IntArray
-    """`[len(sequences)]` index into the trace: first shifted token."""
-    control: float
-    """What a shift the other way would leave."""
-    among: int
-    """Sequences that were looked at."""
-    whole: bool = False
-    """From the first token on."""
+    first: IntArray  # `[len(sequences)]` index into the trace: first shifted token.
+    control: float  # What a shift the other way would leave.
+    among: int  # Sequences that were looked at.
+    whole: bool = False  # From the first token on.
 
     @property
     def share(self) -> float:
@@ -220,16 +213,11 @@ def correlations(tokens: Tokens) -> dict[int, float]:
 class Foreign(NamedTuple):
     """Tokens inside the mask that the engine never sampled."""
 
-    chosen: np.ndarray
-    """`[N]` bool: those among the tokens with both log-probs."""
-    without: IntArray
-    """Index into the trace of tokens in the mask without log q, in sequences that have some."""
-    silent: int
-    """Sequences without any log q: the engine reported none, which says nothing about the mask."""
-    fill: float
-    """The log q that many of them share; NaN if they share none."""
-    at_start: float
-    """Share that stands in a run from the first token of its response."""
+    chosen: np.ndarray  # `[N]` bool: those among the tokens with both log-probs.
+    without: IntArray  # Index into the trace of tokens in the mask without log q, in sequences that have some.
+    silent: int  # Sequences without any log q: the engine reported none, which says nothing about the mask.
+    fill: float  # The log q that many of them share; NaN if they share none.
+    at_start: float  # Share that stands in a run from the first token of its response.
 
     @property
     def total(self) -> int:
@@ -294,12 +282,9 @@ def _from_start(trace: Trace, index: IntArray) -> float:
 class Tempered(NamedTuple):
     """log q − log o against log o + H: a straight line where one side has another temperature."""
 
-    temperature: float
-    """Temperature that turns the distribution of q into that of o; 1 for the same."""
-    explained: float
-    """Share of the variance of log ρ that the line explains."""
-    exact: bool
-    """Entropy was recorded; without it the estimate is rough."""
+    temperature: float  # Temperature that turns the distribution of q into that of o; 1 for the same.
+    explained: float  # Share of the variance of log ρ that the line explains.
+    exact: bool  # Entropy was recorded; without it the estimate is rough.
 
 
 def tempered(tokens: Tokens) -> Tempered:
@@ -326,15 +311,11 @@ def tempered(tokens: Tokens) -> Tempered:
 class Surprisal(NamedTuple):
     """mean(−log o) against the entropy of o: equal where tokens were drawn from q, whatever q is, when weighted by ρ."""
 
-    difference: Mean
-    """nats per token."""
+    difference: Mean  # nats per token.
     entropy: float
-    inverse_temperature: float
-    """1 / T at which tokens seem to have been drawn."""
-    cut: float
-    """Log-likelihood of truncation minus that of a temperature, for the rare branch of two-way contexts."""
-    lost: float
-    """Probability below which branches seem to be cut."""
+    inverse_temperature: float  # 1 / T at which tokens seem to have been drawn.
+    cut: float  # Log-likelihood of truncation minus that of a temperature, for the rare branch of two-way contexts.
+    lost: float  # Probability below which branches seem to be cut.
 
 
 def surprisal(tokens: Tokens) -> Surprisal | None:

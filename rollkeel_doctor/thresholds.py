@@ -6,31 +6,21 @@ dense models. A gate asks for an effect size and for a z-score, so that neither 
 
 from __future__ import annotations
 
-ABOVE_ZERO = 0.01
-"""A log-prob may be above 0 by the rounding of bfloat16 near 1 (0.004), not by more."""
-CLAMP = 20.0
-"""Log-probs are cut here, as log-ratios are in the objectives."""
-ENTROPY_BELOW = -0.01
-"""An entropy may be below 0 by rounding, not by more."""
-ENTROPY_SPOILT = 0.01
-"""Share of entropies below that from which none of them is believed."""
-MAX_BINS = 512
-"""Steps told apart; longer traces are put into so many runs of steps."""
-MIN_TOKENS = 200
-"""Fewer tokens with both log-probs tell nothing about the gap."""
+ABOVE_ZERO = 0.01  # A log-prob may be above 0 by the rounding of bfloat16 near 1 (0.004), not by more.
+CLAMP = 20.0  # Log-probs are cut here, as log-ratios are in the objectives.
+ENTROPY_BELOW = -0.01  # An entropy may be below 0 by rounding, not by more.
+ENTROPY_SPOILT = 0.01  # Share of entropies below that from which none of them is believed.
+MAX_BINS = 512  # Steps told apart; longer traces are put into so many runs of steps.
+MIN_TOKENS = 200  # Fewer tokens with both log-probs tell nothing about the gap.
 MIN_INFORMED = 40
 """Tokens of middling probability from which the noise in logits is read: its error is then about 15 %."""
 STEP_OVER = 1.2
 """Times what the dtypes explain that three single steps must reach: honest steps of whole runs have 0.03 to 0.92 times that, those whose
 weights are one or two steps old up to 1.55 under fp8."""
-SURE = 1e-4
-"""1 − q from which a log-prob in float32 tells its logit to 1 %."""
-OFTEN = 20
-"""Times a token id must be seen for its mean to count."""
-MIN_SEQUENCES = 16
-"""Fewer rewards tell nothing about a trend."""
-POSITIONS = 10
-"""Tokens shown per cause."""
+SURE = 1e-4  # 1 − q from which a log-prob in float32 tells its logit to 1 %.
+OFTEN = 20  # Times a token id must be seen for its mean to count.
+MIN_SEQUENCES = 16  # Fewer rewards tell nothing about a trend.
+POSITIONS = 10  # Tokens shown per cause.
 
 # -- E_q[ρ] = 1 --------------------------------------------------------------------------------------------------------
 EXCESS = 0.005
@@ -42,28 +32,21 @@ EXCESS_Z = 4.5
 SHIFT_LAGS = (-2, -1, 1, 2)
 SHIFT_APART = 0.15
 """Nats: a sequence is looked at if its |log ρ| averages more. Honest fp8: 0.02; 16 steps of staleness: about 0.2."""
-SHIFT_FITS = 0.35
-"""It is shifted if another lag brings that below this share. Chosen, not fitted."""
+SHIFT_FITS = 0.35  # It is shifted if another lag brings that below this share. Chosen, not fitted.
 DISPLACED_FITS = 0.6
 """The same where tokens may have moved by one to three places, against no move and against moves the other way."""
 DISPLACED_SHARE = 0.05
 """Share of sequences that must be displaced: old KV does it to 2 % by chance, encoding anew to most that can be split."""
 DISPLACED_CHANCE = 10
 """Sequences that a gap of the size of 16 steps of staleness displaces by chance; more must show it."""
-BREAK = 2.0
-"""Nats by which the trainer must find a token less likely than the sampler for a sequence to break there."""
-BREAK_BEFORE = 0.15
-"""Mean |log ρ| before that token, at most: fp8 has 0.02."""
-BREAK_AFTER = 0.5
-"""Share of the tokens from there on that are `OUTLIER` apart. Chosen, not fitted."""
+BREAK = 2.0  # Nats by which the trainer must find a token less likely than the sampler for a sequence to break there.
+BREAK_BEFORE = 0.15  # Mean |log ρ| before that token, at most: fp8 has 0.02.
+BREAK_AFTER = 0.5  # Share of the tokens from there on that are `OUTLIER` apart. Chosen, not fitted.
 BREAK_NOISE = 0.2
 """Noise in logits before it, at most: re-tokenised runs have what their dtype has (bf16 0.03), stale ones 0.5 and more."""
-BREAK_SHARE = 0.03
-"""Share of sequences that must break."""
-SHIFT_LENGTH = 5
-"""Tokens compared in the shifted part, at least."""
-SHIFT_SHARE = 0.01
-"""Share of sequences that must be shifted, and at least `SHIFT_COUNT` of them."""
+BREAK_SHARE = 0.03  # Share of sequences that must break.
+SHIFT_LENGTH = 5  # Tokens compared in the shifted part, at least.
+SHIFT_SHARE = 0.01  # Share of sequences that must be shifted, and at least `SHIFT_COUNT` of them.
 SHIFT_COUNT = 3
 SHIFT_ALL = 0.2
 """Share of sequences below which a shift beside re-tokenised ids is theirs. Chosen: a wrong slice shifts all or one kind."""
@@ -71,8 +54,7 @@ SHIFT_CONTRAST = 4
 """Times as many sequences must fit that lag as any other: a policy 16 steps old has 2 % that fit some lag by chance."""
 FRESH_EXPECTED = 5
 """Sequences of the trainer's own version that should be among those found, from which it counts that they are not: …"""
-FRESH_LEAST = 0.25
-"""… fewer than this share of that. Chance leaves 0 or 1 of 5 in one trace of 25."""
+FRESH_LEAST = 0.25  # … fewer than this share of that. Chance leaves 0 or 1 of 5 in one trace of 25.
 PARTLY = 1.5
 """Times as many sequences displaced from a later token on as shifted whole: the ids changed, not the offset."""
 SHIFT_LEFT = 0.1
@@ -80,34 +62,27 @@ SHIFT_LEFT = 0.1
 (0.03); where ids were encoded anew 0.2 is left, of the tokens before the first one that changed."""
 LATER = 0.5
 """… or what a whole shift leaves over falls below this share where each sequence may begin to be displaced at a token of its own."""
-SHIFT_EXACT = 0.03
-"""Share of |log ρ| below which a whole shift leaves nothing to explain: bf16 has 0.02."""
+SHIFT_EXACT = 0.03  # Share of |log ρ| below which a whole shift leaves nothing to explain: bf16 has 0.02.
 OUTLIER = 1.0
 """Nats of |log ρ| from which a token is one that the trainer was not shown as it was sampled; fp8 has 0.1 % of them."""
-OUTLIER_REST = 0.2
-"""… while the median of |log ρ| over all tokens stays below this share of the outliers' median."""
+OUTLIER_REST = 0.2  # … while the median of |log ρ| over all tokens stays below this share of the outliers' median.
 ABSURD_K3 = 10.0
 """k3 over odd tokens alone from which no engine ever sampled them: rounding, routing and other weights have 0.5 to 4,
 re-tokenised runs 34 and more."""
-ABSURD_SHARE = 0.003
-"""Share of odd tokens that this needs."""
+ABSURD_SHARE = 0.003  # Share of odd tokens that this needs.
 SPOILT = 10.0
 """Noise in logits behind odd tokens over that before them in the same sequences, from which they spoil what follows, and more than
 `HARMFUL_NOISE`. Chosen: a flip is one token's, an id that was not sampled is context of all behind it."""
-OUTLIER_SHARE = 0.25
-"""More tokens than this are not odd tokens but another policy."""
+OUTLIER_SHARE = 0.25  # More tokens than this are not odd tokens but another policy.
 
 # -- mask --------------------------------------------------------------------------------------------------------------
-FOREIGN_SHARE = 0.002
-"""Share of tokens in the mask that were never sampled."""
+FOREIGN_SHARE = 0.002  # Share of tokens in the mask that were never sampled.
 FOREIGN_COUNT = 5
-FOREIGN_APART = 1.0
-"""Nats between a filled-in log q and log o from which a token counts as never sampled."""
+FOREIGN_APART = 1.0  # Nats between a filled-in log q and log o from which a token counts as never sampled.
 FOREIGN_SURPRISAL = 5.0
 """Nats: tokens this unlikely to both sides that stand side by side were not drawn from anything near it."""
 
-FOREIGN_RUNS = 0.01
-"""Share of such tokens: a policy that a learning rate of 0.01 blew up has 0.004."""
+FOREIGN_RUNS = 0.01  # Share of such tokens: a policy that a learning rate of 0.01 blew up has 0.004.
 
 # -- surprisal = entropy -----------------------------------------------------------------------------------------------
 NEAR_K3 = 0.03
@@ -118,16 +93,13 @@ SURPRISAL_Z = 5.0
 
 CHOSEN_EXPECTED = 8
 """Groups of equal rewards that chance, or the groups that were not trained on, would have among those that were, …"""
-CHOSEN_LEFT = 0.25
-"""… of which so few are left that they were picked out."""
+CHOSEN_LEFT = 0.25  # … of which so few are left that they were picked out.
 CUT_ENTROPY = 0.3
 """Nats, from which a cut that was stated must leave less than the whole: two tokens of which the rarer has 9 %."""
-CUT_SEEN = 0.01
-"""Share of such tokens with a kept mass below 1, up to which none is recorded."""
+CUT_SEEN = 0.01  # Share of such tokens with a kept mass below 1, up to which none is recorded.
 
 # -- temperature -------------------------------------------------------------------------------------------------------
-SLOPE = 0.05
-"""|log| of the slope of logit q on logit o; fp8 has 0.012."""
+SLOPE = 0.05  # |log| of the slope of logit q on logit o; fp8 has 0.012.
 
 SLOPE_LEAST, SLOPE_MOST = 0.6, 1.2
 """Its share of |log| of the stated temperature where one side forgot that: to first order it comes out at 0.68 (T 0.6) to 0.99."""
@@ -154,8 +126,7 @@ K3 = {
     "int4": 6e-2,
 }
 """Largest honest mean(ρ − 1 − log ρ). Measured: bf16 3.7e-4 to 6.1e-4, fp8_weights 1.1e-3, fp8 3.3e-3, int4 1.8e-2."""
-UNSTATED = "bf16"
-"""Taken for a dtype the trace does not state: the field's default."""
+UNSTATED = "bf16"  # Taken for a dtype the trace does not state: the field's default.
 HARMFUL_NOISE = 0.2
 """Above it a gap harms whatever dtype explains it: int4 is at 0.21 to 0.33 and kills negative-only training
 (its reward stays at 0), fp8 at 0.09 changes nothing in 200 steps."""
@@ -164,10 +135,8 @@ HARMFUL_K3 = 0.01
 # -- weights and versions ----------------------------------------------------------------------------------------------
 WRONG_NOISE = 0.8
 """Noise in logits that no quantisation in use makes: int4 has 0.25, at a temperature of 0.8 up to 0.57."""
-WRONG_K3 = 0.06
-"""The same for k3: int4 has 0.018, swapped experts 0.29."""
-FLIPPED = 0.03
-"""Share of tokens with other experts from which routers are looked at; honest bf16 has 0.01 to 0.05."""
+WRONG_K3 = 0.06  # The same for k3: int4 has 0.018, swapped experts 0.29.
+FLIPPED = 0.03  # Share of tokens with other experts from which routers are looked at; honest bf16 has 0.01 to 0.05.
 FLIPPED_EARLY = 0.4
 """Share of the later steps' flips that the first quarter has where routers are at fault; old weights have none at first."""
 FLIPPED_SHARE = 0.6
@@ -179,8 +148,7 @@ FLIPPED_TAILS = 1.97
 """Standard deviation over noise of the gap in logits: 2.02 to 4.4 where routers are at fault, 1.4 to 2.2 for rounding. A vote, no proof."""
 FLIPPED_BY_TOKEN = 0.025
 """Share of that variance between token ids: at most 0.01 where routers are at fault, 0.016 to 0.13 for rounding."""
-FLIPPED_NO_TOKEN = 0.015
-"""The same below which no tails are needed: with more experts per token each flip is smaller."""
+FLIPPED_NO_TOKEN = 0.015  # The same below which no tails are needed: with more experts per token each flip is smaller.
 RANDOM = 0.2
 """Root of the share of the gap between repeats of the same question: 0.33 to 0.9 where routers jitter, 0.00 for every dtype."""
 FLIPS_OF_NOISE = 0.15
@@ -188,8 +156,7 @@ FLIPS_OF_NOISE = 0.15
 BEHIND = 3.0
 """Square of the spread behind a change of version over that of other tokens of the same staleness: old KV has 5 and more in bf16,
 honest budgeted runs up to 2."""
-JUMP = 0.5
-"""A gap whose first step has this share of its later level came at once; staleness grows over some steps."""
+JUMP = 0.5  # A gap whose first step has this share of its later level came at once; staleness grows over some steps.
 LAG_FAR = 0.03
 """Share of tokens with ρ outside [0.5, 2] from which staleness harms: asynchronous, budgeted and slightly stale runs have up to
 0.014, 10 steps 0.04 to 0.09, 16 have 0.095 and GRPO forgets what it knew."""
@@ -199,10 +166,8 @@ LAG_K3 = 0.12
 APART = 1.75
 """Spread of steps whose update did not arrive over that of the others: 1.9 under fp8 and 4 or more in bf16 and fp32; honest noise
 that is about as large as the limit has 1.2 to 1.6 in the steps above it."""
-ENTROPY_LOW = 0.05
-"""Nats per token: below it almost nothing is explored."""
-ENTROPY_FALL = 0.35
-"""… and below this share of its highest."""
+ENTROPY_LOW = 0.05  # Nats per token: below it almost nothing is explored.
+ENTROPY_FALL = 0.35  # … and below this share of its highest.
 ENTROPY_HALF = 0.65
 """… or below this share of it while the reward falls by `ENTROPY_LOSS` of its early level: where entropy was punished it
 went from 0.43 to 0.22 and the reward from 0.35 to 0.09."""
@@ -211,77 +176,59 @@ ENTROPY_GAIN = 0.24
 """Share of what was left to gain, from the first tenth of the steps on, that the reward must gain for a fall of entropy to be
 success: where entropy was punished it gained −0.2 to 0.2; Sudokus in turns, whose entropy falls as far, gain 0.28 to 0.42 in
 60 steps and the default recipe 0.8 in 150."""
-REWARD_BEST = 0.75
-"""Share of the reward's range from which a low entropy is success and not collapse."""
+REWARD_BEST = 0.75  # Share of the reward's range from which a low entropy is success and not collapse.
 ZERO_VARIANCE = 0.6
 """Share of groups without differing rewards from which little is learnt: 0.67 to 0.97 where entropy was punished, up to 0.58 in healthy runs."""
 TREND_Z = 3.0
-REWARD_FALL = 0.5
-"""Share of its best level that the reward must lose to be said to fall."""
+REWARD_FALL = 0.5  # Share of its best level that the reward must lose to be said to fall.
 DEAD_STEPS = 6
 """Of so many steps, at least, the later half must bring only the lowest reward for a policy to be called dead, …"""
-DEAD_WINS = 10
-"""… and the earlier half so many better ones: chance puts them all there once in a thousand."""
+DEAD_WINS = 10  # … and the earlier half so many better ones: chance puts them all there once in a thousand.
 CLIPPED = 0.05
 """Share of tokens whose ratio left PPO's band within a step: healthy runs have up to 0.025, learning rates ten times too high
 0.08 to 0.29. The threshold is their geometric mean."""
-GRAD_SPIKE = 5.0
-"""Largest gradient norm over its median."""
+GRAD_SPIKE = 5.0  # Largest gradient norm over its median.
 ENTROPY_STEP = 0.3
 """Largest change of mean entropy from one step to the next, as share of the larger: healthy runs have up to 0.2, …"""
 ENTROPY_JUMP = 0.2
 """… and in nats, at least: a learning rate ten times too high has 0.23 to 2.2, healthy runs up to 0.10, punished entropy 0.12."""
-CUT_SHARE = 0.1
-"""Share of responses that end at the length limit."""
-DRIVEN_STEPS = 3
-"""Steps with a gradient that no reward explains from which something else is said to drive the policy."""
-CUT_GAP = 0.2
-"""Share of the reward's range by which they score below the others, …"""
-CUT_SCORE = 0.5
-"""… or the share of the others' score that they do not reach."""
-CUT_SELDOM = 0.3
-"""Below this share of the range a cut response is seldom right, …"""
-CUT_LOSS = 0.1
-"""… and then it is enough that it scores this share less than the others', …"""
+CUT_SHARE = 0.1  # Share of responses that end at the length limit.
+DRIVEN_STEPS = 3  # Steps with a gradient that no reward explains from which something else is said to drive the policy.
+CUT_GAP = 0.2  # Share of the reward's range by which they score below the others, …
+CUT_SCORE = 0.5  # … or the share of the others' score that they do not reach.
+CUT_SELDOM = 0.3  # Below this share of the range a cut response is seldom right, …
+CUT_LOSS = 0.1  # … and then it is enough that it scores this share less than the others', …
 CUT_Z = 1.0
 """… with this z-score, for the score of a prompt varies more than what a cut costs: 1.0 to 3.6 where half or a fifth are cut."""
-GRADER_SHARE = 0.01
-"""Share of rewards that a failed grader stands behind, and at least `GRADER_COUNT` of them."""
+GRADER_SHARE = 0.01  # Share of rewards that a failed grader stands behind, and at least `GRADER_COUNT` of them.
 GRADER_COUNT = 3
 SILENT_SHARE = 0.5
 """Share of the lowest rewards without a detail up to which that is the exception; above it the grader says nothing of wrong answers."""
-SIGNAL_GROUPS = 4
-"""Groups of several rollouts, at least, of which it is said that their rewards differ or do not."""
+SIGNAL_GROUPS = 4  # Groups of several rollouts, at least, of which it is said that their rewards differ or do not.
 SIGNAL_SHARE = 0.01
 """Share of groups with differing rewards up to which there never was a signal. Chosen: a hundred groups teach one thing."""
-SOLVED = 0.9
-"""Share of the reward's range from which groups without differences are solved."""
+SOLVED = 0.9  # Share of the reward's range from which groups without differences are solved.
 LOST_SHARE = 0.4
 """Share of the best level (over the least reward) that must be gone for the reward to be lost: whole runs of the recipes that learnt
 fall by up to 0.2 of theirs from an eighth of the steps to another. Chosen between that and the whole."""
 LOST_Z = 5.0
 KEPT_LEAST = 0.01
 """Share of tokens kept below which masks leave nothing to learn from; the strictest objective keeps a third."""
-UNMOVED = 1e-6
-"""Nats within which a log-prob is the same in float32, …"""
-UNMOVED_VERSIONS = 4
-"""… so many versions apart: a learning rate of 1e-6 moves one by 1e-4."""
-ADVANTAGE_GROUPS = 16
-"""Groups with differing rewards and advantages from which their correlation is judged."""
+UNMOVED = 1e-6  # Nats within which a log-prob is the same in float32, …
+UNMOVED_VERSIONS = 4  # … so many versions apart: a learning rate of 1e-6 moves one by 1e-4.
+ADVANTAGE_GROUPS = 16  # Groups with differing rewards and advantages from which their correlation is judged.
 ADVANTAGE_AGREES = 0.3
 """Mean correlation inside groups below which advantages are not of these rewards: 1 for every estimator from rewards alone, 0.8 with a
 length penalty that weighs as much, less with a critic; permuted ones have −0.1 to 0."""
 REPEAT_CHANCE = 1e-3
 """Sequences less likely than this are hardly ever drawn twice in a step, whatever temperature was forgotten: …"""
-REPEATED = 0.2
-"""… and have fewer copies than this."""
+REPEATED = 0.2  # … and have fewer copies than this.
 SAME_PROMPT_GROUPS = 4
 """Groups of a step that may not all have the same prompt; steps with as many groups a prompt, in a run with as many times their
 prompts, have too few."""
 CUT_ALL = 0.9
 """Share of responses at the limit, and of those that are shorter than the answer, from which the limit is below the answers."""
-CUT_RIGHT = 0.02
-"""Mean reward up to which none of them is right."""
+CUT_RIGHT = 0.02  # Mean reward up to which none of them is right.
 CUT_FINISHED = 0.02
 """Share of finished responses without a stop token that are more than an oddity: an honest engine has 0."""
 LINE_FITS = 0.3
@@ -306,9 +253,6 @@ RECOMPUTED = 0.1
 guess adds its own gap to that of the fault, a right one leaves 1e-5 and in a rounded dtype what prefill and decoding differ by."""
 RECOMPUTED_NEARER = 0.8
 """The same where weights of an earlier step are nearer than any others: the engine may have stood still between checkpoints."""
-RECOMPUTED_EXACT = 1e-3
-"""Share below which nothing else is tried."""
-RECOMPUTED_LEAST = 1e-3
-"""Mean distance below which the record is what the stated weights and dtype give: fp32 1e-6."""
-RECOMPUTED_ROUNDED = 5e-3
-"""The same in a rounded dtype: bf16 by prefill instead of decoding 3e-3 at most."""
+RECOMPUTED_EXACT = 1e-3  # Share below which nothing else is tried.
+RECOMPUTED_LEAST = 1e-3  # Mean distance below which the record is what the stated weights and dtype give: fp32 1e-6.
+RECOMPUTED_ROUNDED = 5e-3  # The same in a rounded dtype: bf16 by prefill instead of decoding 3e-3 at most.

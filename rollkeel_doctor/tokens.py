@@ -3,54 +3,33 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from rollkeel_doctor import thresholds as limits
-from rollkeel_doctor.traces.trace import PER_TOKEN, FloatArray, IntArray, Trace
+from rollkeel_doctor.traces.trace import OF_ALL, PER_TOKEN, FloatArray, IntArray, Trace
 
-PER_SEQUENCE = frozenset(
-    [
-        "step",
-        "id",
-        "group",
-        "reward",
-        "prompt_length",
-        "train_version",
-        "status",
-        "prompt_text",
-        "text",
-        "answer",
-        "detail",
-    ]
-)
+PER_SEQUENCE = {f.name for f in fields(Trace)} - PER_TOKEN - OF_ALL
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
     """Tokens with log-probs of both sides. All arrays `[N]`; the trace's sequences are ordered by step and id."""
 
-    index: IntArray
-    """int64: place in the trace."""
+    index: IntArray  # int64: place in the trace.
     token_ids: IntArray
-    sequence: IntArray
-    """int32."""
-    bin: IntArray
-    """int32: which of `steps` it belongs to."""
-    steps: IntArray
-    """`[B]` first step of each bin."""
+    sequence: IntArray  # int32.
+    bin: IntArray  # int32: which of `steps` it belongs to.
+    steps: IntArray  # `[B]` first step of each bin.
     q: FloatArray
     """float32 in [−20, 0]: log q over the whole vocabulary, that is, with the recorded kept mass put back."""
-    o: FloatArray
-    """float32, log o in [−20, 0]."""
-    entropy: FloatArray | None
-    """float32, nats, of the distribution of o."""
+    o: FloatArray  # float32, log o in [−20, 0].
+    entropy: FloatArray | None  # float32, nats, of the distribution of o.
     lag: IntArray | None
     """int32: stated staleness in versions, of weights or KV, whichever is older; −1 where it is not known, None if nowhere."""
-    flipped: IntArray | None
-    """int16, −1 where unknown."""
+    flipped: IntArray | None  # int16, −1 where unknown.
 
     def __len__(self) -> int:
         return len(self.index)
@@ -177,20 +156,14 @@ class Gap(NamedTuple):
     tokens: int
     excess: Mean
     """E_q[ρ] − 1: 0 for honest, untruncated sampling whatever the weights, and with recorded kept mass near 0 too."""
-    k3: float
-    """mean(ρ − 1 − log ρ)."""
-    rms: float
-    """of log ρ."""
-    far: float
-    """Share of tokens with |log ρ| > ln 2."""
-    informed: int
-    """Tokens with q between 0.02 and 0.98, on which the next three stand."""
+    k3: float  # mean(ρ − 1 − log ρ).
+    rms: float  # of log ρ.
+    far: float  # Share of tokens with |log ρ| > ln 2.
+    informed: int  # Tokens with q between 0.02 and 0.98, on which the next three stand.
     noise: float
     """1.4826 × median absolute deviation of logit o − logit q: the gap in logits, blind to tails and to confidence."""
-    bias: float
-    """Median of logit o − logit q: above 0 where the trainer is the sharper one."""
-    slope: float
-    """of logit q on logit o."""
+    bias: float  # Median of logit o − logit q: above 0 where the trainer is the sharper one.
+    slope: float  # of logit q on logit o.
     by_token: float
     """Share of the variance of logit o − logit q that lies between token ids, less what chance gives; NaN where ids seldom
     repeat. Rounding errors hardly know which token they are about, a tensor that is another one's does."""

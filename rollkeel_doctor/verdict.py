@@ -56,14 +56,10 @@ class Rule(NamedTuple):
     """One question. They are asked from top to bottom; to change what hides what, change a row."""
 
     judge: Callable[[Evidence], Cause | None]
-    why: str
-    """Why it is asked here."""
-    where: Callable[[Evidence], bool] = lambda e: True
-    """Only of evidence that can tell."""
-    unless: Sequence[str] = ()
-    """Not asked once one of these is named."""
-    ends: bool = False
-    """Once it names a cause, no rule further down that table is asked."""
+    why: str  # Why it is asked here.
+    where: Callable[[Evidence], bool] = lambda e: True  # Only of evidence that can tell.
+    unless: Sequence[str] = ()  # Not asked once one of these is named.
+    ends: bool = False  # Once it names a cause, no rule further down that table is asked.
 
 
 OF_TOKENS = (

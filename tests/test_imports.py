@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "rollkeel"
-ALONE = ("rollkeel_sandbox",)
+ALONE = ("rollkeel_sandbox", "rollkeel_doctor")
 """Distributions of this repository that need nothing of another one."""
 MAX_FILE, MAX_FUNCTION = 400, 60
 
@@ -172,8 +172,13 @@ ENGINES = ("vllm", "ray")
             ("torch", "transformers", "tokenizers", *ENGINES),
         ),
         ("rollkeel_sandbox.sandbox, rollkeel_sandbox.cli", ("rollkeel", "numpy", "pydantic", "fastapi")),
+        (
+            "rollkeel_doctor.verdict, rollkeel_doctor.traces.read, rollkeel_doctor.cli",
+            ("rollkeel", "torch", "pydantic"),
+        ),
+        ("rollkeel_doctor.cli", ("numpy", "pyarrow")),
     ],
-    ids=["objectives", "instant", "sandbox"],
+    ids=["objectives", "instant", "sandbox", "doctor", "its help"],
 )
 def test_what_an_import_brings_in(modules: str, absent: tuple[str, ...]) -> None:
     script = f"import sys; import {modules}; print(' '.join(m for m in {absent!r} if m in sys.modules))"

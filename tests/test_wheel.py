@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 import rollkeel
+import rollkeel_doctor
 import rollkeel_sandbox
 from rollkeel_sandbox import Level, probe
 
@@ -30,9 +31,10 @@ BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_w
 FILES = {
     "rollkeel": {"rollkeel/recipes/default.yaml", "rollkeel/report/template.html.j2", "rollkeel/py.typed"},
     "rollkeel_sandbox": {"rollkeel_sandbox/agent.py", "rollkeel_sandbox/py.typed"},
+    "rollkeel_doctor": {"rollkeel_doctor/traces/verl.py", "rollkeel_doctor/py.typed"},
 }
 """Distribution → a few files that it must have."""
-ALONE = "import sys; sys.modules.update(dict.fromkeys({!r})); from rollkeel_sandbox.cli import main; main()"
+ALONE = "import sys; sys.modules.update(dict.fromkeys({!r})); from {}.cli import main; main()"
 """A command line in a process that cannot import the named modules."""
 
 
@@ -44,7 +46,8 @@ def built(package: str, folder: Path) -> Path:
         for name in ("pyproject.toml", "README.md", "LICENSE"):
             (root / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, root)
-        shutil.copytree(ROOT / "rollkeel_sandbox", root / "rollkeel_sandbox", ignore=ignore)  # must stay out
+        for other in FILES.keys() - {package}:
+            shutil.copytree(ROOT / other, root / other, ignore=ignore)  # must stay out
         shutil.copytree(ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
     else:
         shutil.copytree(ROOT / package, root, ignore=ignore)
@@ -75,7 +78,7 @@ def environment(site: Path, *packages: str) -> dict[str, str]:
 @pytest.mark.parametrize("package", FILES)
 def test_every_file_of_the_package_is_in_the_wheel(wheels: dict[str, Path], package: str) -> None:
     files = [p.relative_to(ROOT) for p in (ROOT / package).rglob("*") if p.is_file()]
-    beside = {f"rollkeel_sandbox/{name}" for name in ("pyproject.toml", "README.md", "LICENSE")}
+    beside = {f"{package}/{name}" for name in ("pyproject.toml", "README.md", "LICENSE")}
     ours = {str(p) for p in files if "__pycache__" not in p.parts and p.parts[1] != "build" and ".egg" not in str(p)}
     there = {name for name in zipfile.ZipFile(wheels[package]).namelist() if ".dist-info/" not in name}
     assert there == ours - beside
@@ -83,10 +86,11 @@ def test_every_file_of_the_package_is_in_the_wheel(wheels: dict[str, Path], pack
 
 
 def test_distributions_are_of_one_version() -> None:
-    projects = [tomllib.loads((ROOT / place / "pyproject.toml").read_text()) for place in (".", "rollkeel_sandbox")]
+    projects = [tomllib.loads((ROOT / place / "pyproject.toml").read_text()) for place in (".", *list(FILES)[1:])]
     versions = {project["project"]["version"] for project in projects}
-    assert versions == {rollkeel.__version__} == {rollkeel_sandbox.__version__}
-    assert f"rollkeel-sandbox=={rollkeel.__version__}" in projects[0]["project"]["dependencies"]
+    assert versions == {rollkeel.__version__} == {rollkeel_sandbox.__version__} == {rollkeel_doctor.__version__}
+    for name in ("rollkeel-sandbox", "rollkeel-doctor"):
+        assert f"{name}=={rollkeel.__version__}" in projects[0]["project"]["dependencies"]
 
 
 @pytest.mark.skipif(probe().plan().level < Level.NAMESPACES, reason="namespaces do not hold here")
@@ -95,7 +99,7 @@ def test_the_wheel_of_the_sandbox_runs_and_serves_without_rollkeel(site: Path) -
     (empty / "a.py").write_text("print(6 * 7)")
 
     def command(*words: str, without: tuple[str, ...]) -> list[str]:
-        return [sys.executable, "-S", "-c", ALONE.format(without), *words]
+        return [sys.executable, "-S", "-c", ALONE.format(without, "rollkeel_sandbox"), *words]
 
     heavy = ("rollkeel", "torch", "numpy", "pyarrow")
     bare = (*heavy, "fastapi", "uvicorn", "mcp")
@@ -121,6 +125,30 @@ def test_the_wheel_of_the_sandbox_runs_and_serves_without_rollkeel(site: Path) -
                 assert json.load(answer)["stdout"] == "42\n"
         finally:
             server.terminate()
+
+
+def test_the_wheel_of_the_doctor_reads_a_dump_without_rollkeel(site: Path) -> None:
+    """As verl dumps it: a reward that rises, falls to nothing and stays there."""
+    empty, env = site / "empty", environment(site, "rollkeel_doctor")
+    (empty / "dump").mkdir()
+    for step in range(1, 25):
+        rows = [
+            {"input": f"prompt {step} {i // 4}", "output": "a", "score": float(step < 12 and i % 2), "step": step}
+            for i in range(32)
+        ]
+        (empty / "dump" / f"{step}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    script = ALONE.format(("rollkeel", "torch", "transformers"), "rollkeel_doctor")
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", script, "dump", "--json"],
+        cwd=empty,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    said = json.loads(done.stdout)
+    assert (said["source"], [cause["id"] for cause in said["causes"]]) == ("verl generations", ["reward_lost"])
 
 
 @pytest.mark.slow  # a run in a process that loads everything

@@ -44,8 +44,7 @@ class Response:
     where: str
     step: int
     length: int
-    group: Hashable = None
-    """Sequences with equal keys in one step share a group; None: a group of its own."""
+    group: Hashable = None  # Sequences with equal keys in one step share a group; None: a group of its own.
     id: int | None = None
     reward: float = float("nan")
     prompt_length: int = -1

@@ -26,8 +26,7 @@ class Folder:
     path: Path
     config_text: str
     config: dict[str, Any]
-    rows: list[dict[str, Any]]
-    """Metrics rows with an integer `step`, in file order."""
+    rows: list[dict[str, Any]]  # Metrics rows with an integer `step`, in file order.
     events: list[dict[str, Any]]
     problems: list[str]
 

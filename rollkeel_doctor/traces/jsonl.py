@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from rollkeel_doctor.traces.build import Notes
 
-MAX_LINE: Final = 1 << 28
-"""Bytes of one line; longer lines are skipped."""
+MAX_LINE: Final = 1 << 28  # Bytes of one line; longer lines are skipped.
 
 
 def records(path: Path, notes: Notes) -> Iterator[tuple[str, dict[str, Any]]]:

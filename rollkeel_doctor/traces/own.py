@@ -18,13 +18,11 @@ from rollkeel_doctor.errors import BadInput, nearest
 from rollkeel_doctor.traces.trace import TOKENS
 
 NEEDED = ("token_ids", "mask", "rollout_logprobs", "train_logprobs")
-_TOKENS = (*NEEDED, "advantages", "keep", "entropy", "versions")
-"""Arguments with one value per token."""
+_TOKENS = (*NEEDED, "advantages", "keep", "entropy", "versions")  # Arguments with one value per token.
 _TEXTS = ("prompt_text", "text", "answer", "status", "detail")
 _ROWS = ("rewards", "groups", "train_version", "prompt_ids", *_TEXTS)
 _EMPTY = ("prompt_id", "grader", "grader_options", "task", "metadata")
-_PER_STEP = 1_000_000
-"""Ids of step s begin at s times this."""
+_PER_STEP = 1_000_000  # Ids of step s begin at s times this.
 
 
 def save_batch(

@@ -39,23 +39,20 @@ _STORAGES: Final = {
     "BoolStorage": "bool", "UntypedStorage": "uint8",
 }  # fmt: skip
 _NUMPY_SCALARS: Final = {"f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", "b1"}
-_OLD_MAGIC: Final = 0x1950A86A20F9469CFC6C
-"""First value of a file that torch wrote before it wrote zip archives (1.6)."""
+_OLD_MAGIC: Final = 0x1950A86A20F9469CFC6C  # First value of a file that torch wrote before it wrote zip archives (1.6).
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Storage:
     data: bytes
-    dtype: str | None
-    """One of `_DTYPES`; None for one that is not read (8-bit floats, say)."""
+    dtype: str | None  # One of `_DTYPES`; None for one that is not read (8-bit floats, say).
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
     """A tensor as the file has it."""
 
-    array: np.ndarray
-    """Its values; bfloat16 as float32. Read-only, and perhaps a view of the file's bytes."""
+    array: np.ndarray  # Its values; bfloat16 as float32. Read-only, and perhaps a view of the file's bytes.
 
 
 def load(path: str | Path) -> Any:

@@ -35,12 +35,10 @@ PER_TOKEN = frozenset(TOKENS)
 class Facts:
     """What a run says about itself; None where it does not say. A statement is not a proof: the doctor tests some of them."""
 
-    engine: str | None = None
-    """Name of the engine that sampled: `local`, `vllm`."""
+    engine: str | None = None  # Name of the engine that sampled: `local`, `vllm`.
     engine_dtype: str | None = None
     """Numeric mode of the engine: `fp32`, `bf16`, `fp16`, `fp8`, `fp8_weights`, `int8`, `int4`."""
-    train_dtype: str | None = None
-    """Numeric mode of the trainer, in the same words."""
+    train_dtype: str | None = None  # Numeric mode of the trainer, in the same words.
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -50,17 +48,12 @@ class Facts:
     updates_per_step: int | None = None
     objective: str | None = None
     lr: float | None = None
-    entropy_coefficient: float | None = None
-    """Weight of an entropy bonus in the loss."""
-    loop: str | None = None
-    """`sync`, `budgeted`, `async`."""
-    kv: str | None = None
-    """`recompute` or `keep`: what new weights do to the KV of unfinished sequences."""
+    entropy_coefficient: float | None = None  # Weight of an entropy bonus in the loss.
+    loop: str | None = None  # `sync`, `budgeted`, `async`.
+    kv: str | None = None  # `recompute` or `keep`: what new weights do to the KV of unfinished sequences.
     replay_routing: bool | None = None
-    shuffled: bool | None = None
-    """Advantages permuted on purpose, a control."""
-    unmoved: tuple[int, int] | None = None
-    """Steps of the first and the last checkpoint, if they hold the same weights."""
+    shuffled: bool | None = None  # Advantages permuted on purpose, a control.
+    unmoved: tuple[int, int] | None = None  # Steps of the first and the last checkpoint, if they hold the same weights.
 
     @property
     def truncated(self) -> bool | None:
@@ -78,74 +71,54 @@ class Trace:
     Raises `ValueError` for arrays whose lengths do not fit.
     """
 
-    source: str
-    """Who wrote the files, for example `rollkeel run`, `slime rollout dump`."""
+    source: str  # Who wrote the files, for example `rollkeel run`, `slime rollout dump`.
     path: str
     facts: Facts = Facts()
-    starts: IntArray
-    """`[S + 1]` int64, `starts[0] == 0`, `starts[-1] == T`."""
+    starts: IntArray  # `[S + 1]` int64, `starts[0] == 0`, `starts[-1] == T`.
 
     # per sequence
-    step: IntArray
-    """`[S]` int64: step that trained on it, or would have."""
-    id: IntArray
-    """`[S]` int64: unique in the trace."""
-    group: IntArray
-    """`[S]` int64: sequences of one prompt occurrence share it."""
-    reward: FloatArray
-    """`[S]` float64, NaN where there is none."""
-    prompt_length: IntArray
-    """`[S]` int64, tokens; −1 if unknown."""
+    step: IntArray  # `[S]` int64: step that trained on it, or would have.
+    id: IntArray  # `[S]` int64: unique in the trace.
+    group: IntArray  # `[S]` int64: sequences of one prompt occurrence share it.
+    reward: FloatArray  # `[S]` float64, NaN where there is none.
+    prompt_length: IntArray  # `[S]` int64, tokens; −1 if unknown.
     train_version: IntArray | None = None
     """`[S]` int64: version of the weights that `train_logprobs` were computed with."""
     status: Sequence[str] | None = None
     """`[S]`: how it ended, in the words of `rollkeel.types.Status`; empty if unknown."""
-    prompt_text: Sequence[str] | None = None
-    """`[S]`"""
-    text: Sequence[str] | None = None
-    """`[S]`: decoded response."""
-    answer: Sequence[str] | None = None
-    """`[S]`: gold answer."""
-    detail: Sequence[str] | None = None
-    """`[S]`: what grader or engine had to say."""
+    prompt_text: Sequence[str] | None = None  # `[S]`
+    text: Sequence[str] | None = None  # `[S]`: decoded response.
+    answer: Sequence[str] | None = None  # `[S]`: gold answer.
+    detail: Sequence[str] | None = None  # `[S]`: what grader or engine had to say.
 
     # per token
-    token_ids: IntArray
-    """`[T]` int32 or int64; −1 where the file has none."""
+    token_ids: IntArray  # `[T]` int32 or int64; −1 where the file has none.
     rollout_logprobs: FloatArray
     """`[T]` float32, log q: as the sampling engine reported it. NaN where there is none (tool output, say)."""
     train_logprobs: FloatArray | None = None
     """`[T]` float32, log o: the trainer at `train_version`. NaN where it was not computed."""
-    mask: np.ndarray | None = None
-    """`[T]` bool: tokens the loss was taken over; None if all of them."""
-    advantages: FloatArray | None = None
-    """`[T]` float32, NaN where the token was not trained on."""
+    mask: np.ndarray | None = None  # `[T]` bool: tokens the loss was taken over; None if all of them.
+    advantages: FloatArray | None = None  # `[T]` float32, NaN where the token was not trained on.
     keep: np.ndarray | None = None
     """`[T]` bool: kept by every mask of the objective; tokens that were not trained on are True."""
     entropy: FloatArray | None = None
     """`[T]` float32, nats: of the trainer's distribution that the token's log o is of. NaN as there."""
-    kept_mass: FloatArray | None = None
-    """`[T]` float32 in (0, 1]: see `rollkeel.types.TokenSpan`."""
-    versions: IntArray | None = None
-    """`[T]` int64: version whose weights sampled the token, as stated."""
-    kv_versions: IntArray | None = None
-    """`[T]` int64: oldest version in the token's KV, as stated."""
+    kept_mass: FloatArray | None = None  # `[T]` float32 in (0, 1]: see `rollkeel.types.TokenSpan`.
+    versions: IntArray | None = None  # `[T]` int64: version whose weights sampled the token, as stated.
+    kv_versions: IntArray | None = None  # `[T]` int64: oldest version in the token's KV, as stated.
     flipped_layers: IntArray | None = None
     """`[T]` int16: MoE layers whose experts differ between engine and trainer; −1 where the trainer's are not known."""
-    pieces: Mapping[int, str] = field(default_factory=dict)
-    """Text of each token id, as far as known."""
+    pieces: Mapping[int, str] = field(default_factory=dict)  # Text of each token id, as far as known.
 
     # per step
-    metrics: Sequence[Mapping[str, Any]] = ()
-    """Rows of the run's metrics, by step, under rollkeel's names."""
-    notes: Sequence[str] = ()
-    """One line for everything that could not be read."""
+    metrics: Sequence[Mapping[str, Any]] = ()  # Rows of the run's metrics, by step, under rollkeel's names.
+    notes: Sequence[str] = ()  # One line for everything that could not be read.
 
     def __post_init__(self) -> None:
         tokens, sequences = int(self.starts[-1]), len(self.starts) - 1
         for f in fields(self):
             value = getattr(self, f.name)
-            if value is None or f.name in _NEITHER:
+            if value is None or f.name in OF_ALL:
                 continue
             expected = tokens if f.name in PER_TOKEN else sequences
             if len(value) != expected:
@@ -192,4 +165,4 @@ class Trace:
         return replace(self, **changes)
 
 
-_NEITHER = {"source", "path", "facts", "starts", "pieces", "metrics", "notes"}
+OF_ALL = {"source", "path", "facts", "starts", "pieces", "metrics", "notes"}
