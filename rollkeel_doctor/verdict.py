@@ -101,11 +101,14 @@ OF_TOKENS = (
 )
 OF_RUN = (
     Rule(training.reward_failures, "Rewards that are wrong explain whatever came of them, and are wrong all the same."),
-    Rule(outcome.rewarded_empty, "The same."),
-    Rule(outcome.wrong_advantages, "Bugs of the batch stand beside each other."),
-    Rule(outcome.nothing_trained, "The same."),
-    Rule(outcome.duplicates, "The same."),
-    Rule(outcome.cut_off_answers, "The same."),
+    Rule(outcome.rewarded_empty, "So are rewards of answers that say nothing, whatever they led to."),
+    Rule(
+        outcome.wrong_advantages,
+        "What is wrong with a batch is wrong whatever its rewards are: these four hide nothing.",
+    ),
+    Rule(outcome.nothing_trained, "Weights that stay where they are need no other cause, and may have one."),
+    Rule(outcome.duplicates, "Copies leave rewards and advantages as they are."),
+    Rule(outcome.cut_off_answers, "A cut answer may still be right, so that no reward tells."),
     Rule(training.learning_rate, "What took the entropy without any reward took the reward too.", _undriven),
     Rule(
         training.entropy_collapse,

@@ -63,7 +63,7 @@ OF_FOUNDATIONS = {
     "events": {"errors"},
     "models": {"errors", "types", "config", "events"},
 }
-ONLY_IN = {"ray": "cluster/", "vllm": "engines/vllm"}
+ONLY_IN = {"ray": "cluster/", "vllm": "engines/vllm", "rollkeel_doctor": ("cli/", "report/", "diagnose/")}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 OTHERS = [f for name in ALONE for f in sorted((ROOT / name).rglob("*.py")) if f.relative_to(ROOT).parts[1] != "build"]

@@ -23,9 +23,11 @@ from tiny_run import cli
 from rollkeel.record.rollout_store import write_step
 from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
 from rollkeel_doctor import CAUSES, Diagnosis, diagnose
+from rollkeel_doctor.evidence import measure
 from rollkeel_doctor.tokens import clustered, taken
 from rollkeel_doctor.traces.read import read_trace
 from rollkeel_doctor.traces.trace import Facts, Trace
+from rollkeel_doctor.verdict import OF_RUN, OF_TOKENS
 from rollkeel_doctor.view import show
 
 TRACES = {
@@ -47,6 +49,22 @@ def test_the_order_of_sequences_changes_nothing(name: str, seed: int) -> None:
     trace = TRACES[name]
     order = np.random.default_rng(seed).permutation(trace.sequences)
     assert diagnose(taken(trace, order)).to_json() == diagnose(trace).to_json()
+
+
+def test_rows_of_the_tables_can_be_read_and_name_known_causes() -> None:
+    for rule in (*OF_TOKENS, *OF_RUN):
+        assert rule.why.endswith(".")
+        assert len(rule.why) > 15
+        assert set(rule.unless) <= set(CAUSES)
+
+
+def test_a_row_that_ends_its_table_hides_the_rows_below_it() -> None:
+    """A temperature that the record lacks makes a gap of its own; what is left of it is not asked for other weights."""
+    trace = simulate().trace(sampled_at=0.7, trained_at=0.7, facts=Facts(temperature=0.7))
+    e = measure(trace)
+    asked = [rule.judge for rule in OF_TOKENS if rule.where(e) and rule.judge(e) is not None]
+    assert len(asked) > 1  # more than one row would have spoken
+    assert [c.id for c in diagnose(trace).causes] == ["temperature"]
 
 
 def test_errors_know_that_tokens_of_a_sequence_depend() -> None:
