@@ -18,8 +18,8 @@ from rollkeel.config_table import leaves
 from rollkeel.errors import BadInput
 from rollkeel.recipe import from_tree, load
 from rollkeel.record.run_config import digest
-from rollkeel.record.run_files import read_run
 from rollkeel.renamed import CONSTANTS, COUNTS, RENAMED, upgraded
+from rollkeel.report.run_files import read_run
 
 OLD = Path(__file__).with_name("old_config.yaml")
 TODAY = [

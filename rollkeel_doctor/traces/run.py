@@ -211,7 +211,8 @@ def _facts(stated: tuple[Any, ...], config: Mapping[str, Any], unmoved: tuple[in
         found = config.get(name)
         return found if isinstance(found, Mapping) else {}
 
-    train, routing, model = section("train"), section("rollout").get("routing"), section("model")
+    train, rollout, model, old = section("train"), section("rollout"), section("model"), section("advantages")
+    routing = rollout.get("routing")
     dtypes = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
     return Facts(
         engine=engine,
@@ -228,7 +229,7 @@ def _facts(stated: tuple[Any, ...], config: Mapping[str, Any], unmoved: tuple[in
         entropy_coefficient=train.get("entropy_coefficient"),
         loop=section("run").get("loop"),
         kv=section("engine").get("kv"),
-        replay_routing=routing == "replay" if routing else None,
-        shuffled=section("experiment").get("advantages") == "shuffled",
+        replay_routing=routing == "replay" if routing else rollout.get("replay_routing"),  # of older runs, as the next
+        shuffled=section("experiment").get("advantages") == "shuffled" or bool(old.get("shuffle")),
         unmoved=unmoved,
     )
