@@ -258,8 +258,8 @@ def test_credit_is_judged_under_the_estimator_that_gave_it(loop: str, found: dic
     some = [replace(r, reward=reward) for r, reward in zip(rollouts([([1], -1.0)] * 2), (0.0, 1.0), strict=True)]
     parts = [build_batch(some, [0.5, -0.5], "token_mean")]
     config = load(None, [*LOOPS[loop], *(["rollout.budget.group=partial"] if loop == "budgeted" else [])])
-    fake: Any = SimpleNamespace(config=config, objective=SimpleNamespace(advantage="own.py:estimator"))
-    assert learn.credited(fake, parts, some) == found
+    objective: Any = SimpleNamespace(advantage="own.py:estimator")
+    assert learn.credited(config, objective, parts, some) == found
 
 
 def test_a_resumed_run_goes_on_counting() -> None:

@@ -129,7 +129,10 @@ def test_tokenizer_that_does_not_belong_to_the_model(tmp_path: Path, capsys: pyt
     assert "outside the model's vocabulary of 32" in refused(capsys, "train", *words, f"run.dir={tmp_path / 'run'}")
     assert "outside the model's vocabulary of 32" in refused(capsys, "eval", *words)
     assert "outside the model's vocabulary of 32" in refused(capsys, "rollout", *words, "--out", tmp_path / "r.parquet")
-    assert "outside the model's vocabulary of 32" in refused(capsys, "sft", *words, "--out", tmp_path / "sft")
+    assert "outside the model's vocabulary of 32" in refused(
+        capsys, "sft", *words, "sft.steps=1", "--out", tmp_path / "sft"
+    )
+    assert "sft.steps=0 trains nothing" in refused(capsys, "sft", *words, "--out", tmp_path / "sft")
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 

@@ -7,7 +7,7 @@ what such a run would have done.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,13 @@ def inserted(span: TokenSpan, at: int, token_ids: IntArray, logprobs: FloatArray
         topk_ids=repeated(span.topk_ids),
         topk_logprobs=repeated(span.topk_logprobs),
     )
+
+
+def first(span: TokenSpan, count: int) -> TokenSpan:
+    """Its first `count` tokens."""
+    held: dict[str, Any] = {f.name: getattr(span, f.name) for f in fields(span)}
+    cut: dict[str, Any] = {name: None if values is None else values[:count] for name, values in held.items()}
+    return TokenSpan(**cut)
 
 
 def with_output(rollout: Rollout, output: str, after: int) -> Rollout:

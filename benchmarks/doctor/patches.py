@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.doctor import alterations as alter
 from benchmarks.doctor.alterations import Alter, inserted, with_output
 from rollkeel.engines import local
 from rollkeel.loop import assemble, steps
@@ -248,12 +249,15 @@ class ToolEngine:
         for segment in self._engine.poll(timeout_s):
             request = self._asked[segment.request_id]
             if segment.request_id in self._first:
-                whole = self._first.pop(segment.request_id).append(segment.span)
+                whole, most = self._first.pop(segment.request_id).append(segment.span), request.sampling.max_new_tokens
+                if len(whole) > most:  # nobody takes more than was asked for
+                    segment, whole = replace(segment, status=Status.LENGTH), alter.first(whole, most)
                 ended.append(replace(segment, span=whole))
             elif segment.status is Status.LENGTH and len(segment.span) == self._after:
                 first = inserted(segment.span, len(segment.span), self._output)
                 self._first[request.id] = first
-                again.append(replace(request, prefix=first))  # the output counts against the limit, as any prefix does
+                limit = request.sampling.max_new_tokens + len(self._output)
+                again.append(replace(request, prefix=first, sampling=replace(request.sampling, max_new_tokens=limit)))
             else:
                 ended.append(segment)
         if again:

@@ -287,7 +287,7 @@ def make(
         return 0.0
     shutil.rmtree(path, ignore_errors=True)
     began = time.perf_counter()
-    config = load(recipe, _today(words))
+    config = load(recipe, today(words))
     with mock.patch.dict(os.environ, ROLLKEEL_CACHE=str(cache)):
         ended = run_once(config, path, patches, killed_at=killed_at, own_start=own_start)
     gc.collect()
@@ -296,7 +296,7 @@ def make(
     return seconds
 
 
-def _today(words: Sequence[str]) -> list[str]:
+def today(words: Sequence[str]) -> list[str]:
     """Overrides in today's names; labels keep the names that a case was made with, so that it need not be made again."""
     out: list[str] = []
     for word in words:

@@ -41,6 +41,8 @@ PAIRS, PROMPTS = "pairs.jsonl", "prompts.jsonl"
 def sft_stage(config: Config, out: Path) -> dict[str, float]:
     """Warm-start `model.path` on demonstrations and write a Hugging Face folder to `out`; called again, it goes on where it was."""
     _refuse_existing(out)
+    if config.sft.steps == 0:
+        raise BadInput("sft.steps=0 trains nothing: set sft.steps to 1 or more")
     policy = _policy(config)
     kept = Unfinished(out.with_name(f".unfinished-{out.name}"), warm_start_key(config))
     with LiveView() as view, StopFlag(view) as stop:

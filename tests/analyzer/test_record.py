@@ -48,7 +48,7 @@ def test_tensors_are_those_of_the_weights_that_began_the_step(traced: Path) -> N
     found = load_capture(traced / "tensors" / "step_000004.safetensors")
     assert found.facts["step"] == "4"
     assert found.facts["version"] == "6"
-    assert len(found.tokens.sequences) == 3
+    assert len(found.tokens.sequences) == 2
     before = traced / "checkpoints" / "step_000003" / "model"
     again = TrainerSide(load_policy(ModelConfig(path=str(before))).model.eval()).capture(found.tokens)
     assert again.values.keys() == found.values.keys()

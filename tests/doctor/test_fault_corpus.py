@@ -23,7 +23,7 @@ from benchmarks.doctor.healthy import KINDS
 from benchmarks.doctor.lookup import Lookup
 from benchmarks.doctor.shifting import Shifting
 from benchmarks.doctor.sorting import Sorting
-from benchmarks.doctor.workloads import OWN_TASKS, SPLITS, words_of
+from benchmarks.doctor.workloads import OWN_TASKS, SPLITS, today, words_of
 from rollkeel.engines import local
 from rollkeel.loop import steps as loop
 from rollkeel.loop.check import validate
@@ -349,8 +349,10 @@ def test_an_answer_that_ends_before_has_no_tool_output() -> None:
     assert tool(stop=1, limit=9).span.token_ids.tolist() == [40, 2]
 
 
-def test_tool_output_takes_no_room_from_the_answer() -> None:
-    assert len(tool(stop=20, limit=5).span) == 7
+def test_no_more_comes_back_than_was_asked_for() -> None:
+    """The collector refuses a longer answer: the run would end."""
+    segment = tool(stop=20, limit=5)
+    assert (len(segment.span), segment.status) == (5, Status.LENGTH)
 
 
 def test_dropped_updates_keep_the_old_weights_and_state_the_new() -> None:
@@ -402,7 +404,7 @@ def test_every_config_of_the_corpus_is_valid(split: str, monkeypatch: pytest.Mon
         else:
             size = FAULTS[case.fault].magnitudes(split, case.model)[case.index]
             words = [*BASES[case.base][split], *size.words]
-        validate(load(None, words_of(split, case.model, case.seed, words)))
+        validate(load(None, today(words_of(split, case.model, case.seed, words))))
 
 
 def test_enough_cases() -> None:

@@ -185,7 +185,7 @@ def test_a_loss_costs_and_doubles_no_token(open_engine: Any, fault: str, tokens:
 
 
 def test_streams_that_bring_nothing_for_a_while_cost_no_rollout(open_engine: Any) -> None:
-    engine, backend = open_engine()
+    engine, backend = open_engine(deadline_s=120)
     backend.set("mute", 5)
     asked = requests(1)
     engine.submit(asked)
