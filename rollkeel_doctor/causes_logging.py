@@ -118,6 +118,9 @@ def _broke(moved: Shift) -> str:
 def retokenised(e: Evidence) -> Cause | None:
     moved, odd = e.displaced, e.odd
     if moved is not None:
+        others = e.tokens.fresh.where(~np.isin(e.tokens.fresh.sequence, moved.sequences))
+        if len(others) >= limits.MIN_TOKENS and np.abs(others.q - others.o).mean() > limits.SHIFT_FITS * moved.apart:
+            return None  # sequences with their own ids are as far off
         share = moved.share
         return Cause(
             id="retokenised",

@@ -9,7 +9,7 @@ from rollkeel_doctor.causes_training import first_tokens, last_tokens
 from rollkeel_doctor.diagnosis import Cause
 from rollkeel_doctor.evidence import Evidence
 from rollkeel_doctor.repeats import contexts
-from rollkeel_doctor.series import extremes, known_mean, lost
+from rollkeel_doctor.series import extremes, known_mean, lost, too_short
 from rollkeel_doctor.tokens import Mean, clustered
 from rollkeel_doctor.traces.trace import IntArray, Trace
 
@@ -242,9 +242,11 @@ def cut_off_answers(e: Evidence) -> Cause | None:
         return None
     status = np.array(list(trace.status))
     finished, cut = (status == "finished") & (trace.lengths > 0), status == "length"
-    if cut.mean() > limits.CUT_ALL and _too_short(trace, cut):
-        why = f"{cut.mean():.0%} of responses end at the length limit, and are no longer than the right answers"
-    elif (trace.token_ids >= 0).all() and (trace.mask is None or trace.mask.all()):
+    turns = trace.mask is not None and not trace.mask.all()
+    if cut.mean() > limits.CUT_ALL and (turns or too_short(trace, cut)) and _poor(trace, cut):
+        short = "before their environment ends them" if turns else "and are no longer than the right answers"
+        why = f"{cut.mean():.0%} of responses end at the length limit, {short}"
+    elif (trace.token_ids >= 0).all() and not turns:
         cut = finished & ~_stopped(trace, finished)
         share = cut.sum() / max(int(finished.sum()), 1)
         stripped = share > limits.CUT_ALL and not trace.source.startswith("rollkeel")  # so some write all of theirs
@@ -263,14 +265,9 @@ def cut_off_answers(e: Evidence) -> Cause | None:
     )
 
 
-def _too_short(trace: Trace, cut: np.ndarray) -> bool:
-    if trace.answer is None or trace.text is None or not any(trace.answer):
-        return False
-    short = np.array([len(t.strip()) <= len(a.strip()) for t, a in zip(trace.text, trace.answer, strict=True)])
+def _poor(trace: Trace, cut: np.ndarray) -> bool:
     reward = trace.reward[cut & np.isfinite(trace.reward)]
-    return bool(
-        short[cut].mean() > limits.CUT_ALL and len(reward) and reward.mean() <= max(limits.CUT_RIGHT, reward.min())
-    )
+    return bool(len(reward)) and reward.mean() <= limits.CUT_LEAST * np.nanmax(trace.reward)
 
 
 def rewarded_empty(e: Evidence) -> Cause | None:

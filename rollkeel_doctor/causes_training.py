@@ -9,7 +9,7 @@ import numpy as np
 from rollkeel_doctor import thresholds as limits
 from rollkeel_doctor.diagnosis import Cause
 from rollkeel_doctor.evidence import Evidence
-from rollkeel_doctor.series import Series, cut_responses, difference, known_mean
+from rollkeel_doctor.series import Series, cut_responses, difference, known_mean, too_short
 from rollkeel_doctor.tokens import Mean, clustered
 from rollkeel_doctor.traces.trace import FloatArray, IntArray, Trace
 
@@ -162,7 +162,8 @@ def length_truncation(e: Evidence) -> Cause | None:
     seldom = a.value - e.series.low < limits.CUT_SELDOM * spread and apart.value >= limits.CUT_LOSS * (
         b.value - e.series.low
     )
-    if not ((much and apart.z >= limits.TREND_Z) or (seldom and apart.z >= limits.CUT_Z)):
+    below = apart.value > 0 and too_short(trace, cut)  # what stands there may still earn a part of the reward
+    if not (((much or below) and apart.z >= limits.TREND_Z) or (seldom and apart.z >= limits.CUT_Z)):
         return None
     lost = float(share) * apart.value / spread
     return Cause(

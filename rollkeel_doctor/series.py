@@ -70,6 +70,14 @@ def cut_responses(trace: Trace) -> np.ndarray | None:
     return None if limit is None else trace.lengths >= limit
 
 
+def too_short(trace: Trace, cut: np.ndarray) -> bool:
+    """Whether the responses `cut` are no longer than the right answers: then the limit is below those."""
+    if trace.answer is None or trace.text is None or not any(trace.answer):
+        return False
+    short = np.array([len(t.strip()) <= len(a.strip()) for t, a in zip(trace.text, trace.answer, strict=True)])
+    return bool(short[cut].mean() > limits.CUT_ALL)
+
+
 def known_mean(values: FloatArray) -> float:
     """Mean of what is not NaN; NaN where nothing is known."""
     known = values[~np.isnan(values)]

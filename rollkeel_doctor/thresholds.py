@@ -29,7 +29,7 @@ EXCESS_Z = 4.5
 """Chance of one false alarm in 10⁵ honest traces, if means were normal; the tails of ρ make it a little more."""
 
 # -- alignment and re-tokenisation -------------------------------------------------------------------------------------
-SHIFT_LAGS = (-2, -1, 1, 2)
+SHIFT_LAGS = (-4, -3, -2, -1, 1, 2, 3, 4)
 SHIFT_APART = 0.15
 """Nats: a sequence is looked at if its |log ρ| averages more. Honest fp8: 0.02; 16 steps of staleness: about 0.2."""
 SHIFT_FITS = 0.35  # It is shifted if another lag brings that below this share. Chosen, not fitted.
@@ -228,7 +228,7 @@ SAME_PROMPT_GROUPS = 4
 prompts, have too few."""
 CUT_ALL = 0.9
 """Share of responses at the limit, and of those that are shorter than the answer, from which the limit is below the answers."""
-CUT_RIGHT = 0.02  # Mean reward up to which none of them is right.
+CUT_LEAST = 0.75  # Share of the best reward that responses cut so do not reach on average.
 CUT_FINISHED = 0.02
 """Share of finished responses without a stop token that are more than an oddity: an honest engine has 0."""
 LINE_FITS = 0.3

@@ -25,7 +25,7 @@ from rollkeel.models.numerics import MODES
 from rollkeel.record.rollout_store import read_step, to_rollouts
 from rollkeel.record.runfolder import CONFIG, RunFolder, rollout_files
 from rollkeel.train import checkpoint
-from rollkeel.types import Rollout
+from rollkeel.types import FloatArray, Rollout, TokenSpan
 from rollkeel_doctor import thresholds as limits
 from rollkeel_doctor.causes_weights import PROBES
 from rollkeel_doctor.diagnosis import Cause, Diagnosis
@@ -275,10 +275,7 @@ def _taken(policy: Policy, step: int, rollouts: Sequence[Rollout]) -> Sampled | 
         if sum(len(r.prompt.token_ids) + len(r.span) for r in taken) > MAX_TOKENS:
             break
     pairs = [(r.prompt.token_ids, r.span) for r in taken]
-    # A cut distribution is the whole one over the mass that was kept.
-    said = [
-        np.concatenate([np.full(len(prompt), np.nan), span.logprobs + np.log(span.kept_mass)]) for prompt, span in pairs
-    ]
+    recorded = [np.concatenate([np.full(len(prompt), np.nan), _sampled_logprobs(span)]) for prompt, span in pairs]
     return Sampled(
         policy=policy,
         step=step,
@@ -289,9 +286,15 @@ def _taken(policy: Policy, step: int, rollouts: Sequence[Rollout]) -> Sampled | 
             sequences=tuple(np.concatenate([prompt, span.token_ids]) for prompt, span in pairs),
             prompt_lengths=tuple(len(prompt) for prompt, _ in pairs),
         ),
-        logprobs=torch.from_numpy(np.concatenate(said)).float(),
+        logprobs=torch.from_numpy(np.concatenate(recorded)).float(),
         temperature=rollouts[0].sampling.temperature,
     )
+
+
+def _sampled_logprobs(span: TokenSpan) -> FloatArray:
+    """Before the distribution was cut; NaN for what an environment wrote, which nobody sampled."""
+    whole = span.logprobs + np.log(span.kept_mass)
+    return whole if span.sampled is None else np.where(span.sampled, whole, np.nan)
 
 
 def _clean(sampled: Sampled | None) -> bool:

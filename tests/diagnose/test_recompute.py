@@ -17,9 +17,10 @@ import torch
 from rollkeel.analyzer.capture import Tokens
 from rollkeel.analyzer.sides import engine_forward, prefill_logprobs
 from rollkeel.config import ModelConfig
-from rollkeel.diagnose.recompute import Sampled, decided, explain, refine, sets
+from rollkeel.diagnose.recompute import Sampled, _taken, decided, explain, refine, sets
 from rollkeel.models.loading import Policy, load_policy
 from rollkeel.models.names import checkpoint_views
+from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
 from rollkeel_doctor import Cause, Diagnosis
 
 INPUT = "model.layers.1.input_layernorm.weight"
@@ -183,3 +184,26 @@ def test_a_folder_that_cannot_tell_changes_nothing(tmp_path: Path) -> None:
     refined = refine(found, tmp_path)
     assert refined.causes == found.causes
     assert "not recomputed" in refined.notes[-1]
+
+
+def test_what_an_environment_wrote_is_not_compared() -> None:
+    """It has a place and a log-prob of 0 in the response, and nobody sampled it."""
+    prompt = Prompt(
+        id="p", index=0, text="", token_ids=np.array([3, 4]), answer="", grader=GraderSpec(name="x"), task="t"
+    )
+    span = TokenSpan(
+        token_ids=np.array([5, 6, 7]),
+        logprobs=np.array([-1.0, 0.0, -2.0], np.float32),
+        kept_mass=np.ones(3, np.float32),
+        versions=np.zeros(3, np.int64),
+        kv_versions=np.zeros(3, np.int64),
+        sampled=np.array([True, False, True]),
+    )
+    rollout = Rollout(
+        id=0, group=0, member=0, prompt=prompt, span=span, status=Status.FINISHED, sampling=SamplingParams(),
+        engine="local", dtype="fp32", reward=1.0,
+    )  # fmt: skip
+    policy = load_policy(ModelConfig(path="preset:tiny-qwen3"), "cpu")
+    sampled = _taken(policy, 1, [rollout])
+    assert sampled is not None
+    assert sampled.logprobs.isnan().tolist() == [True, True, False, True, False]

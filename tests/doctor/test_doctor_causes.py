@@ -125,7 +125,7 @@ def test_truncation_that_is_not_stated() -> None:
     assert first(trace.with_(kept_mass=None)) == "truncation"
 
 
-@pytest.mark.parametrize("by", [-2, -1, 1, 2])
+@pytest.mark.parametrize("by", [-4, -2, -1, 1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "fp8"])
 def test_alignment_says_which_lag_fits(by: int, dtype: str) -> None:
     trace = simulate(noise=NOISES[dtype]).trace(facts=replace(FP32, engine_dtype=dtype))

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from simulated import STEPS, simulate, stopped
 
-from rollkeel_doctor import diagnose
+from rollkeel_doctor import causes_logging, diagnose, signs
 from rollkeel_doctor.causes_weights import learning
+from rollkeel_doctor.evidence import measure
 from rollkeel_doctor.series import series
 from rollkeel_doctor.tokens import clustered, select
 from rollkeel_doctor.traces.trace import Facts, Trace
@@ -156,3 +157,48 @@ def test_one_prompt_that_asks_for_another_answer_each_time() -> None:
     assert causes(same)[:1] == ["reward_failures"]
     told = ["7" if r > 0 else str(100 + i) for i, r in enumerate(trace.reward)]
     assert "reward_failures" not in causes(same.with_(answer=told))
+
+
+def test_a_part_of_the_answer_earns_a_part_of_the_reward() -> None:
+    """What was cut is no longer than the right answer: the limit took the rest, whatever the beginning earned."""
+    trace = stopped(simulate().trace())
+    rng = np.random.default_rng(1)
+    cut, marks = rng.random(trace.sequences) < 0.6, rng.random(trace.sequences)
+    told = trace.with_(
+        status=np.where(cut, "length", "finished").tolist(),
+        reward=np.where(cut, 0.85 * marks, marks),
+        text=["1234"] * trace.sequences,
+    )
+    assert causes(told.with_(answer=["123456"] * trace.sequences)) == ["length_truncation"]
+    assert causes(told.with_(answer=["12"] * trace.sequences)) == []
+    assert causes(told.with_(answer=["123456"] * trace.sequences, reward=marks)) == []
+
+
+def test_a_limit_below_every_answer_that_leaves_a_part_of_the_reward() -> None:
+    trace = simulate().trace()
+    marks = np.random.default_rng(1).random(trace.sequences)
+    told = trace.with_(status=["length"] * trace.sequences, text=["12"] * trace.sequences, reward=marks)
+    assert causes(told.with_(answer=["1234"] * trace.sequences)) == ["cut_off_answers"]
+    assert causes(told.with_(answer=["1234"] * trace.sequences, reward=np.ones(trace.sequences))) == []
+
+
+def test_episodes_that_end_at_the_limit_before_their_environment_ends_them() -> None:
+    trace = simulate().trace()
+    mask = np.ones(len(trace), bool)
+    mask[trace.starts[:-1] + 2] = False
+    share = np.random.default_rng(1).choice([0.0, 0.25, 0.5, 1.0], trace.sequences, p=[0.5, 0.3, 0.19, 0.01])
+    assert "cut_off_answers" in causes(trace.with_(mask=mask, reward=share, status=["length"] * trace.sequences))
+    assert "cut_off_answers" not in causes(trace.with_(mask=mask, reward=share, status=["finished"] * trace.sequences))
+
+
+def test_ids_are_not_blamed_where_sequences_with_their_own_are_as_far_off() -> None:
+    """Answers that repeat a letter fit themselves when moved."""
+    e = measure(simulate().trace())
+    odd = np.unique(e.tokens.sequence)[::3]
+    apart = 2.0
+    far = replace(e.tokens, q=e.tokens.o - apart)
+    shift = signs.Shift(-1, apart, 0.5, odd, e.trace.starts[odd], 1.4, e.trace.sequences)
+    assert causes_logging.retokenised(replace(e, displaced=shift, tokens=far)) is None
+    cause = causes_logging.retokenised(replace(e, displaced=shift))
+    assert cause is not None
+    assert cause.id == "retokenised"
