@@ -84,23 +84,44 @@ def answer(
 
 
 def main() -> None:
-    """Entry point of `rollkeel-doctor`: every refusal is one line on standard error and its exit code."""
+    """Entry point of `rollkeel-doctor`."""
+    words = sys.argv[1:] or ["--help"]
+    sys.exit(guarded(lambda: app(args=words, standalone_mode=False), "rollkeel-doctor", (DoctorError,)))
+
+
+def guarded(call: Callable[[], Any], name: str, refusals: tuple[type[Any], ...]) -> int:
+    """Run `call` of the program `name`; returns the exit code, having printed one line for an error that a user can act on.
+
+    `refusals`: types of such errors, which carry their `exit_code`.
+    """
     try:
-        code = app(args=sys.argv[1:] or ["--help"], prog_name="rollkeel-doctor", standalone_mode=False)
-        sys.stdout.flush()
-    except DoctorError as error:
-        code = error.exit_code
-        print(f"rollkeel-doctor: {error}", file=sys.stderr)
+        result = call()
+        sys.stdout.flush()  # a reader that went away is noticed here and not on the interpreter's way out
+        if result == 130:  # typer turns a KeyboardInterrupt into this code and says nothing
+            raise KeyboardInterrupt
+        return result if isinstance(result, int) else 0
+    except refusals as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        code = 130
-    except BrokenPipeError:  # the reader of standard output went away, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = 128 + signal.SIGPIPE
+        print(f"{name}: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return _unread()
+    except SystemExit as ended:
+        if not isinstance(ended.__context__, BrokenPipeError):
+            raise
+        return _unread()  # typer exits with 1 there, which is the doctor's verdict
     except Exception as caught:
         error: Any = caught
         if not isinstance(error, _UsageError):
             raise
-        code = 2
-        message = " ".join(error.format_message().split())  # unlike str(error) it names the option
-        print(f"rollkeel-doctor: {message} (see rollkeel-doctor --help)", file=sys.stderr)
-    sys.exit(code)
+        message = error.format_message()  # unlike str(error) it names the option
+        print(f"{name}: {' '.join(message.split())} (see {name} --help)", file=sys.stderr)
+        return 2
+
+
+def _unread() -> int:
+    """Exit code where the reader of standard output went away, as `head` does: that of a program which SIGPIPE ended."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes once more on its way out
+    return 128 + signal.SIGPIPE

@@ -150,7 +150,9 @@ def main() -> None:
     except SandboxError as error:
         code = error.exit_code
         print(f"rollkeel-sandbox: {str(error).removeprefix('sandbox: ')}", file=sys.stderr)
-    except BrokenPipeError:  # the reader of standard output went away, as `head` does
+    except (BrokenPipeError, SystemExit) as ended:  # the reader of standard output went away; typer exits with 1 there
+        if not isinstance(ended, BrokenPipeError) and not isinstance(ended.__context__, BrokenPipeError):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = 128 + signal.SIGPIPE
     except Exception as caught:

@@ -67,10 +67,10 @@ def inserted(span: TokenSpan, at: int, token_ids: IntArray, logprobs: FloatArray
     )
 
 
-def first(span: TokenSpan, count: int) -> TokenSpan:
-    """Its first `count` tokens."""
+def part(span: TokenSpan, where: slice) -> TokenSpan:
+    """Some of its tokens."""
     held: dict[str, Any] = {f.name: getattr(span, f.name) for f in fields(span)}
-    cut: dict[str, Any] = {name: None if values is None else values[:count] for name, values in held.items()}
+    cut: dict[str, Any] = {name: None if values is None else values[where] for name, values in held.items()}
     return TokenSpan(**cut)
 
 
@@ -105,13 +105,4 @@ def retokenised(rollout: Rollout, merge: Callable[[list[int]], list[int]]) -> Ro
     ids = merge(rollout.span.token_ids.tolist())
     if ids == rollout.span.token_ids.tolist():
         return rollout
-    span, n = rollout.span, len(ids)
-
-    def cut(values: Any) -> Any:
-        return None if values is None else values[:n]
-
-    names = ("logprobs", "kept_mass", "versions", "kv_versions", "experts", "topk_ids", "topk_logprobs")
-    return replace(
-        rollout,
-        span=TokenSpan(token_ids=np.array(ids, np.int64), **{name: cut(getattr(span, name)) for name in names}),
-    )
+    return replace(rollout, span=replace(part(rollout.span, slice(len(ids))), token_ids=np.array(ids, np.int64)))

@@ -17,8 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.doctor import alterations as alter
-from benchmarks.doctor.alterations import Alter, inserted, with_output
+from benchmarks.doctor.alterations import Alter, inserted, part, with_output
 from rollkeel.engines import local
 from rollkeel.loop import assemble, steps
 from rollkeel.models import loading, numerics, presets
@@ -251,7 +250,7 @@ class ToolEngine:
             if segment.request_id in self._first:
                 whole, most = self._first.pop(segment.request_id).append(segment.span), request.sampling.max_new_tokens
                 if len(whole) > most:  # nobody takes more than was asked for
-                    segment, whole = replace(segment, status=Status.LENGTH), alter.first(whole, most)
+                    segment, whole = replace(segment, status=Status.LENGTH), part(whole, slice(most))
                 ended.append(replace(segment, span=whole))
             elif segment.status is Status.LENGTH and len(segment.span) == self._after:
                 first = inserted(segment.span, len(segment.span), self._output)

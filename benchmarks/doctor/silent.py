@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 
+from benchmarks.doctor import alterations as alter
 from rollkeel.loop import learn, steps
 from rollkeel.objectives import Objective
 from rollkeel.tasks.source import PromptSource
 from rollkeel.train.trainer import LocalTrainer
-from rollkeel.types import Rollout, Status, TokenSpan
+from rollkeel.types import Rollout, Status
 
 Change = Callable[[Rollout, np.random.Generator], Rollout]
 
 
 def part(rollout: Rollout, where: slice, **changes: Any) -> Rollout:
     """With some of its tokens; the text has one character a token, and none for the stop token."""
-    held = {f.name: getattr(rollout.span, f.name) for f in fields(TokenSpan)}
-    cut: dict[str, Any] = {name: None if value is None else value[where] for name, value in held.items()}
     pieces = [*rollout.text, *[""] * (len(rollout.span) - len(rollout.text))]
-    return replace(rollout, span=TokenSpan(**cut), text="".join(pieces[where]), **changes)
+    return replace(rollout, span=alter.part(rollout.span, where), text="".join(pieces[where]), **changes)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -11,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from rollkeel.cli import about, data, diagnose, evaluate, objectives, tasks, train
-from rollkeel.errors import REFUSALS
+from rollkeel.errors import REFUSALS, RunStopped
 from rollkeel.host import keep_freed_memory
+from rollkeel_doctor.cli import guarded as answered
 from rollkeel_doctor.errors import DoctorError
 from rollkeel_sandbox import cli as sandbox
 
@@ -49,47 +49,17 @@ def main(argv: list[str] | None = None) -> None:
     sys.exit(guarded(lambda: app(args=words, standalone_mode=False)))
 
 
-def _unread() -> int:
-    """Exit code where the reader of standard output went away, as `head` does: that of a program which SIGPIPE ended."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the interpreter flushes once more on its way out
-    return 128 + signal.SIGPIPE
-
-
-# typer bundles click from some version on; its public exceptions lead to the base class in either case.
-_UsageError: Any = typer.BadParameter.__mro__[1]
-
-
 def guarded(call: Callable[[], Any]) -> int:
     """Run `call`; returns the exit code, having printed one line for an error that a user can act on."""
-    try:
-        result = call()
-        sys.stdout.flush()  # a reader that went away is noticed here and not on the interpreter's way out
-        if result == 130:  # typer turns a KeyboardInterrupt into this code and says nothing
-            raise KeyboardInterrupt
-        return result if isinstance(result, int) else 0
-    except (*REFUSALS, DoctorError) as error:
-        print(f"rollkeel: {error}", file=sys.stderr)
-        return error.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        print("rollkeel: stopped", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        return _unread()
-    except SystemExit as ended:
-        if not isinstance(ended.__context__, BrokenPipeError):
-            raise
-        return _unread()  # typer exits with 1 there, which is the doctor's verdict
-    except MemoryError:
-        hint = "lower train.micro_batch_tokens, engine.slots or engine.kv_memory_gb"
-        print(f"rollkeel: out of memory; {hint}", file=sys.stderr)
-        return 3
-    except Exception as caught:
-        error: Any = caught
-        if not isinstance(error, _UsageError):
-            raise
-        message = error.format_message()  # unlike str(error) it names the option
-        print(f"rollkeel: {' '.join(message.split())} (see rollkeel --help)", file=sys.stderr)
-        return 2
+
+    def within_memory() -> Any:
+        try:
+            return call()
+        except MemoryError:
+            hint = "lower train.micro_batch_tokens, engine.slots or engine.kv_memory_gb"
+            raise RunStopped(f"out of memory; {hint}") from None
+
+    return answered(within_memory, "rollkeel", (*REFUSALS, DoctorError))
 
 
 if __name__ == "__main__":

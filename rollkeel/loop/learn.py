@@ -71,19 +71,19 @@ def learn(run: Run, drawn: StepRollouts, clock: Clock) -> dict[str, float]:
                 about: dict[str, Any] = {"step": step, "version": version, "layers": trace.layers}
                 record_tensors(run.folder.tensors(step), run.trainer.model, chosen[:TRACED], **about)
         whole = build_batch(chosen, None, objective.aggregate).to(run.trainer.device)
-        old = passes(config.train, objective, run.trainer, whole, len(groups), clock)
-        credit, measured = credit_of(config, objective, step, chosen, old)
+        scores = passes(config.train, objective, run.trainer, whole, len(groups), clock)
+        credit, measured = credit_of(config, objective, step, chosen, scores)
         metrics |= measured
         metrics["advantages/nonzero"] = float(np.mean([c != 0 for c in credit.values()]))
         with clock.stage("update"):
             parts = whole.parts([[credit[r.id] for r in g] for g in groups], objective.aggregate)
+            whole = replace(whole, advantages=torch.cat([p.advantages for p in parts]))
             metrics |= credited(config, objective, parts, chosen)
-            outputs = update(run.trainer, objective, parts, old)
+            outputs = update(run.trainer, objective, parts, scores)
         metrics |= updates_metrics(objective, parts, outputs)
-        metrics |= watch(objective, whole, parts, old, outputs, version)
-        seen = seen_of(parts, old, outputs, version)
-        given = torch.cat([p.advantages for p in parts])
-        metrics["advantages/kept"] = float((seen["keep"].cpu().bool() & (given != 0)).double().mean())
+        metrics |= watch(objective, whole, parts, scores, outputs, version)
+        seen = seen_of(parts, scores, outputs, version)
+        metrics["advantages/kept"] = float((seen["keep"].bool() & (whole.advantages != 0)).double().mean())
     metrics["optimizer/updates"] = float(len(groups))
     if config.report.rollouts:
         with clock.stage("record"):
@@ -130,7 +130,7 @@ def credit_of(
         starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
         kl = config.train.kl_coefficient * np.add.reduceat(per_token.cpu().numpy(), starts)
     rewards = np.array([r.reward for r in rollouts], dtype=np.float64)
-    rewards, metrics = shaped(rewards, lengths, config.reward.overlong, config.sampling.max_new_tokens, kl)
+    rewards, metrics = shaped(rewards, lengths, config.reward.overlong.buffer, config.sampling.max_new_tokens, kl)
     credit = advantages.compute(estimator(config, objective), rewards, [r.group for r in rollouts], lengths)
     if config.experiment.advantages == "shuffled":
         credit = advantages.shuffle(credit, config.run.seed, step)
@@ -139,16 +139,16 @@ def credit_of(
 
 
 def update(
-    trainer: LocalTrainer, objective: Objective, parts: Sequence[TrainingBatch], old: OldScores
+    trainer: LocalTrainer, objective: Objective, parts: Sequence[TrainingBatch], scores: OldScores
 ) -> list[UpdateOutput]:
     """One optimizer update per part."""
     outputs, start = [], 0
     for part in parts:
         window = slice(start, start + len(part))
         start += len(part)
-        current = "old_logprobs" in objective.needs and old.old is None
+        current = "old_logprobs" in objective.needs and scores.old is None
         first = not outputs
-        outputs.append(trainer.update(part, objective, **old.of(window), old_is_current=current, experts=first))
+        outputs.append(trainer.update(part, objective, **scores.of(window), old_is_current=current, experts=first))
     return outputs
 
 
@@ -171,11 +171,10 @@ def watch(
     version: int,
 ) -> dict[str, float]:
     """Engine against trainer, at the weights `version` that sampled; what p alone says, at those of every update."""
-    credited = replace(whole, advantages=torch.cat([p.advantages for p in parts]).to(whole.advantages.device))
 
     def measured(seen: Sequence[UpdateOutput]) -> dict[str, float]:
         logprobs = torch.cat([o.logprobs for o in seen])
-        tokens = credited.tokens(
+        tokens = whole.tokens(
             logprobs,
             old_logprobs=scores.old.logprobs if scores.old else None,
             ref_logprobs=scores.ref,

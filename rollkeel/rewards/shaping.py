@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollkeel.config import OverlongConfig
 from rollkeel.errors import BadInput
 
 
@@ -29,17 +28,17 @@ def overlong_penalty(lengths: np.ndarray, limit: int, buffer: int) -> np.ndarray
 
 
 def shaped(
-    rewards: np.ndarray, lengths: np.ndarray, overlong: OverlongConfig, limit: int, kl: np.ndarray | None = None
+    rewards: np.ndarray, lengths: np.ndarray, buffer: int, limit: int, kl: np.ndarray | None = None
 ) -> tuple[np.ndarray, dict[str, float]]:
     """Rewards with all that is added to them, `[R]` float64, and metrics of what was added.
 
-    `rewards [R]`: as graded; `lengths [R]`: response tokens; `limit`: `sampling.max_new_tokens`; `kl [R]`: what each rollout
+    `rewards [R]`: as graded; `lengths [R]`: response tokens; `buffer` and `limit`: see `overlong_penalty`; `kl [R]`: what each rollout
     loses for leaving the start model, γ·Σ_t KL_t; None for nothing.
     """
     out, metrics = np.asarray(rewards, dtype=np.float64), dict[str, float]()
     added = np.zeros(len(out))
-    if overlong.buffer:
-        penalty = overlong_penalty(lengths, limit, overlong.buffer)
+    if buffer:
+        penalty = overlong_penalty(lengths, limit, buffer)
         metrics["reward/overlong_penalty"] = abs(float(penalty.mean()))
         metrics["reward/overlong_share"] = float((penalty < 0).mean())
         added += penalty
