@@ -89,7 +89,7 @@ def main() -> None:
     sys.exit(guarded(lambda: app(args=words, standalone_mode=False), "rollkeel-doctor", (DoctorError,)))
 
 
-def guarded(call: Callable[[], Any], name: str, refusals: tuple[type[Any], ...]) -> int:
+def guarded(call: Callable[[], Any], name: str, refusals: tuple[type[Exception], ...]) -> int:
     """Run `call` of the program `name`; returns the exit code, having printed one line for an error that a user can act on.
 
     `refusals`: types of such errors, which carry their `exit_code`.
@@ -100,7 +100,8 @@ def guarded(call: Callable[[], Any], name: str, refusals: tuple[type[Any], ...])
         if result == 130:  # typer turns a KeyboardInterrupt into this code and says nothing
             raise KeyboardInterrupt
         return result if isinstance(result, int) else 0
-    except refusals as error:
+    except refusals as caught:
+        error: Any = caught
         print(f"{name}: {error}", file=sys.stderr)
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
@@ -113,7 +114,7 @@ def guarded(call: Callable[[], Any], name: str, refusals: tuple[type[Any], ...])
             raise
         return _unread()  # typer exits with 1 there, which is the doctor's verdict
     except Exception as caught:
-        error: Any = caught
+        error = caught
         if not isinstance(error, _UsageError):
             raise
         message = error.format_message()  # unlike str(error) it names the option

@@ -84,6 +84,7 @@ def measure(trace: Trace) -> Evidence:
     rest = own if moved is None else own.where(~np.isin(own.sequence, moved.sequences))
     if shift is not None:
         rest = rest.where(signs.straight(rest, shift.lag))
+        strange = signs.carried(trace, tokens, strange, shift.lag)
     fresh = rest.fresh
     calm = fresh if len(fresh) >= limits.MIN_TOKENS else rest
     odd = outliers.odd_tokens(calm)

@@ -5,6 +5,7 @@ Each looks for one pattern and returns what it found in numbers; `causes_logging
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -38,13 +39,18 @@ def shifted(tokens: Tokens) -> Shift | None:
         return None
     starts = np.flatnonzero(np.diff(near.sequence, prepend=-1))
     costs = {lag: _moved(near, lag) for lag in limits.SHIFT_LAGS}
-    found = {lag: _whole(near, starts, costs[lag]) for lag in costs}
-    counts = {lag: int(found[lag].sum()) for lag in found}
-    lag = max(counts, key=lambda k: counts[k])
-    chosen = found[lag]
-    # A large honest gap makes every lag fit some sequence by chance.
-    if counts[lag] <= limits.SHIFT_CONTRAST * sorted(counts.values())[-2]:
-        return None
+    lag = _exact_lag(costs)
+    if lag is None:
+        found = {lag: _whole(near, starts, costs[lag]) for lag in costs}
+        counts = {lag: int(found[lag].sum()) for lag in found}
+        lag = max(counts, key=lambda k: counts[k])
+        # A large honest gap makes every lag fit some sequence by chance.
+        if counts[lag] <= limits.SHIFT_CONTRAST * sorted(counts.values())[-2]:
+            return None
+        chosen = found[lag]
+    else:
+        straight, there = (np.add.reduceat(x, starts, dtype=np.float64) for x in costs[lag])
+        chosen = (straight > 0) & (there < limits.SHIFT_FITS * straight)
 
     def left(moved: tuple[FloatArray, FloatArray]) -> tuple[float, float]:
         straight, there = (np.add.reduceat(x, starts)[chosen].sum() for x in moved)
@@ -62,6 +68,20 @@ def shifted(tokens: Tokens) -> Shift | None:
         _count(tokens),
         True,
     )
+
+
+def _exact_lag(costs: Mapping[int, tuple[FloatArray, FloatArray]]) -> int | None:
+    """The lag at which next to nothing is left of |log ρ| over all pairs.
+
+    Short turns between what an environment wrote leave few pairs in a sequence, so that sequences one by one say little.
+    """
+    for lag, (straight, there) in costs.items():
+        paired = (straight > 0) | (there > 0)
+        apart = float(straight.sum(dtype=np.float64))
+        large = paired.sum() >= limits.MIN_INFORMED and apart > limits.SHIFT_APART * paired.sum()
+        if large and float(there.sum(dtype=np.float64)) < limits.SHIFT_EXACT * apart:
+            return lag
+    return None
 
 
 def displaced(tokens: Tokens) -> Shift | None:
@@ -198,9 +218,9 @@ def _displaced(tokens: Tokens, starts: IntArray, sign: int) -> tuple[FloatArray,
 
 
 def correlations(tokens: Tokens) -> dict[int, float]:
-    """Correlation of log q at t with log o at t + lag inside sequences, for lags −2 … 2."""
+    """Correlation of log q at t with log o at t + lag inside sequences, for 0 and `SHIFT_LAGS`."""
     out = {}
-    for lag in (-2, -1, 0, 1, 2):
+    for lag in sorted((0, *limits.SHIFT_LAGS)):
         left = slice(max(-lag, 0), len(tokens) - max(lag, 0))
         right = slice(max(lag, 0), len(tokens) - max(-lag, 0))
         same = (tokens.sequence[left] == tokens.sequence[right]) & (tokens.index[right] - tokens.index[left] == lag)
@@ -239,6 +259,18 @@ def foreign(trace: Trace, tokens: Tokens) -> Foreign:
     without = np.flatnonzero(missing)
     silent = int((~heard & (trace.lengths > 0)).sum())
     return Foreign(chosen, without, silent, fill, _from_start(trace, np.concatenate([without, tokens.index[chosen]])))
+
+
+def carried(trace: Trace, tokens: Tokens, strange: Foreign, lag: int) -> Foreign:
+    """`strange` less the tokens whose log q is that of an unsampled one `lag` further on: what a shift carried into the mask."""
+    inside = np.ones(len(trace), bool) if trace.mask is None else trace.mask
+    source = tokens.index + lag
+    ends = trace.starts[tokens.sequence + 1]
+    within = (source >= trace.starts[tokens.sequence]) & (source < ends)
+    chosen = strange.chosen & (within & inside[np.clip(source, 0, len(trace) - 1)])
+    return strange._replace(
+        chosen=chosen, at_start=_from_start(trace, np.concatenate([strange.without, tokens.index[chosen]]))
+    )
 
 
 def _filled(tokens: Tokens) -> tuple[np.ndarray, float]:

@@ -11,7 +11,6 @@ import sys
 
 import pytest
 
-
 PROGRAMS = [
     ["rollkeel", "lab"],
     ["rollkeel", "objectives", "list"],
@@ -27,8 +26,6 @@ def test_a_reader_that_goes_away_is_no_failure_of_ours(words: list[str]) -> None
     """As `| head` does. Exit code 1 would be a verdict of the doctor, a trace of the interpreter noise."""
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-m", *words], stdout=writer, stderr=subprocess.PIPE, check=False
-    )
+    done = subprocess.run([sys.executable, "-m", *words], stdout=writer, stderr=subprocess.PIPE, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")

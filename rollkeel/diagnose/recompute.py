@@ -21,7 +21,7 @@ from rollkeel.config import Config
 from rollkeel.errors import RollkeelError
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers
 from rollkeel.models.names import checkpoint_views
-from rollkeel.models.numerics import MODES
+from rollkeel.models.numerics import MODES, is_quantised, round_integers
 from rollkeel.record.rollout_store import read_step, to_rollouts
 from rollkeel.record.runfolder import CONFIG, RunFolder, rollout_files
 from rollkeel.train import checkpoint
@@ -37,6 +37,9 @@ MOST = 3
 """Earlier checkpoints that are tried beside the first."""
 LATEST = 32
 """Steps behind a checkpoint in which its rollouts are looked for."""
+_GROUPS = (0, *range(8, 132, 4))
+"""Inputs that share a scale; 0 for a row."""
+_BITS = (4, 8, 6, 5, 3)
 _ADVICE = {
     "wrong_weights": "Load every tensor and compare what the engine holds with what it was sent.",
     "stale_version": PROBES,
@@ -76,6 +79,8 @@ class Guess:
     weights: Weights
     """In the place of those it was given."""
     mode: str
+    nearest: bool = False
+    """The weights need not be the very ones the engine held: they are of the step next to it that was kept."""
 
 
 def refine(found: Diagnosis, folder: Path) -> Diagnosis:
@@ -116,30 +121,41 @@ def explain(sampled: Sampled) -> Cause | None:
     stated = _apart(sampled, views, sampled.mode)
     if stated < limits.RECOMPUTED_LEAST:
         return None
-    rest, best, tried = stated, None, 0
+    tried: list[tuple[float, Guess]] = []
     for guess in guesses(views, sampled):
-        tried += 1
-        left = _apart(sampled, {**views, **guess.weights}, guess.mode)
-        if left < rest:
-            rest, best = left, guess
-        if rest < limits.RECOMPUTED_EXACT * stated:
+        tried.append((_apart(sampled, {**views, **guess.weights}, guess.mode), guess))
+        if tried[-1][0] < limits.RECOMPUTED_EXACT * stated:
             break
+    best = _best([(left, guess) for left, guess in tried if _fits(left, guess, stated)])
     if best is None:
         return None
-    if best.cause == "stale_version":
-        fits = rest <= limits.RECOMPUTED_NEARER * stated
-    else:
-        fits = rest <= limits.RECOMPUTED * stated or rest < _rounding(best.mode) < 0.5 * stated
-    if not fits:
-        return None
+    rest, best = best
     return Cause(
         id=best.cause,
         score=1 - rest / stated,
-        evidence=f"With {best.words} the checkpoint of step {sampled.step} gives the log-probs that the engine recorded: "
-        f"{rest:.2g} away on average, {stated:.2g} with what it was said to compute ({tried} guess{'' if tried == 1 else 'es'} "
+        evidence=f"With {best.words} the checkpoint of step {sampled.step} {'comes nearest to' if best.nearest else 'gives'} the "
+        "log-probs that the engine recorded: "
+        f"{rest:.2g} away on average, {stated:.2g} with what it was said to compute ({len(tried)} guess{'' if len(tried) == 1 else 'es'} "
         "tried).",
         advice=_ADVICE[best.cause],
     )
+
+
+def _fits(left: float, guess: Guess, stated: float) -> bool:
+    if guess.nearest:
+        return left <= limits.RECOMPUTED_NEARER * stated
+    return left <= limits.RECOMPUTED * stated or left < _rounding(guess.mode) < 0.5 * stated
+
+
+def _best(fitting: Sequence[tuple[float, Guess]]) -> tuple[float, Guess] | None:
+    """What leaves least. A part of older weights has to leave clearly less than all of them: some part always fits a little better."""
+    whole = min((left for left, guess in fitting if guess.cause == "stale_version"), default=np.inf)
+    clear = [
+        (left, guess)
+        for left, guess in fitting
+        if guess.cause == "stale_version" or not guess.nearest or left < limits.RECOMPUTED_NEARER * whole
+    ]
+    return min(clear, key=lambda pair: pair[0], default=None)
 
 
 def _rounding(mode: str) -> float:
@@ -153,15 +169,16 @@ def guesses(views: Weights, sampled: Sampled) -> Iterator[Guess]:
     of a layer."""
     if not sampled.began_clean:
         yield from _at_start(views, sampled)
-    first = next(iter(sampled.earlier.values()), {})
+    oldest, first = next(iter(sampled.earlier.items()), (0, {}))
     stuck = {n: t for n, t in first.items() if n in views and not torch.equal(t, views[n])}
     for step, weights in sampled.earlier.items():
         words = f"the weights of step {step} in the place of its own"
-        yield Guess(cause="stale_version", words=words, weights=weights, mode=sampled.mode)
+        yield Guess(cause="stale_version", words=words, weights=weights, mode=sampled.mode, nearest=True)
     for words, names in sets(list(stuck)):
         if len(names) < len(stuck):
             weights = {name: stuck[name] for name in names}
-            yield Guess(cause="wrong_weights", words=f"{words} as first published", weights=weights, mode=sampled.mode)
+            words = f"{words} as {f'at step {oldest}' if oldest else 'first published'}"
+            yield Guess(cause="wrong_weights", words=words, weights=weights, mode=sampled.mode, nearest=oldest > 0)
 
 
 def _at_start(views: Weights, sampled: Sampled) -> Iterator[Guess]:
@@ -169,6 +186,8 @@ def _at_start(views: Weights, sampled: Sampled) -> Iterator[Guess]:
         if mode != sampled.mode:
             words = f"{mode} in the place of the stated {sampled.mode}"
             yield Guess(cause="quantisation", words=words, weights={}, mode=mode)
+    for words, weights in coarser(views):
+        yield Guess(cause="quantisation", words=words, weights=weights, mode="fp32")
     initial = 0.0 if "gemma" in sampled.policy.model.config.get_text_config().model_type else 1.0
     norms = {name: torch.full_like(t, initial) for name, t in views.items() if t.ndim == 1 and "norm" in name}
     for words, names in sets(list(norms)):
@@ -176,6 +195,17 @@ def _at_start(views: Weights, sampled: Sampled) -> Iterator[Guess]:
         yield Guess(cause="wrong_weights", words=f"{words} still {initial:g}", weights=weights, mode=sampled.mode)
     for words, weights in rolled_experts(views):
         yield Guess(cause="wrong_weights", words=words, weights=weights, mode=sampled.mode)
+
+
+def coarser(views: Weights) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Weights in integers of other bits or groups than the numeric modes have; four bits first."""
+    held = {name: tensor for name, tensor in views.items() if is_quantised(name, tensor)}
+    widths = {tensor.shape[-1] for tensor in held.values()}
+    sizes = [size for size in _GROUPS if size == 0 or any(width % size == 0 for width in widths)]
+    for bits in _BITS:
+        for size in sizes:
+            words = f"int{bits} {f'in groups of {size}' if size else 'and a scale for each row'}"
+            yield words, {n: round_integers(t, size or t.shape[-1], bits) for n, t in held.items()}
 
 
 def rolled_experts(views: Weights) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:

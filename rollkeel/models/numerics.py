@@ -84,23 +84,25 @@ def round_fp8(x: torch.Tensor) -> torch.Tensor:
 
 def round_int8(x: torch.Tensor) -> torch.Tensor:
     """Symmetric 8-bit integers with one scale per row."""
-    return _round_integers(x, x.shape[-1], 127)
+    return round_integers(x, x.shape[-1], 8)
 
 
 def round_int4(x: torch.Tensor) -> torch.Tensor:
-    """Symmetric 4-bit integers with one scale per group of 32 inputs (per row where 32 does not divide them)."""
-    return _round_integers(x, INT4_GROUP if x.shape[-1] % INT4_GROUP == 0 else x.shape[-1], 7)
+    """Symmetric 4-bit integers with one scale per group of `INT4_GROUP` inputs."""
+    return round_integers(x, INT4_GROUP, 4)
 
 
-_ROUNDERS = {"fp8": round_fp8, "fp8_weights": round_fp8, "int8": round_int8, "int4": round_int4}
-
-
-def _round_integers(x: torch.Tensor, size: int, limit: int) -> torch.Tensor:
+def round_integers(x: torch.Tensor, size: int, bits: int) -> torch.Tensor:
+    """Symmetric integers with one scale per group of `size` inputs (per row where that does not divide them)."""
+    size, limit = size if x.shape[-1] % size == 0 else x.shape[-1], 2 ** (bits - 1) - 1
     if _compiled(x):
         return _grid(x, size, limit, False)
     groups = x.float().unflatten(-1, (-1, size))
     scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-12) / limit
     return ((groups / scale).round() * scale).flatten(-2).to(x.dtype)
+
+
+_ROUNDERS = {"fp8": round_fp8, "fp8_weights": round_fp8, "int8": round_int8, "int4": round_int4}
 
 
 def _compiled(x: torch.Tensor) -> bool:

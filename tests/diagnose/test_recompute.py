@@ -20,6 +20,7 @@ from rollkeel.config import ModelConfig
 from rollkeel.diagnose.recompute import Sampled, _taken, decided, explain, refine, sets
 from rollkeel.models.loading import Policy, load_policy
 from rollkeel.models.names import checkpoint_views
+from rollkeel.models.numerics import is_quantised, round_integers
 from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
 from rollkeel_doctor import Cause, Diagnosis
 
@@ -98,6 +99,31 @@ def test_tensors_that_a_reload_forgot(policy: Policy, word: str, told: str) -> N
     assert told in cause.evidence
     assert "as first published" in cause.evidence
     assert explain(recorded(policy, stuck)) is None  # the start is what tells
+
+
+@pytest.mark.parametrize("between", [0.0, 0.3])
+def test_a_layer_that_stood_still_since_before_the_oldest_checkpoint(policy: Policy, between: float) -> None:
+    """Its weights are further back than any that were kept: the oldest come nearest, and all of them do not."""
+    views, start = checkpoint_views(policy.model), moved(policy, "")
+    oldest = {n: t + (1 - between) * (start[n] - t) for n, t in views.items()}
+    stuck = {n: t for n, t in start.items() if "layers.1." in n}
+    cause = explain(replace(recorded(policy, stuck), earlier={9: oldest}, began_clean=True))
+    assert cause is not None
+    assert cause.id == "wrong_weights"
+    assert "model.layers.1.* as at step 9" in cause.evidence
+    late = explain(replace(recorded(policy, start), earlier={9: oldest}, began_clean=True))
+    assert late is not None
+    assert late.id == "stale_version"
+
+
+@pytest.mark.parametrize(("bits", "size"), [(4, 16), (4, 0), (6, 64)])
+def test_integers_of_other_bits_or_groups(policy: Policy, bits: int, size: int) -> None:
+    weights = {n: t for n, t in checkpoint_views(policy.model).items() if is_quantised(n, t)}
+    rounded = {n: round_integers(t, size or t.shape[-1], bits) for n, t in weights.items()}
+    cause = explain(recorded(policy, rounded))
+    assert cause is not None
+    assert cause.id == "quantisation"
+    assert f"int{bits} {f'in groups of {size}' if size else 'and a scale for each row'}" in cause.evidence
 
 
 @pytest.mark.parametrize("between", [0.0, 0.2, 0.4])

@@ -154,6 +154,21 @@ def test_what_a_shift_leaves_behind_is_not_another_cause() -> None:
     assert first(trace.with_(rollout_logprobs=q, mask=mask)) == "alignment"
 
 
+@pytest.mark.parametrize("by", [-2, 3])
+def test_a_shift_across_short_turns_is_neither_a_mask_nor_a_temperature(by: int) -> None:
+    """It carries the log q of 0 that an environment's tokens have into the mask, and leaves few pairs in any one sequence."""
+    trace = simulate(per_step=64).trace()
+    environment = trace.position % 6 >= 4
+    q = np.where(environment, 0, trace.rollout_logprobs).astype(np.float32)
+    assert first(trace.with_(rollout_logprobs=q, mask=~environment)) == "healthy"
+    low, high = trace.starts[:-1][trace.sequence], trace.starts[1:][trace.sequence] - 1
+    moved = q[np.clip(np.arange(len(trace)) + by, low, high)]
+    assert first(trace.with_(rollout_logprobs=moved, mask=~environment)) == "alignment"
+    unsampled = trace.position % 6 >= 3  # one of them inside the mask: no shift explains that
+    q = np.where(unsampled, 0, trace.rollout_logprobs).astype(np.float32)
+    assert first(trace.with_(rollout_logprobs=q, mask=~environment)) == "mask"
+
+
 @pytest.mark.parametrize("temperature", [0.9, 1.15])
 def test_a_forgotten_temperature_shows_on_stale_tokens_too(temperature: float) -> None:
     """Where only one step in twelve is fresh: honest log-probs have E_q[ρ] = 1 whatever the weights."""
