@@ -145,12 +145,15 @@ def takes(function: Any, count: int) -> bool:
     return True
 
 
-def tried(call: Callable[[], Any], what: str) -> Any:
-    """`call()`, in which somebody's own code runs. Raises `BadInput` with `what`, the error and its file and line."""
+def tried(call: Callable[[], Any], what: str, *, between: bool = False) -> Any:
+    """`call()`, in which somebody's own code runs. Raises `BadInput` with `what`, the error and its file and line.
+
+    `between`: their code runs between ours, and an error that no line of theirs led to goes up as it is.
+    """
     try:
         return call()
     except (Exception, SystemExit) as error:  # their code can fail in any way
-        if isinstance(error, REFUSALS):
+        if isinstance(error, REFUSALS) or (between and not _theirs(error)):
             raise
         raise OwnCodeBroke(f"{what}: {trouble(error)}") from error
 
@@ -159,16 +162,21 @@ def trouble(error: BaseException, called: Any = None) -> str:
     """Kind and message of an error, the last line of somebody's own code that led to it, and their function that we called.
 
     `called`: whose place it is where the error is ours, about what that function returned."""
-    frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
-    if isinstance(error, SyntaxError):
-        frames.append((error.filename or "", error.lineno, "<module>"))
-    theirs = [f for f in frames if not f[0].startswith(_NOT_THEIRS) and "site-packages" not in f[0]]
+    theirs = _theirs(error)
     message = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
     line = message if isinstance(error, BAD_INPUTS) else f"{type(error).__name__}: {message:.160}"
     if not theirs:
         return line + ("" if called is None else place(called))
     name = f" in {theirs[0][2]}" if theirs[0][2] != "<module>" else ""
     return f"{line} ({theirs[-1][0]}:{theirs[-1][1]}{name})"
+
+
+def _theirs(error: BaseException) -> list[tuple[str, int | None, str]]:
+    """File, line and function of every frame of somebody's own code that led to an error."""
+    frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        frames.append((error.filename or "", error.lineno, "<module>"))
+    return [f for f in frames if not f[0].startswith(_NOT_THEIRS) and "site-packages" not in f[0]]
 
 
 def place(function: Any) -> str:
@@ -237,6 +245,10 @@ def digests(tree: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """`code` of every module or file that a config's tree names."""
     names = dict[str, str]()
     resolve(tree, lambda name, key: names.setdefault(name, key) and name)
+    for name in [name for name, key in names.items() if key == "data.task"]:
+        worker = getattr(load(name, "data.task"), "worker", "")
+        if worker and not worker.startswith("rollkeel."):
+            names.setdefault(worker, "the task's worker")
     return {name.rpartition(":")[0]: code(module_of(name, key)) for name, key in sorted(names.items())}
 
 

@@ -50,8 +50,14 @@ class Copy(Log):
 def engine(hf_config, config, device, max_length):
     return LocalEngine(hf_config, config, device=device, max_length=max_length, name="mine")
 
-def measured(words, seed):
-    return {"seed": seed}
+def measured(words, seed, more=0):
+    return {"seed": seed + more}
+
+class Deaf:
+    def __init__(self, folder, config, resume_step):
+        pass
+    def log(self, step, metrics):
+        pass
 
 PRESET = Preset(name="mine", question="?", paper="", expected="", arms=(Arm(name="a"),), judge=lambda readings: [],
                 readings={"seed": lambda rows: rows[0]["seed"]}, measure=measured, seeds=1, charts=())
@@ -184,9 +190,13 @@ def test_a_tracker_and_an_engine(here: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.usefixtures("here")
 def test_a_preset_from_a_file_is_measured_in_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
     assert find("./mine.py").name == find("mine.py:PRESET").name == "mine"
-    code, out, err = cli(capsys, "lab", "./mine.py", "--json")
-    assert (code, "done" in err) == (0, True), err
-    assert '"mine"' in out
+    partial = "OTHER = dataclasses.replace(PRESET, measure=functools.partial(PRESET.measure, more=2))"
+    Path("other.py").write_text(f"import dataclasses, functools\nfrom mine import PRESET\n{partial}\n")
+    for name in ("./mine.py", "other.py:OTHER"):
+        code, out, err = cli(capsys, "lab", name, "--json")
+        assert (code, "done" in err) == (0, True), err
+        assert '"mine"' in out
+        assert ("2.0" in out) == (name == "other.py:OTHER"), out
 
 
 @pytest.mark.usefixtures("here")
@@ -280,7 +290,11 @@ BAD = [
     ("objective.name=bad.py:typo", "no attribute 'log_corr' ({file}:28 in <lambda>)"),
     ("data.task=bad.py:Chance", "draw gave two items for one seed"),
     ("data.task=bad.py:Silent", "reset returned None, expected the prompt, item.text="),
-    ("report.trackers=[bad.py:two]", "a class or function of (run folder, config, resume step), got two(a, b)"),
+    ("report.trackers=[bad.py:two]", "function of (run folder, config, resume step), got two(a, b)"),
+    (
+        "report.trackers=[mine.py:Deaf]",
+        "a class (with log and close) or function of (run folder, config, resume step), got",
+    ),
     ("engine.kind=bad.py:two", "a class or function of (hf_config, engine config, device, max_length), got two(a, b)"),
     ("data.grader=bad.py:two", "a function of (rollout), or of (text, answer, options), got two(a, b) ({file}:4)"),
     ("data.task=syntax.py:x", "SyntaxError: '(' was never closed ({folder}/syntax.py:2)"),

@@ -118,6 +118,16 @@ def test_the_digest_does_not_depend_on_what_else_was_loaded(tmp_path: Path) -> N
     assert known(f"{tmp_path}/mine.py") == {"mine.py", "helper.py"}
 
 
+def test_the_digest_covers_the_module_that_grades_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = TASK.format(imports="answer = 1").replace("options_type = Size", 'worker = "grading:grade"')
+    monkeypatch.chdir(
+        folder(tmp_path, {"mine.py": text, "grading.py": "def grade(text, answer, options): return 1.0\n"})
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tree = {"data": {"task": f"{tmp_path}/mine.py:Twice"}}
+    assert {f for each in plugins.digests(tree).values() for f in each["files"]} == {"mine.py", "grading.py"}
+
+
 def test_an_installed_module_is_of_its_own_package_alone(tmp_path: Path) -> None:
     installed = folder(
         tmp_path / "site-packages",

@@ -262,3 +262,40 @@ def test_a_mistake_during_training_stops_the_run_with_its_place(
     assert f"LookupError: {'no more words' if name == 'LateDraw' else 'lost'}" in err
     assert f"({line_of(here / 'own.py', line)} in {method})" in err
     assert rows(here / "run")
+
+
+LATE = """from rollkeel.objectives import Objective
+from rollkeel.objectives.recipes import grpo
+calls = 0
+def tick(name):
+    global calls
+    calls += 1
+    if calls > 12:
+        raise LookupError(name + " lost")
+def objective():
+    whole = grpo()
+    class Late(Objective):
+        def __call__(self, tokens):
+            tick("objective")
+            return super().__call__(tokens)
+    return Late(**{f: getattr(whole, f) for f in whole.__dataclass_fields__})
+def credit(groups):
+    tick("credit")
+    return groups.rewards - groups.rewards.mean()
+"""
+
+
+@pytest.mark.parametrize("word", ["objective.name=late.py:objective", "advantages.name=late.py:credit"])
+def test_an_objective_or_estimator_that_fails_later_stops_the_run_with_its_place(
+    word: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "late.py").write_text(LATE)
+    sys.modules.pop(f"rollkeel.plugins.{here}/late%2Epy", None)
+    code, _, err = cli(
+        capsys, "train", *BASE, "data.task=own.py:Word", "sft.steps=0", "run.steps=40", word, "run.dir=run"
+    )
+    assert (code, err.count("\n")) == (3, 1), err
+    key, _, name = word.partition("=")
+    assert f"{key} '{here / name}': LookupError: " in err
+    assert f"({line_of(here / 'late.py', 'LookupError(name')} in " in err
+    assert rows(here / "run")

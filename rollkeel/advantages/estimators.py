@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rollkeel import plugins
-from rollkeel.errors import BadInput, NonFinite, nearest
+from rollkeel.errors import BadInput, NonFinite, OwnCodeBroke, nearest
 
 EPSILON = 1e-6
 """Added to every standard deviation."""
@@ -91,19 +91,20 @@ def find(name: str) -> Estimator:
     if not plugins.is_own(name):
         raise BadInput(f"advantages.name {name!r}: unknown{nearest(name, list(ESTIMATORS))}; your own is file.py:name")
     own = plugins.load(name, "advantages.name", "a function of (groups)", lambda f: plugins.takes(f, 1))
-    plugins.tried(lambda: _credit(name, own, _group([0.0, 1.0, 1.0, 1.0], [0, 0, 1, 1])), f"advantages.name {name!r}")
+    _credit(name, own, _group([0.0, 1.0, 1.0, 1.0], [0, 0, 1, 1]))
     return own
 
 
 def _credit(name: str, estimator: Estimator, groups: Groups) -> np.ndarray:
-    came = estimator(groups)
+    own = plugins.is_own(name)
+    came = plugins.tried(lambda: estimator(groups), f"advantages.name {name!r}") if own else estimator(groups)
     try:
         credit = np.asarray(came, dtype=np.float64)
     except (TypeError, ValueError):
         credit = np.empty(0)
     if credit.shape != groups.rewards.shape or not np.isfinite(credit).all():
         shape = f" of shape {list(credit.shape)}" if isinstance(came, np.ndarray) else ""
-        raise BadInput(
+        raise (OwnCodeBroke if own else BadInput)(
             f"advantages.name {name!r}: expected {len(groups.rewards)} finite numbers, one for each rollout, got"
             f" {' '.join(repr(came).split()):.80}{shape}"
         )

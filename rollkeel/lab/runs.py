@@ -98,8 +98,10 @@ def plan(preset: Preset, seeds: Sequence[int], store: Path) -> list[Planned]:
 def _planned(preset: Preset, arm: Arm, seed: int, store: Path) -> Planned:
     if preset.measure is not None:
         words = (*preset.words, *arm.words)
-        own = plugins.code(sys.modules[preset.measure.__module__])["files"]
-        name = _digest(preset.name, repr(words), str(seed), code_digest("lab"), repr(own))
+        bound = functools.partial(preset.measure)  # of a partial it is that one
+        own = plugins.code(sys.modules[bound.func.__module__])["files"]
+        given = (bound.func.__qualname__, bound.args, bound.keywords)
+        name = _digest(preset.name, repr(words), str(seed), code_digest("lab"), repr(own), repr(given))
         return Planned(
             arm=arm.name, seed=seed, folder=store / name, measure=functools.partial(preset.measure, words, seed)
         )

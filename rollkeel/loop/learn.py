@@ -5,6 +5,7 @@ Blind to how the rollouts were scheduled.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,7 +80,10 @@ def learn(run: Run, drawn: StepRollouts, clock: Clock) -> dict[str, float]:
             parts = whole.parts([[credit[r.id] for r in g] for g in groups], objective.aggregate)
             whole = replace(whole, advantages=torch.cat([p.advantages for p in parts]))
             metrics |= credited(config, objective, parts, chosen)
-            outputs = update(run.trainer, objective, parts, scores)
+            name = config.objective.name
+            updated = functools.partial(update, run.trainer, objective, parts, scores)
+            own = plugins.is_own(name)
+            outputs = plugins.tried(updated, f"objective.name {name!r}", between=True) if own else updated()
         metrics |= updates_metrics(objective, parts, outputs)
         metrics |= watch(objective, whole, parts, scores, outputs, version)
         seen = seen_of(parts, scores, outputs, version)

@@ -94,8 +94,13 @@ def _own(name: str) -> Callable[[Path, dict[str, Any], int | None], Tracker]:
         raise BadInput(
             f"report.trackers: expected some of {', '.join(_OPENERS)} or your own file.py:name, got {name!r}"
         )
-    wanted = "a class or function of (run folder, config, resume step)"
-    return plugins.load(name, "report.trackers", wanted, lambda f: plugins.takes(f, 3))
+    wanted = "a class (with log and close) or function of (run folder, config, resume step)"
+
+    def fits(made: Any) -> bool:
+        has_both = hasattr(made, "log") and hasattr(made, "close")
+        return plugins.takes(made, 3) and (has_both or hasattr(made, "__getattr__") or not isinstance(made, type))
+
+    return plugins.load(name, "report.trackers", wanted, fits)
 
 
 class _TensorBoard:
