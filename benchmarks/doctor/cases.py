@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
+from benchmarks.doctor.abroad import ABROAD
 from benchmarks.doctor.afield import AFIELD
 from benchmarks.doctor.elsewhere import ELSEWHERE
 from benchmarks.doctor.faults import BASES, FAULTS
@@ -17,7 +18,7 @@ from benchmarks.doctor.healthy import KINDS
 from benchmarks.doctor.workloads import BRIEF, make, words_of
 
 HEALTHY = "healthy"
-TABLES = {"full": FULL, "elsewhere": ELSEWHERE, "afield": AFIELD}
+TABLES = {"full": FULL, "elsewhere": ELSEWHERE, "afield": AFIELD, "abroad": ABROAD}
 """Splits whose runs are each told in whole."""
 OWN_START = ("retokenised", "length_truncation", "entropy_collapse")
 """Faults whose warm start is another one."""

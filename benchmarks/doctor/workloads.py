@@ -17,11 +17,13 @@ from unittest import mock
 import torch
 from rich.console import Console
 
+from benchmarks.doctor.coins import Coins
 from benchmarks.doctor.dropping import Dropping
 from benchmarks.doctor.ledger import Ledger
 from benchmarks.doctor.lookup import Lookup
 from benchmarks.doctor.shifting import Shifting
 from benchmarks.doctor.sorting import Sorting
+from benchmarks.doctor.turning import Turning
 from benchmarks.doctor.unpacking import Unpacking
 from benchmarks.doctor.weaving import Weaving
 from rollkeel.config import Config, parse_yaml
@@ -40,7 +42,9 @@ from rollkeel.renamed import renewed, text
 from rollkeel.tasks import TASKS as KNOWN
 from rollkeel.train import checkpoint
 
-OWN_TASKS = {task.name: task for task in (Sorting, Lookup, Shifting, Dropping, Weaving, Ledger, Unpacking)}
+OWN_TASKS = {
+    task.name: task for task in (Sorting, Lookup, Shifting, Dropping, Weaving, Ledger, Unpacking, Coins, Turning)
+}
 """They have their names while a run of the corpus goes on; rollkeel's own stay what they are outside."""
 SPLITS = ("dev", "dev2", "dev3", "dev4", "dev5", "test")
 BRIEF = ("dev3", "dev4", "dev5", "test")
