@@ -222,9 +222,9 @@ _IN_ITS_LOOP: Mapping[str, dict[str, Sequence[Magnitude]]] = {
     "turning": {
         "mask": [sizes.tool("<o>", 6), sizes.tool("[exit 0]", 2)],
         "retokenised": [
-            sizes.retokenised(0.22, "abcdefghi", "abcdefghi", 30, "sft.steps=170"),
+            sizes.retokenised(0.22, "abcdefghi", "abcdefghi", 22, "sft.steps=170"),
             sizes.retokenised(0.38, "abcdefghi", "abcdefghi", 16, "sft.steps=160"),
-            sizes.retokenised(0.1, "abcdefghi", "abcdefghi/", 40, "sft.steps=180"),
+            sizes.retokenised(0.1, "abcdefghi", "abcdefghi/", 24, "sft.steps=180"),
         ],
         "stale_kv": [sizes.stale_kv(5.5e-4, 800), sizes.stale_kv(7e-4, 1200), sizes.stale_kv(4e-4, 500)],
         "policy_lag": [sizes.lag(6, 1e-3), sizes.lag(12, 7e-4, "run.steps=34")],
