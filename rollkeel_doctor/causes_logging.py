@@ -118,9 +118,6 @@ def _broke(moved: Shift) -> str:
 def retokenised(e: Evidence) -> Cause | None:
     moved, odd = e.displaced, e.odd
     if moved is not None:
-        others = e.tokens.fresh.where(~np.isin(e.tokens.fresh.sequence, moved.sequences))
-        if len(others) >= limits.MIN_TOKENS and np.abs(others.q - others.o).mean() > limits.SHIFT_FITS * moved.apart:
-            return None  # sequences with their own ids are as far off
         share = moved.share
         return Cause(
             id="retokenised",
@@ -291,7 +288,10 @@ def _drawn_elsewhere(e: Evidence, wanted: str) -> Cause | None:
     s = e.surprisal
     if s is None or len(e.drawn) < limits.MIN_TOKENS or left(e.drawn_gap):
         return None
-    off = abs(s.difference.value) > limits.SURPRISAL * s.entropy and abs(s.difference.z) > limits.SURPRISAL_Z
+    # A stated cut leaves out the most surprising tokens: their mass times the most that one can surprise.
+    cut_off = (1 - e.kept_mass) * limits.CLAMP if e.trace.facts.truncated and e.kept_mass is not None else 0.0
+    rest = abs(s.difference.value) - (cut_off if s.difference.value < 0 else 0.0)
+    off = rest > limits.SURPRISAL * s.entropy and abs(s.difference.z) > limits.SURPRISAL_Z
     if not off or (e.trace.facts.truncated and (e.kept_mass is not None and 1 - e.kept_mass > limits.EXCESS)):
         return None
     cold = s.difference.value < 0

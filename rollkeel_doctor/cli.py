@@ -60,7 +60,7 @@ def answer(
     damage: Callable[[Path], list[str]],
     refine: Callable[[Diagnosis, Path], Diagnosis] | None = None,
 ) -> int:
-    """Print the diagnosis and return the exit code. `damage`: what is wrong with a run's files; `refine`: settles what is in doubt.
+    """Print the diagnosis and return the exit code. `damage`: what is wrong with a run's files; `refine`: decides what tokens alone do not.
 
     Raises `Corrupt` for a damaged run whose rest shows no cause.
     """
@@ -68,7 +68,7 @@ def answer(
     from rollkeel_doctor.view import show
 
     diagnosis = diagnose(read_trace(path, last=last, format=trace_format))
-    if refine is not None and diagnosis.in_doubt:
+    if refine is not None:
         diagnosis = refine(diagnosis, path)
     problems = [] if diagnosis.causes else damage(path)
     if problems:  # what is gone could have shown any of them

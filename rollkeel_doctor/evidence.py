@@ -204,7 +204,10 @@ def _moved_among(tokens: Tokens) -> tuple[signs.Shift | None, signs.Shift | None
         # Where all sequences differ, as those of an old policy do, some look moved by chance; where the others agree, none.
         rest = tokens.where(~np.isin(tokens.sequence, found.sequences))
         many = enough(found.sequences, tokens, limits.SHIFT_ALL)
-        if found.whole and not (_exactly(found, rest) and (many or _too_likely(found, tokens))):
+        likely = _too_likely(found, tokens)
+        if found.whole and not (_exactly(found, rest) and (many or likely)):
+            return None
+        if not found.whole and not likely and (found.lag or _as_far(found, rest)):
             return None
         if many or not gap(rest).noise > limits.BREAK_NOISE:
             return found
@@ -228,6 +231,11 @@ def _exactly(shift: signs.Shift, rest: Tokens) -> bool:
     counts = np.bincount(which)
     others = np.bincount(which, np.abs(rest.q - rest.o))[counts > 0] / counts[counts > 0]
     return shift.fits < limits.SHIFT_LEFT * shift.apart + 2 * float(np.median(others))
+
+
+def _as_far(shift: signs.Shift, rest: Tokens) -> bool:
+    """Whether the other sequences, which have their own ids, are as far off."""
+    return len(rest) >= limits.MIN_TOKENS and bool(np.abs(rest.q - rest.o).mean() > limits.SHIFT_FITS * shift.apart)
 
 
 def _too_likely(shift: signs.Shift, tokens: Tokens) -> bool:

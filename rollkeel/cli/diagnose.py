@@ -25,16 +25,22 @@ def doctor(
     last: cli.Last = None,
     trace_format: cli.Format = "auto",
     recompute: Annotated[
-        bool, typer.Option(help="Try on a run's checkpoint which weights or dtype give the recorded log-probs.")
+        bool,
+        typer.Option(
+            help="Compute with a run's checkpoints whether the stated weights and dtype give the recorded log-probs, and if not, which do."
+        ),
     ] = True,
 ) -> int:
     """Why a run went bad, from its recorded tokens: causes with evidence (exit code 1), or healthy (0).
 
     Exit code 2: bad input, or no cause was found and most could not be examined. 4: the run's files are damaged, and what is left shows no cause.
     """
+    from rollkeel.record.runfolder import CONFIG
     from rollkeel.report.run_files import damage
 
     def refine(diagnosis: Diagnosis, run: Path) -> Diagnosis:
+        if not (run / CONFIG).is_file():
+            return diagnosis
         from rollkeel.diagnose.recompute import refine  # loads torch
 
         return refine(diagnosis, run)

@@ -7,6 +7,7 @@ and loading are no chance, though: what the engine did can be done again, and th
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,12 +30,13 @@ from rollkeel.types import FloatArray, Rollout, TokenSpan
 from rollkeel_doctor import thresholds as limits
 from rollkeel_doctor.causes_weights import PROBES
 from rollkeel_doctor.diagnosis import Cause, Diagnosis
+from rollkeel_doctor.verdict import RECORD
 
 MAX_PARAMETERS = 50_000_000
 """Larger models are left to `rollkeel analyze`: some hundred forward passes are a minute's work up to here."""
 MAX_TOKENS = 2048
 MOST = 3
-"""Earlier checkpoints that are tried beside the first."""
+"""Earlier checkpoints that are tried beside the first, and checkpoints that are computed where nothing is in doubt."""
 LATEST = 32
 """Steps behind a checkpoint in which its rollouts are looked for."""
 _GROUPS = (0, *range(8, 132, 4))
@@ -86,15 +88,41 @@ class Guess:
 def refine(found: Diagnosis, folder: Path) -> Diagnosis:
     """The diagnosis of a run folder, with what its checkpoints can decide.
 
-    The same diagnosis where nothing is in doubt, where no checkpoint fits the rollouts, or where no guess explains them.
+    The same diagnosis where the record itself is at fault, where no checkpoint fits the rollouts, or where what was recorded is what
+    the stated weights and dtype give.
     """
-    if not found.in_doubt or not (folder / CONFIG).is_file():
+    if not (folder / CONFIG).is_file() or ({c.id for c in found.causes} & set(RECORD) and not found.in_doubt):
         return found
     try:
-        sampled = _sampled(folder)
+        if not found.in_doubt:
+            steps = list[int]()
+            for sampled in itertools.islice(_samples(folder), MOST):
+                if _strays(sampled):
+                    return found.settled(explain(sampled) or _unknown(sampled))
+                steps.append(sampled.step)
+            same = f"checkpoint{'s' * (len(steps) > 1)} of step {', '.join(map(str, steps))}, as stated, give what the engine recorded"
+            return replace(found, observed=[*found.observed, same]) if steps else found
+        sampled = next(_samples(folder), None)
     except RollkeelError as error:
         return replace(found, notes=(*found.notes, f"not recomputed: {error}"))
     return found if sampled is None else decided(found, sampled)
+
+
+def _strays(sampled: Sampled) -> bool:
+    """Whether the record is not what the stated weights in the stated dtype give, by more than two ways of computing differ."""
+    return _apart(sampled, checkpoint_views(sampled.policy.model), sampled.mode) > _rounding(sampled.mode)
+
+
+def _unknown(sampled: Sampled) -> Cause:
+    """Weights that no guess comes near: the engine computed with others than it states, whatever they are."""
+    stated = _apart(sampled, checkpoint_views(sampled.policy.model), sampled.mode)
+    return Cause(
+        id="wrong_weights",
+        score=0.7,
+        evidence=f"The checkpoint of step {sampled.step}, computed in {sampled.mode} as stated, gives log-probs {stated:.2g} away from those "
+        "that the engine recorded of it, and no weights or dtype that were tried come near.",
+        advice=_ADVICE["wrong_weights"],
+    )
 
 
 def decided(found: Diagnosis, sampled: Sampled) -> Diagnosis:
@@ -260,8 +288,8 @@ def _apart(sampled: Sampled, weights: Weights, mode: str) -> float:
     return float((found - sampled.logprobs[known]).abs().mean())
 
 
-def _sampled(folder: Path) -> Sampled | None:
-    """The newest checkpoint whose weights sampled whole sequences that are recorded, with some of these."""
+def _samples(folder: Path) -> Iterator[Sampled]:
+    """Checkpoints whose weights sampled whole sequences that are recorded, newest first, with some of these."""
     config = RunFolder.open(folder, lock=False).config
     saved = checkpoint.listing(folder / "checkpoints")
     for at in reversed(range(len(saved))):
@@ -269,14 +297,16 @@ def _sampled(folder: Path) -> Sampled | None:
         if not rollouts or rollouts[0].dtype not in MODES or rollouts[0].sampling.temperature <= 0:
             continue
         found = _taken(_policy(config, saved[at][1]), saved[at][0], rollouts)
-        if found is None or at == 0:
-            return found
+        if found is None:
+            return
+        if at == 0 or not _strays(found):
+            yield found
+            continue
         earlier = {step: _policy(config, path) for step, path in (saved[0], *saved[1:at][-MOST:])}
         first, begin = saved[0][0], _of_weights(folder, saved[0][0])
         clean = begin and _clean(_taken(earlier[first], first, begin))
         weights = {step: checkpoint_views(policy.model) for step, policy in earlier.items()}
-        return replace(found, earlier=weights, began_clean=bool(clean))
-    return None
+        yield replace(found, earlier=weights, began_clean=bool(clean))
 
 
 def _of_weights(folder: Path, step: int) -> list[Rollout]:
@@ -285,6 +315,8 @@ def _of_weights(folder: Path, step: int) -> list[Rollout]:
     version = None
     for path in [files[s] for s in sorted(files)[:LATEST]]:
         table = read_step(path)
+        if "train_version" not in table.column_names:
+            return []
         if version is None:  # step + 1 is where these weights are the trainer's
             known = [v for v in table["train_version"].to_pylist() if v is not None]
             if step + 1 not in files or not known:

@@ -17,6 +17,7 @@ import torch
 from rollkeel.analyzer.capture import Tokens
 from rollkeel.analyzer.sides import engine_forward, prefill_logprobs
 from rollkeel.config import ModelConfig
+from rollkeel.diagnose import recompute
 from rollkeel.diagnose.recompute import Sampled, _taken, decided, explain, refine, sets
 from rollkeel.models.loading import Policy, load_policy
 from rollkeel.models.names import checkpoint_views
@@ -177,6 +178,33 @@ def test_noise_that_the_stated_dtype_makes_of_this_model_is_no_cause(policy: Pol
     assert "computed in int4 as stated" in refined.observed[0]
     assert len(decided(noisy(lost=True), honest).causes) == 2  # noise may be why the reward was lost
     assert decided(noisy(lost=False), replace(honest, mode="fp32")).causes[0].id == "quantisation"
+
+
+def test_a_checkpoint_decides_where_tokens_show_nothing(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A small gap of stale tokens alone looks like none; what the checkpoint computes is another matter."""
+    (tmp_path / "config.yaml").write_text("", encoding="utf-8")
+    whole = replace(noisy(lost=False), causes=[])
+    honest = recorded(policy, {})
+    int8 = recorded(policy, {}, "int8")
+    other = replace(
+        honest,
+        logprobs=honest.logprobs + 0.1 * torch.randn(honest.logprobs.shape, generator=torch.Generator().manual_seed(1)),
+    )
+
+    def refined(*samples: Sampled, found: Diagnosis = whole) -> Diagnosis:
+        monkeypatch.setattr(recompute, "_samples", lambda folder: iter(samples))
+        return refine(found, tmp_path)
+
+    assert not refined(honest).causes
+    assert "as stated, give what the engine recorded" in refined(honest, honest).observed[-1]
+    assert refined() is whole
+    assert refined(honest, int8).causes[0].id == "quantisation"  # an older checkpoint shows what the newest does not
+    assert refined(other).causes[0].id == "wrong_weights"
+    assert "no weights or dtype that were tried come near" in refined(other).causes[0].evidence
+    shifted = replace(whole, causes=[Cause(id="alignment", score=0.9, evidence="", advice="")])
+    assert refined(other, found=shifted) is shifted  # the record itself is wrong
 
 
 def test_sets_of_names() -> None:

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from simulated import STEPS, Simulated, simulate, stopped
 
-from rollkeel_doctor import diagnose
+from rollkeel_doctor import causes_logging, diagnose
 from rollkeel_doctor.causes_weights import learning
-from rollkeel_doctor.tokens import Tokens, gap, select
+from rollkeel_doctor.evidence import measure
+from rollkeel_doctor.signs import Surprisal
+from rollkeel_doctor.tokens import Mean, Tokens, gap, select
 from rollkeel_doctor.traces.trace import Facts, Trace
 
 FP32 = Facts(engine_dtype="fp32", train_dtype="fp32", temperature=1.0, top_p=1.0, max_new_tokens=99)
@@ -167,6 +169,21 @@ def test_a_shift_across_short_turns_is_neither_a_mask_nor_a_temperature(by: int)
     unsampled = trace.position % 6 >= 3  # one of them inside the mask: no shift explains that
     q = np.where(unsampled, 0, trace.rollout_logprobs).astype(np.float32)
     assert first(trace.with_(rollout_logprobs=q, mask=~environment)) == "mask"
+
+
+def test_a_stated_cut_that_takes_little_is_no_hidden_one() -> None:
+    """The few tokens that top-k leaves out are the most surprising: 0.2 % of the mass lower the surprisal by 7 % of the entropy."""
+    stated = simulate().trace(
+        facts=replace(FP32, top_k=12), kept_mass=np.full(len(simulate().train), 0.998, np.float32)
+    )
+    e = measure(stated)
+    low = Surprisal(Mean(-0.022, 0.0037), entropy=0.317, inverse_temperature=1.1, cut=1.0, lost=0.01)
+    assert causes_logging.truncation(replace(e, surprisal=low)) is None
+    lower = low._replace(difference=Mean(-0.08, 0.0037))
+    for seen in (replace(e, surprisal=lower), replace(measure(simulate().trace()), surprisal=low)):
+        cause = causes_logging.truncation(seen)
+        assert cause is not None
+        assert "improbable tokens are missing altogether" in cause.evidence
 
 
 @pytest.mark.parametrize("temperature", [0.9, 1.15])

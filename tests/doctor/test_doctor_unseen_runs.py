@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from simulated import STEPS, simulate, stopped
 
-from rollkeel_doctor import causes_logging, diagnose, signs
+from rollkeel_doctor import causes_logging, diagnose, evidence, signs
 from rollkeel_doctor.causes_weights import learning
 from rollkeel_doctor.evidence import measure
 from rollkeel_doctor.series import series
@@ -198,7 +198,8 @@ def test_ids_are_not_blamed_where_sequences_with_their_own_are_as_far_off() -> N
     apart = 2.0
     far = replace(e.tokens, q=e.tokens.o - apart)
     shift = signs.Shift(-1, apart, 0.5, odd, e.trace.starts[odd], 1.4, e.trace.sequences)
-    assert causes_logging.retokenised(replace(e, displaced=shift, tokens=far)) is None
+    assert evidence._as_far(shift, far)
+    assert not evidence._as_far(shift, e.tokens)
     cause = causes_logging.retokenised(replace(e, displaced=shift))
     assert cause is not None
     assert cause.id == "retokenised"
