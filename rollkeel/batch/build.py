@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rollkeel.batch.coefficients import coefficients
-from rollkeel.batch.packing import MicroBatch, pack, plan
+from rollkeel.batch.packing import MicroBatch, families, pack, plan
 from rollkeel.errors import BadInput
 from rollkeel.types import Rollout, TokenBatch
 
@@ -97,14 +97,24 @@ class TrainingBatch:
             out.append(replace(self, **cut, **{name: getattr(self, name)[rows] for name in names}))
         return out
 
-    def micro_batches(self, max_tokens: int, *, replay: bool = False) -> Iterator[MicroBatch]:
+    def micro_batches(
+        self, max_tokens: int, *, replay: bool = False, share: bool = False, processes: int = 1
+    ) -> Iterator[MicroBatch]:
         """Whole sequences packed to at most `max_tokens` tokens each (see `packing.plan`), on the batch's device.
 
-        `replay`: with the experts that the engine chose, so that a pass takes them instead of its own choice.
+        `replay`: with the experts that the engine chose, so that a pass takes them instead of its own choice. `share`: answers to
+        one prompt share it. `processes`: with more than one, pieces small enough to balance over so many.
         """
         starts = np.concatenate([[0], np.cumsum(self.response_lengths)]).tolist()
-        for members in plan([len(s) for s in self.sequences], max_tokens):
-            micro = pack(members, self.sequences, self.prompt_lengths, starts, self.advantages.device, self.positions)
+        made = families(self.sequences, self.prompt_lengths, max_tokens, share=share)
+        if processes > 1:
+            max_tokens = min(
+                max_tokens, max(max(map(len, self.sequences)), -(-sum(f.tokens for f in made) // (2 * processes)))
+            )
+            made = families(self.sequences, self.prompt_lengths, max_tokens, share=share)
+        for members in plan([f.tokens for f in made], max_tokens):
+            together = [made[i] for i in members]
+            micro = pack(together, self.sequences, self.prompt_lengths, starts, self.advantages.device, self.positions)
             if self.topk_ids is not None:
                 micro = replace(micro, topk_ids=self.topk_ids.index_select(0, micro.indices))
             if replay and self.experts is not None:

@@ -12,7 +12,7 @@ import contextvars
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,18 +28,34 @@ VARLEN_ATTENTION = "rollkeel_varlen"
 """Name of the implementation in transformers' attention interface. No mask function is registered under it on purpose:
 transformers then builds none."""
 _BUCKET_RATIO, _BUCKET_SLACK = 1.25, 8
-_PROBE_LENGTHS = (9, 4, 9, 6)
+_PROBE_LENGTHS = (13, 15)
+_PROBE_PARTS, _PROBE_PARENTS = (9, 4, 9, 6), (-1, 0, -1, 2)
 
 
 @dataclass(frozen=True)
 class _Bucket:
-    """`rows` sequences padded to `length`; `gather [rows·length]` are flat token positions, `real` the places that are no padding."""
+    """`rows` parts padded to `length`; `gather [rows·length]` are flat token positions, `real` the places that are no padding."""
 
     rows: int
     length: int
     gather: torch.Tensor | None
     real: torch.Tensor | None
     start: int = 0
+    prefix: slice | None = None
+    """Flat positions of the part that all of them continue."""
+    mask: torch.Tensor | None = None
+    """`[length, prefix + length]` bool: which keys a query sees, where there is a prefix."""
+
+    def to(self, device: torch.device) -> _Bucket:
+        return replace(self, gather=_to(self.gather, device), real=_to(self.real, device), mask=_to(self.mask, device))
+
+    def keys(self, flat: torch.Tensor) -> torch.Tensor:
+        """`[N, KV, d]` → `[rows, KV, prefix + length, d]`."""
+        own = self.take(flat)
+        if self.prefix is None:
+            return own
+        shared = flat[self.prefix].transpose(0, 1)
+        return torch.cat([shared.expand(self.rows, -1, -1, -1), own], 2)
 
     def take(self, flat: torch.Tensor) -> torch.Tensor:
         """`[N, H, d]` → `[rows, H, length, d]`."""
@@ -52,27 +68,32 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the sequences of a packed row lie. Built once per micro-batch."""
+    """Where the parts of a packed row lie. Built once per micro-batch."""
 
     lengths: tuple[int, ...]
     buckets: tuple[_Bucket, ...]
+    """Parts that continue none; then, for each part that others continue, these."""
     order: torch.Tensor | None
     """Flat position of each token in bucket order → restores the row; None if the buckets are in row order already."""
     cu_seqlens: torch.Tensor
     """`[S + 1]` int32 on the model's device."""
+    keys: torch.Tensor | None = None
+    """Flat position of every key that a part's queries see, part after part; None if those are its own."""
+    cu_keys: torch.Tensor | None = None
+    """`[S + 1]` int32: first of them for each part."""
 
     @staticmethod
-    def build(lengths: Sequence[int], device: torch.device) -> Layout:
-        """Bucket sequences of `lengths ≥ 1` that lie end to end."""
-        starts = [0]
-        for length in lengths:
-            starts.append(starts[-1] + length)
-        by_length = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    def build(lengths: Sequence[int], device: torch.device, parents: Sequence[int] | None = None) -> Layout:
+        """Bucket parts of `lengths ≥ 1` that lie end to end; `parents`: the part that each continues, −1 for none."""
+        starts = list(itertools.accumulate(lengths, initial=0))
+        parents = parents or [-1] * len(lengths)
         buckets, flat_order = [], []
-        for members in _bucketed(by_length, lengths):
-            buckets.append(_bucket([starts[i] for i in members], [lengths[i] for i in members]))
-            for i in members:
-                flat_order.append(torch.arange(starts[i], starts[i + 1]))
+        for parent in dict.fromkeys(sorted(parents)):
+            by_length = sorted((i for i, p in enumerate(parents) if p == parent), key=lambda i: lengths[i])
+            prefix = slice(starts[parent], starts[parent + 1]) if parent >= 0 else None
+            for members in _bucketed(by_length, lengths):
+                buckets.append(_bucket([starts[i] for i in members], [lengths[i] for i in members], prefix))
+                flat_order += [torch.arange(starts[i], starts[i + 1]) for i in members]
         order, row = torch.cat(flat_order), torch.arange(starts[-1])
         if torch.equal(order, row):
             inverse = None
@@ -80,9 +101,15 @@ class Layout:
             inverse = torch.empty_like(order)
             inverse[order] = row
             inverse = inverse.to(device)
-        moved = tuple(_Bucket(b.rows, b.length, _to(b.gather, device), _to(b.real, device), b.start) for b in buckets)
+        moved = tuple(b.to(device) for b in buckets)
         cu = torch.tensor(starts, dtype=torch.int32, device=device)
-        return Layout(tuple(lengths), moved, inverse, cu)
+        keys = cu_keys = None
+        if max(parents) >= 0:
+            seen = [[*([p] if p >= 0 else ()), i] for i, p in enumerate(parents)]
+            keys = torch.cat([torch.arange(starts[j], starts[j + 1]) for each in seen for j in each]).to(device)
+            counts = [sum(lengths[j] for j in each) for each in seen]
+            cu_keys = torch.tensor(list(itertools.accumulate(counts, initial=0)), dtype=torch.int32, device=device)
+        return Layout(tuple(lengths), moved, inverse, cu, keys, cu_keys)
 
 
 def _to(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
@@ -100,16 +127,21 @@ def _bucketed(by_length: Sequence[int], lengths: Sequence[int]) -> Iterator[list
         yield members
 
 
-def _bucket(starts: list[int], lengths: list[int]) -> _Bucket:
+def _bucket(starts: list[int], lengths: list[int], prefix: slice | None = None) -> _Bucket:
     rows, longest = len(starts), max(lengths)
     equal = min(lengths) == longest
+    mask = None
+    if prefix is not None:
+        before = prefix.stop - prefix.start
+        mask = torch.ones(longest, before + longest, dtype=torch.bool).tril(before)
     if equal and all(b - a == longest for a, b in itertools.pairwise(starts)):
-        return _Bucket(rows, longest, None, None, starts[0])
+        return _Bucket(rows, longest, None, None, starts[0], prefix, mask)
     places = torch.arange(longest).expand(rows, -1)
     inside = places < torch.tensor(lengths).unsqueeze(1)
     # Padding repeats a real token: causal attention never lets a real query see it, and finite values stay finite.
     gather = (torch.tensor(starts).unsqueeze(1) + torch.where(inside, places, 0)).reshape(-1)
-    return _Bucket(rows, longest, gather, None if equal else inside.reshape(-1).nonzero().squeeze(1))
+    real = None if equal else inside.reshape(-1).nonzero().squeeze(1)
+    return _Bucket(rows, longest, gather, real, 0, prefix, mask)
 
 
 _LAYOUT: contextvars.ContextVar[Layout] = contextvars.ContextVar("rollkeel_packed_layout")
@@ -140,10 +172,11 @@ def _by_bucket(
     for bucket in layout.buckets:
         out = F.scaled_dot_product_attention(
             bucket.take(q),
-            bucket.take(k),
-            bucket.take(v),
+            bucket.keys(k),
+            bucket.keys(v),
+            attn_mask=bucket.mask,
             dropout_p=dropout,
-            is_causal=True,
+            is_causal=bucket.mask is None,
             scale=scaling,
             enable_gqa=gqa,
         )
@@ -160,9 +193,14 @@ def _cuda_varlen(
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    longest, cu = max(layout.lengths), layout.cu_seqlens
+    longest, cu, cu_keys, furthest = max(layout.lengths), layout.cu_seqlens, layout.cu_seqlens, max(layout.lengths)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=gqa)
+    if (
+        layout.keys is not None and layout.cu_keys is not None
+    ):  # the last query sees the last key, as causal windows are aligned
+        k, v, cu_keys = k[layout.keys], v[layout.keys], layout.cu_keys
+        furthest = int(cu_keys.diff().max())
+    out = varlen_attn(q, k, v, cu, cu_keys, longest, furthest, scale=scaling, window_size=(-1, 0), enable_gqa=gqa)
     assert isinstance(out, torch.Tensor)
     return out
 
@@ -200,6 +238,7 @@ class PackedModel:
         cu_seqlens: torch.Tensor | Sequence[int],
         experts: list[torch.Tensor] | None = None,
         replay: tuple[torch.Tensor, torch.Tensor] | None = None,
+        parents: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Final hidden states (after the last norm) `[N, D]` of `input_ids [N]`, `position_ids [N]` restarting at 0.
 
@@ -207,6 +246,7 @@ class PackedModel:
         `experts`, when given, receives one `[N, k]` tensor of expert ids per mixture-of-experts layer: the routers' choice.
         `replay`: expert ids `[t, layers, k]` and the tokens `[t]` that go to them whatever the routers choose (see
         `replay_experts`, which says what it refuses; ids are not checked here).
+        `parents [S]`: the part that each continues, whose tokens it sees and whose positions it goes on from, −1 for none; needs `varlen`.
         """
         cu = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else list(cu_seqlens)
         lengths = [b - a for a, b in itertools.pairwise(cu)]
@@ -214,6 +254,8 @@ class PackedModel:
             raise BadInput(
                 f"packed batch: cu_seqlens expected rising from 0 to {input_ids.numel()}, got {cu[:4]}…{cu[-1:]}"
             )
+        if parents is not None and not self.varlen:
+            raise BadInput(f"packed batch: model {type(self.model).__name__} runs padded, where parts share nothing")
         # Place of each token among the rows that the experts see.
         rows = None if self.varlen else _inside(lengths, input_ids.device).flatten().nonzero().squeeze(1)
         if replay is not None:
@@ -222,8 +264,11 @@ class PackedModel:
         else:
             routing = record_experts(() if experts is None else self._expert_layers)
         with routing as chosen:
-            run = self._packed if self.varlen else self._padded
-            hidden = run(input_ids, position_ids, lengths)
+            if self.varlen:
+                continued = None if parents is None else parents.tolist()
+                hidden = self._packed(input_ids, position_ids, lengths, continued)
+            else:
+                hidden = self._padded(input_ids, position_ids, lengths)
         if experts is not None:
             experts += chosen if rows is None else [c.index_select(0, rows) for c in chosen]
         return hidden
@@ -262,8 +307,14 @@ class PackedModel:
             )
         return shape
 
-    def _packed(self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        token = _LAYOUT.set(Layout.build(lengths, input_ids.device))
+    def _packed(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        lengths: Sequence[int],
+        parents: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        token = _LAYOUT.set(Layout.build(lengths, input_ids.device, parents))
         try:
             passes = fused(self.backbone, _by_bucket) if self._fused else nullcontext()
             with _implementations(self.model, VARLEN_ATTENTION, input_ids.device), passes:
@@ -283,7 +334,7 @@ class PackedModel:
 
     @torch.no_grad()
     def _probe(self) -> bool:
-        """True if packed and padded hidden states agree on a few tokens."""
+        """True if packed hidden states, of sequences in parts that continue each other, are those of the padded batch."""
         ids, positions = self._probe_tokens(self._embedding.weight.device)
         training = self.model.training
         self.model.eval()
@@ -304,7 +355,7 @@ class PackedModel:
     def _try_packed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
         """None if the model cannot even run with the attention replaced; the padded form then serves it."""
         try:
-            return self._packed(ids, positions, _PROBE_LENGTHS).float()
+            return self._packed(ids, positions, _PROBE_PARTS, _PROBE_PARENTS).float()
         except (RuntimeError, TypeError, ValueError, LookupError):
             return None
 

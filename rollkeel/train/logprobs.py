@@ -278,7 +278,7 @@ class PolicyForward:
         """
         chosen: list[torch.Tensor] | None = [] if experts and self.packed.num_moe_layers else None
         replay = None if micro.experts is None else (micro.experts, micro.predict_index)
-        hidden = self.packed(micro.input_ids, micro.position_ids, micro.cu_seqlens, chosen, replay)
+        hidden = self.packed(micro.input_ids, micro.position_ids, micro.cu_seqlens, chosen, replay, micro.parents)
         logprobs, entropy, topk = token_logprobs(
             hidden.index_select(0, micro.predict_index),
             self.head.weight,

@@ -275,11 +275,8 @@ class LocalTrainer:
         replay = policy and self._replay is not None
         if policy and self._replay is not None:
             self._replay.check(batch.experts)
-        limit = self.config.micro_batch_tokens
-        if count > 1:
-            lengths = [len(s) for s in batch.sequences]
-            limit = min(limit, max(max(lengths), -(-sum(lengths) // (2 * count))))
-        micros = list(batch.micro_batches(limit, replay=replay))
+        share = self._forward.packed.varlen
+        micros = list(batch.micro_batches(self.config.micro_batch_tokens, replay=replay, share=share, processes=count))
         return shares(micros, count) if count > 1 else [micros]
 
     def _finish_helpers(self) -> None:

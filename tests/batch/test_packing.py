@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollkeel.batch.packing import pack, plan
+from rollkeel.batch import packing
+from rollkeel.batch.packing import Family, families, pack, plan
 from rollkeel.errors import BadInput
 
 
@@ -48,6 +49,65 @@ def test_pack_by_hand() -> None:
     assert micro.predict_index.tolist() == [0, 3, 4]
     assert micro.targets.tolist() == [21, 12, 13]
     assert micro.indices.tolist() == [2, 0, 1]
+
+
+def test_a_shared_prompt_by_hand() -> None:
+    """10 11 12|13 14 and 10 11 12|15 share 10 11; the last prompt token stays with each, as it predicts 13 and 15."""
+    sequences = [np.array([10, 11, 12, 13, 14]), np.array([10, 11, 12, 15]), np.array([20, 21])]
+    micro = pack([2, Family((0, 1), 2, 7)], sequences, [3, 3, 1], [0, 2, 3])
+    assert micro.sequences == (2, 0, 1)
+    assert micro.input_ids.tolist() == [20, 21, 10, 11, 12, 13, 14, 12, 15]
+    assert micro.position_ids.tolist() == [0, 1, 0, 1, 2, 3, 4, 2, 3]
+    assert micro.cu_seqlens.tolist() == [0, 2, 4, 7, 9]
+    assert micro.parents is not None
+    assert micro.parents.tolist() == [-1, -1, 1, 1]
+    assert micro.predict_index.tolist() == [0, 4, 5, 7]
+    assert micro.targets.tolist() == [21, 13, 14, 15]
+    assert micro.indices.tolist() == [3, 0, 1, 2]
+
+
+def test_families_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "SHARED_LEAST", 2)
+    one, two = [1, 2, 3], [1, 2, 4]
+    sequences = [np.array(s) for s in ([*one, 5, 6], [*two, 5], [*one, 7], [*one, 8, 9, 9, 9], [1, 2])]
+    lengths = [3, 3, 3, 3, 1]
+    assert families(sequences, lengths, 99) == [
+        Family((4,), 0, 2),
+        Family((1,), 0, 4),
+        Family((2, 0, 3), 2, 2 + 2 + 3 + 5),
+    ]
+    # 2 shared + 2 + 3 fill a budget of 8; the third would need 5 more.
+    assert families(sequences, lengths, 8)[2:] == [Family((2, 0), 2, 7), Family((3,), 0, 7)]
+    alone = families(sequences, lengths, 99, share=False)
+    assert [f.members for f in alone] == [(4,), (1,), (2,), (0,), (3,)]
+    monkeypatch.setattr(packing, "SHARED_LEAST", 3)
+    assert families(sequences, lengths, 99) == alone  # two tokens before the last one are too few
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=14), st.integers(1, 60))
+def test_families_lose_no_token_and_keep_the_budget(sizes: list[tuple[int, int]], budget: int) -> None:
+    prompts = [
+        np.arange(100 * p, 100 * p + packing.SHARED_LEAST + p) for p in range(4)
+    ]  # the first is one token too short
+    sequences = [np.concatenate([prompts[p], 1000 + 50 * i + np.arange(r)]) for i, (p, r) in enumerate(sizes)]
+    lengths = [len(prompts[p]) for p, _ in sizes]
+    starts = np.concatenate([[0], np.cumsum([r for _, r in sizes])]).tolist()
+    made = families(sequences, lengths, budget)
+    assert sorted(i for f in made for i in f.members) == list(range(len(sizes)))
+    predicted = {}
+    for members in plan([f.tokens for f in made], budget):
+        micro = pack([made[i] for i in members], sequences, lengths, starts)
+        assert len(micro.input_ids) == sum(made[i].tokens for i in members)
+        assert len(micro.input_ids) <= budget or len(micro.sequences) == 1
+        predicted |= dict(zip(micro.indices.tolist(), micro.targets.tolist(), strict=True))
+        rows = np.split(micro.input_ids.numpy(), micro.cu_seqlens[1:-1].tolist())
+        parents = micro.parents.tolist() if micro.parents is not None else [-1] * len(rows)
+        whole = [np.concatenate([rows[p], row]) if p >= 0 else row for row, p in zip(rows, parents, strict=True)]
+        own = [row.tolist() for i, row in enumerate(whole) if i not in parents]
+        assert own == [sequences[i].tolist() for i in micro.sequences]
+    assert [predicted[i] for i in range(starts[-1])] == np.concatenate(
+        [s[n:] for s, n in zip(sequences, lengths, strict=True)]
+    ).tolist()
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12), st.integers(1, 40))

@@ -121,6 +121,45 @@ def test_a_packed_sequence_equals_the_sequence_alone(family: str) -> None:
             )
 
 
+@pytest.mark.parametrize("family", [name for name, (_, replaceable) in CONFIGS.items() if replaceable])
+def test_parts_that_continue_one_prompt_equal_whole_sequences(family: str) -> None:
+    """Two prompts with three and two answers of their own, and a sequence alone between them."""
+    model = build(CONFIGS[family][0])
+    packed = PackedModel(model)
+    prompts, answers = {0: 7, 5: 11}, {0: [4, 9, 4], 5: [1, 6]}
+    lengths = [7, 4, 9, 4, 12, 11, 1, 6]
+    parents = torch.tensor([-1, 0, 0, 0, -1, -1, 5, 5])
+    ids, _, cu = row(lengths)
+    parts = [ids[a:b] for a, b in itertools.pairwise(cu)]
+    begins = [prompts.get(int(p), 0) for p in parents]
+    positions = torch.cat([torch.arange(b, b + n) for b, n in zip(begins, lengths, strict=True)])
+    weights = torch.randn(len(ids), 64, generator=torch.Generator().manual_seed(2))
+    hidden = packed(ids, positions, cu, parents=parents)
+    (hidden * weights).sum().backward()
+    got = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    loss = torch.zeros(())
+    for i, part in enumerate(parts):
+        before = parts[int(parents[i])] if parents[i] >= 0 else part[:0]
+        alone = model.model(input_ids=torch.cat([before, part])[None], use_cache=False).last_hidden_state[
+            0, len(before) :
+        ]
+        torch.testing.assert_close(hidden[cu[i] : cu[i + 1]], alone, rtol=1e-5, atol=1e-5)
+        loss = loss + (alone * weights[cu[i] : cu[i + 1]]).sum()
+    loss.backward()
+    assert {p: [lengths[i] for i in range(8) if parents[i] == p] for p in prompts} == answers
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            assert (got[name] - p.grad).norm() <= 1e-5 * p.grad.norm().clamp_min(1e-3), name
+
+
+def test_parts_are_refused_where_the_model_runs_padded() -> None:
+    packed = PackedModel(build(CONFIGS["mistral_window"][0]))
+    ids, positions, cu = row([4, 3])
+    with pytest.raises(BadInput, match="runs padded"):
+        packed(ids, positions, cu, parents=torch.tensor([-1, 0]))
+
+
 def test_neighbours_do_not_matter() -> None:
     model = build(CONFIGS["qwen3_moe"][0])
     packed = PackedModel(model)

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollkeel import objectives
+from rollkeel.batch import packing
 from rollkeel.batch.build import TrainingBatch, build_batch
 from rollkeel.config import ModelConfig, TrainConfig
 from rollkeel.errors import BadInput, NonFinite
@@ -142,6 +143,40 @@ def test_gradients_of_micro_batches_add_up() -> None:
     assert whole.keys() == parts.keys()
     for name, g in whole.items():
         assert (g - parts[name]).abs().max() <= 1e-5 * max(1e-3, g.abs().max().item()), name
+
+
+@pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-qwen3-tied", "tiny-qwen3-moe"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_prompts_that_are_shared_change_no_gradient(
+    preset: str, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three groups of four answers to prompts of 40 tokens; one pass holds them all, small ones split every group."""
+    r = np.random.default_rng(3)
+    batch = make_batch(12, experts="moe" in preset)
+    prompts = [r.integers(8, 288, 40) for _ in range(3)]
+    joined = tuple(
+        np.concatenate([prompts[i % 3], s[n:]])
+        for i, (s, n) in enumerate(zip(batch.sequences, batch.prompt_lengths, strict=True))
+    )
+    moved = tuple(p - n + 40 for p, n in zip(batch.positions, batch.prompt_lengths, strict=True))
+    batch = replace(batch, sequences=joined, prompt_lengths=(40,) * 12, positions=moved)
+
+    def made(least: int, tokens: int) -> tuple[dict[str, torch.Tensor], torch.Tensor, int]:
+        monkeypatch.setattr(packing, "SHARED_LEAST", least)
+        t = trainer(policy(preset), micro_batch_tokens=tokens, processes=processes, clip_norm=1e9)
+        try:
+            rows = sum(m.input_ids.numel() for m in t._shares(batch, 1, True)[0])
+            return gradients(t, batch), t.logprobs(batch)[0], rows
+        finally:
+            t.close()
+
+    plain, before, tokens = made(10_000, 10_000)
+    for limit in (10_000, 70):
+        shared, after, fewer = made(16, limit)
+        assert fewer < (0.5 if limit > 100 else 0.8) * tokens
+        torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
+        for name, g in plain.items():
+            assert (g - shared[name]).norm() <= 3e-6 * g.norm().clamp_min(1e-6), name
 
 
 def test_gradient_is_that_of_the_objective_over_full_logits() -> None:
