@@ -51,8 +51,8 @@ class ModelConfig(Node):
     """Policy to train: `preset:<name>` or a Hugging Face folder or id."""
 
     path: str = Field(default="preset:tiny-qwen3-moe", description="`preset:<name>`, a Hugging Face folder, or an id.")
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the trainer's weights and arithmetic."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of the trainer's weights and arithmetic; a lower one keeps exact float32 masters, and `float16` scales its loss."""
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Preset architecture fields to change, for example `{num_hidden_layers: 4}`."""
@@ -116,7 +116,7 @@ class EngineConfig(Node):
     """`local` is the embedded engine, `vllm` a server (see `server`), for which `forward` and `processes` have no meaning."""
     kv: Literal["recompute", "keep"] = "recompute"
     """KV of sequences that new weights find unfinished: computed again under them, or kept as older weights computed it."""
-    dtype: Literal["fp32", "bf16", "fp8", "fp8_weights", "int8", "int4"] = "fp32"
+    dtype: Literal["fp32", "bf16", "fp16", "fp8", "fp8_weights", "int8", "int4"] = "fp32"
     """`fp8` is weights and activations, `fp8_weights`/`int8`/`int4` weights only; router, norms, embeddings and head stay high precision."""
     processes: int = Field(default=0, ge=0)
     """Worker processes; 0 samples in this process."""

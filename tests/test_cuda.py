@@ -16,8 +16,10 @@ import torch
 from rollkeel.config import EngineConfig, ModelConfig, TrainConfig
 from rollkeel.engines.local import LocalEngine
 from rollkeel.models.loading import load_policy
+from rollkeel.models.numerics import product
 from rollkeel.recipe import load
 from rollkeel.sync.publish import DirectPublisher
+from rollkeel.train.adamw import AdamW, master
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import Request, SamplingParams
 
@@ -71,3 +73,34 @@ def test_a_run_trains_on_the_gpu(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert rows[-1]["mismatch/ratio_std"] < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_are_float32_and_masters_those_of_adamw(dtype: torch.dtype) -> None:
+    a, b = torch.randn(33, 64, device="cuda").to(dtype), torch.randn(64, 40, device="cuda").to(dtype)
+    assert product(a, b).dtype == torch.float32
+    torch.testing.assert_close(product(a, b).double(), a.double() @ b.double(), rtol=1e-5, atol=1e-4)
+    p = torch.nn.Parameter(a.clone())
+    full = torch.nn.Parameter(a.float())
+    made, torchs = (
+        AdamW([p], betas=(0.9, 0.999), weight_decay=0.0),
+        torch.optim.AdamW([full], 1e-6, weight_decay=0, fused=True),
+    )
+    for _ in range(20):
+        p.grad = torch.randn(a.shape, device="cuda")
+        full.grad = p.grad.clone()
+        made.step(1e-6)
+        torchs.step()
+    rest = made.rest(p)
+    assert rest is not None
+    assert torch.equal(master(p.detach().flatten(), rest.flatten()), full.detach().flatten())
+
+
+@pytest.mark.parametrize(("model", "engine"), [("bfloat16", "bf16"), ("float16", "fp16")])
+def test_a_low_precision_run_trains_on_the_gpu(model: str, engine: str, tmp_path: Path) -> None:
+    words = ["run.steps=2", "sft.steps=20", "eval.items=4", f"model.dtype={model}", f"engine.dtype={engine}"]
+    from rollkeel.loop.job import train
+
+    train(load("default", [*words, "run.device=cuda", f"run.dir={tmp_path / 'run'}"]))
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 2

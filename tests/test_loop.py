@@ -66,6 +66,11 @@ def test_a_run_logs_which_forward_samples(plain: Path) -> None:
     assert said["forward"].split()[0] == ("compiled" if jit.FOUND else "fast")
 
 
+def test_a_run_logs_how_its_trainer_multiplies(plain: Path) -> None:
+    (said,) = (e for e in events(plain) if e["event"] == "precision")
+    assert (said["weights"], said["float32_products"], said["autocast"]) == ("float32", "highest", False)
+
+
 def test_a_run_works_in_a_thread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A notebook, a server or a Ray actor calls from one, where Python refuses signal handlers."""
     before = signal.getsignal(signal.SIGINT)

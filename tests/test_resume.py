@@ -65,6 +65,18 @@ def test_killed_run_continues_bit_for_bit(stage: str, step: int, delay_s: float,
     assert_same(run, whole)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_killed_run_of_low_precision_continues_bit_for_bit(dtype: str, tmp_path: Path) -> None:
+    """Masters and loss scale are in the checkpoint, and nowhere else."""
+    words, whole = [*TINY, "run.steps=4", f"model.dtype={dtype}"], tmp_path / "whole"
+    train(load(None, [*words, f"run.dir={whole}"]))
+    run = killed_in(tmp_path, words, "update", 3, 0.002)
+    train(load(run / "config.yaml"), resume=run)
+    assert_same(run, whole)
+    last = Path("checkpoints", "step_000004", "state")
+    assert files(run / last) == files(whole / last)
+
+
 @pytest.mark.slow
 def test_twenty_kills_at_random_moments(whole: Path, tmp_path: Path) -> None:
     twenty_kills(tmp_path, TINY, whole, each=5)

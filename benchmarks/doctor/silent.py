@@ -99,7 +99,7 @@ def no_step() -> Iterator[None]:
     inner = LocalTrainer._step
 
     def step(self: Any, *args: Any) -> dict[str, float]:
-        with mock.patch.object(self._stepper._adamw, "step", return_value=None):
+        with mock.patch.object(self._stepper.adamw, "step", return_value=None):
             return inner(self, *args)
 
     with mock.patch.object(LocalTrainer, "_step", step):

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rollkeel.analyzer.capture import OPERATIONS, Capture, Key
-from rollkeel.models.numerics import activation_rounder, compute_dtype, is_quantised, weight_rounder
+from rollkeel.models.numerics import activation_rounder, compute_dtype, is_quantised, logits_of, weight_rounder
 
-FLOOR = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-9}
+FLOOR = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 """Relative error that other orders of summation and other roundings on the way explain, whatever was measured."""
-LOGPROB_FLOOR = {torch.float32: 1e-5, torch.bfloat16: 1e-3}
+LOGPROB_FLOOR = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1.25e-4}
 """The same for log-probs, nats."""
 CHUNK = 512
 """Tokens whose logits exist together."""
@@ -93,8 +93,8 @@ class Definition:
         head = self._need("model.embed_tokens.weight") if head is None else head
         parts = []
         for states, wanted in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
-            logits = F.linear(states.to(self.dtype), head)
-            logits = logits if self.dtype == torch.float64 else logits.float()
+            product = F.linear if self.dtype == torch.float64 else logits_of
+            logits = product(states.to(self.dtype), head)
             parts.append(logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0].double())
         return torch.cat(parts)
 

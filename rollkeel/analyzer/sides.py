@@ -22,6 +22,7 @@ from rollkeel.engines.weights import apply_update
 from rollkeel.models.compiled import CompiledDecode, compiled_decode, suits
 from rollkeel.models.forward import FastForward, supports
 from rollkeel.models.forward_transformers import TransformersForward
+from rollkeel.models.numerics import mode_of
 from rollkeel.models.packed import PackedModel
 from rollkeel.sync.publish import full_update
 from rollkeel.train.logprobs import head_of, token_logprobs
@@ -43,11 +44,6 @@ class Side(Protocol):
     def capture(self, tokens: Tokens, layers: Sequence[int] = (), progress: Progress | None = None) -> Capture:
         """What it has after every operation; `layers`: of these only."""
         ...
-
-
-def mode_of(dtype: torch.dtype) -> str:
-    """Numeric mode of weights and arithmetic in `dtype`."""
-    return "bf16" if dtype == torch.bfloat16 else "fp32"
 
 
 class TrainerSide:

@@ -63,7 +63,9 @@ def analyze(
     sides: Annotated[
         str | None, typer.Option(help="Two of trainer, engine[:DTYPE], prefill[:DTYPE], FILE.safetensors.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of engines: fp32, bf16, fp8, fp8_weights, int8, int4.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of engines: fp32, bf16, fp16, fp8, fp8_weights, int8, int4.")
+    ] = None,
     tokens: Annotated[Path | None, typer.Option(help="Rollouts (parquet) or a run whose tokens are used.")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts to sample where no tokens are at hand.")] = 4,
     sequences: Annotated[int, typer.Option(min=1, help="Most sequences.")] = 8,

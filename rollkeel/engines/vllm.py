@@ -21,7 +21,7 @@ from rollkeel.engines.backend import Chunk, Generation, Refused, ServerSettings
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.types import SamplingParams
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 WORKER = "rollkeel_vllm_worker"
 MAX_LOGPROBS = 128
 """Most likely tokens that a request may ask for, less one."""

@@ -18,6 +18,7 @@ from rollkeel.loop.play import gather as gathered
 from rollkeel.loop.run import Run
 from rollkeel.models.loading import Policy, resolve_device
 from rollkeel.models.names import checkpoint_views
+from rollkeel.models.numerics import mode_of
 from rollkeel.objectives import Objective
 from rollkeel.protocols import Engine
 from rollkeel.record.checks import Checks
@@ -32,7 +33,7 @@ from rollkeel.rollout.lag import LaggedBatches
 from rollkeel.rollout.overlap import Gate
 from rollkeel.rollout.pool import PoolRules
 from rollkeel.rollout.schedule import Recorded, Replayed
-from rollkeel.sync.proof import Probes, probe_sequences
+from rollkeel.sync.proof import TOLERANCES, Probes, probe_sequences
 from rollkeel.sync.publish import DirectPublisher
 from rollkeel.tasks.source import Problems, PromptSource
 from rollkeel.train.probe import SequenceScorer
@@ -128,7 +129,7 @@ def run_probes(config: Config, policy: Policy, source: PromptSource | None = Non
     return Probes(
         sequences=probe_sequences(prompts, policy.vocab_size, context),
         trainer=SequenceScorer(policy.model),
-        dtype="bf16" if config.engine.dtype == "fp32" and config.model.dtype == "bfloat16" else config.engine.dtype,
+        dtype=max(config.engine.dtype, mode_of(policy.model.dtype), key=lambda mode: TOLERANCES[mode].median),
         tolerance=config.engine.server.tolerance,
     )
 

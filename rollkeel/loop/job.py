@@ -18,6 +18,7 @@ from rollkeel.loop.run import Run
 from rollkeel.loop.steps import train as train_steps
 from rollkeel.loop.warm_start import warm_start, warm_start_key
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers, resolve_device, save_policy
+from rollkeel.models.numerics import precision
 from rollkeel.objectives.described import in_words
 from rollkeel.record.checks import tell, too_small, unreached, untold
 from rollkeel.record.live import LiveView
@@ -128,8 +129,8 @@ def _resume(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) -
     policy = _policy(config)
     run = assemble(config, folder, policy, view, stop)
     try:
-        run.restore(saved)
-        for line in [*told, *_rewind(folder, saved.step, config, seen)]:
+        lacking = run.restore(saved)
+        for line in [*told, *lacking, *_rewind(folder, saved.step, config, seen)]:
             view.note(line)
         if saved.step >= config.run.steps:
             view.note(nothing_to_do(saved.step, config.run.steps))
@@ -162,11 +163,12 @@ def _rewind(folder: RunFolder, step: int, config: Config, seen: EventLog) -> lis
 
 def _reinforce(run: Run, first: int) -> None:
     """RL from step `first`, then the model."""
-    about = run.engine.capabilities
-    run.folder.events.emit("engine", name=about.name, dtype=about.dtype, forward=about.forward)
+    events, about = run.folder.events, run.engine.capabilities
+    events.emit("precision", **precision(run.policy.model))
+    events.emit("engine", name=about.name, dtype=about.dtype, forward=about.forward)
     run.view.note(f"engine {about.name} {about.dtype}{about.forward and f', forward {about.forward}'}")
     described = run.objective.describe()
-    run.folder.events.emit("objective", **described)
+    events.emit("objective", **described)
     run.view.note(f"objective {in_words(described)}")
     for row in run.folder.metrics():  # of a run that goes on: what it has warned of is not said again
         run.alarms.observe(row)

@@ -97,17 +97,20 @@ class Run:
         }
         checkpoint.save(self.folder.checkpoints, step, write=write, info=info, keep=self.config.checkpoint.keep)
 
-    def restore(self, saved: checkpoint.Checkpoint) -> None:
-        """Continue from a checkpoint. Raises `BadInput` when the model, the objective or the loop is another one."""
+    def restore(self, saved: checkpoint.Checkpoint) -> list[str]:
+        """Continue from a checkpoint. Raises `BadInput` when the model, the objective or the loop is another one.
+
+        Returns lines for people: what the checkpoint lacks."""
         state = checkpoint.load_state(saved.state)
         kept = next((name for name in CARRYING if state.get(name) is not None), "sync")
         if kept != self.feed.name:
             wanted, got = (CARRYING.get(name, name) for name in (self.feed.name, kept))
             raise BadInput(f"checkpoint: expected one of run.loop={wanted}, got one of {got}; resume with it")
-        self.trainer.load_state_dict(state["trainer"])
+        lacking = self.trainer.load_state_dict(state["trainer"])
         self.objective.load_state_dict(state["objective"])
         self.feed.consumed = state["consumed"]
         self.feed.load_state_dict(state.get(kept), step=saved.step, version=self.trainer.version)
+        return lacking
 
     def track(self, resume_step: int | None) -> None:
         """Open the optional trackers; steps after `resume_step` are dropped from them."""

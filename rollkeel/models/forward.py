@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from rollkeel.models.numerics import activation_rounder, compute_dtype
+from rollkeel.models.numerics import activation_rounder, compute_dtype, logits_of
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Observe = Callable[[int | None, str, torch.Tensor], None]
@@ -191,7 +191,7 @@ class FastForward:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, V]` float32 logits of `hidden [N, D]`."""
-        return F.linear(hidden, self.head).float()
+        return logits_of(hidden, self.head)
 
     def _attention(
         self, x: torch.Tensor, layer: _Layer, index: int, cos: torch.Tensor, sin: torch.Tensor, attend: Attend

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from rollkeel.errors import BadInput
 from rollkeel.models.forward import Attend
 from rollkeel.models.names import checkpoint_views
-from rollkeel.models.numerics import activation_rounder, compute_dtype, stays_precise
+from rollkeel.models.numerics import activation_rounder, compute_dtype, logits_of, stays_precise
 from rollkeel.models.routers import expert_layers, record_experts
 
 _NAME = "rollkeel_paged"
@@ -115,5 +115,5 @@ class TransformersForward:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, V]` float32 logits."""
-        logits = self._head(hidden).float()
+        logits = logits_of(hidden, self._head.weight, getattr(self._head, "bias", None))
         return torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits

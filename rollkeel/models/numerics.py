@@ -1,6 +1,6 @@
 """Numeric modes of a sampling engine: what is rounded, to what, and with which scales.
 
-`fp32` and `bf16` are real arithmetic in that dtype. The quantised modes round values to the grid the hardware format has
+`fp32`, `bf16` and `fp16` are real arithmetic in that dtype, but for logits, which are float32 in all of them. The quantised modes round values to the grid the hardware format has
 and compute with the rounded values in the engine's base dtype: the error is real, the speed is not. Router, norms,
 embeddings and output head stay in high precision, as deployments keep them.
 """
@@ -8,21 +8,57 @@ embeddings and output head stay in high precision, as deployments keep them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from rollkeel.models import jit, kernels_rounding
 from rollkeel.models.checksum import tensor_checksum
 from rollkeel.models.routers import is_router
 
-MODES = ("fp32", "bf16", "fp8", "fp8_weights", "int8", "int4")
+MODES = ("fp32", "bf16", "fp16", "fp8", "fp8_weights", "int8", "int4")
 INT4_GROUP = 32
 
 
 def compute_dtype(mode: str) -> torch.dtype:
     """Dtype of activations and of the arithmetic in `mode`."""
-    return torch.bfloat16 if mode == "bf16" else torch.float32
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mode, torch.float32)
+
+
+def mode_of(dtype: torch.dtype) -> str:
+    """The mode that computes in `dtype`: `compute_dtype` the other way round."""
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
+
+
+def precision(model: torch.nn.Module) -> dict[str, Any]:
+    """What decides how the trainer of `model` multiplies, for the record; `highest` is float32 without TF32."""
+    weight, backend = next(model.parameters()), torch.backends.cuda.matmul
+    return {
+        "weights": str(weight.dtype).removeprefix("torch."),
+        "device": str(weight.device),
+        "float32_products": torch.get_float32_matmul_precision(),
+        "autocast": torch.is_autocast_enabled(weight.device.type),
+        "bf16_reduced_sums": bool(backend.allow_bf16_reduced_precision_reduction),
+        "fp16_reduced_sums": bool(backend.allow_fp16_reduced_precision_reduction),
+    }
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a @ b` with float32 sums and a float32 result. On CUDA `a` is rounded to the dtype of `b`, elsewhere nothing is."""
+    if b.is_cuda and b.dtype != torch.float32:
+        return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def logits_of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`[n, V]` float32 of `hidden [n, D]` and `weight [V, D]` of one dtype. In bfloat16 a logit of 20 would be off by up to
+    0.06, more than engine and trainer differ by otherwise."""
+    if weight.dtype == torch.float32:
+        return F.linear(hidden, weight, bias)
+    logits = product(hidden, weight.t())
+    return logits if bias is None else logits.add_(bias)
 
 
 def stays_precise(name: str) -> bool:

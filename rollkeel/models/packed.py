@@ -168,6 +168,8 @@ def _by_bucket(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, dropout: float = 0.0
 ) -> torch.Tensor:
     """Queries `[N, H, d]`, keys `[N, KV, d]`, values `[N, KV, d_v]` → `[N, H * d_v]`."""
+    if q.is_cuda and q.dtype == torch.float32:
+        k, v = _all_heads(k, q), _all_heads(v, q)
     layout, gqa, parts = _LAYOUT.get(), q.shape[1] != k.shape[1], []
     for bucket in layout.buckets:
         out = F.scaled_dot_product_attention(
@@ -186,6 +188,12 @@ def _by_bucket(
     if layout.order is not None:
         flat = flat.index_select(0, layout.order)
     return flat
+
+
+def _all_heads(keys: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """`[N, KV, d]` → `[N, H, d]`. In float32 no fast CUDA kernel takes fewer heads than queries have, and what PyTorch falls back to
+    keeps `[H, L, L]` scores."""
+    return keys.repeat_interleave(q.shape[1] // keys.shape[1], 1)
 
 
 def _cuda_varlen(

@@ -173,13 +173,13 @@ CHECKS = (
     Check(
         name="unchanged",
         rule=lambda row: "the update left every weight as it was" if _changed(row) == 0 else "",
-        advice="The optimizer does not step, or train.lr is below the weights' precision: raise train.lr or set model.dtype=float32.",
+        advice="The optimizer does not step, or train.lr is below float32's precision: raise train.lr.",
         stop=2,
     ),
     Check(
         name="update_too_small",
         rule=lambda row: f"an update changed {share:.2%} of the weights" if 0 < (share := _changed(row) or 0) < CHANGED else "",
-        advice="Weights of this precision cannot follow: set model.dtype=float32 or raise train.lr.",
+        advice="Float32 cannot follow: raise train.lr.",
         after=2,
     ),
     Check(
@@ -261,12 +261,12 @@ class Checks:
 
 @torch.no_grad()
 def changeable(parameters: Sequence[torch.Tensor], lr: float) -> float:
-    """Share of weights that a step of `lr` can change: it must be more than half a unit in their last place."""
+    """Share of float32 masters that a step of `lr` can change: it must be more than half a unit in their last place."""
     able = total = 0
     for p in parameters:
         part = p.detach().reshape(-1)[:: p.numel() // 4096 | 1]  # an odd stride meets every column
         _, exponent = torch.frexp(part.float())
-        half = torch.ldexp(torch.full_like(part, torch.finfo(p.dtype).eps / 4, dtype=torch.float32), exponent)
+        half = torch.ldexp(torch.full_like(part, torch.finfo(torch.float32).eps / 4, dtype=torch.float32), exponent)
         able += int(((half < lr) | (part == 0)).sum()) * p.numel() / max(part.numel(), 1)
         total += p.numel()
     return able / max(total, 1)
@@ -288,8 +288,7 @@ def too_small(parameters: Sequence[torch.Tensor], lr: float) -> list[Finding]:
     if share >= CHANGEABLE:
         return []
     check = next(c for c in CHECKS if c.name == "update_too_small")
-    dtype = str(parameters[0].dtype).removeprefix("torch.")
-    evidence = f"train.lr={lr:g} is below half a unit in the last place of {1 - share:.0%} of the {dtype} weights"
+    evidence = f"train.lr={lr:g} is below half a unit in the last place of {1 - share:.0%} of the weights, in float32"
     return [Finding(check=check.name, step=0, evidence=evidence, advice=check.advice)]
 
 

@@ -199,7 +199,17 @@ GLOSSARY: tuple[tuple[str, str, str], ...] = (
     ("policy/prob_mean", "1", "Mean p of the sampled tokens."),
     ("policy/kl_base", "nats", "KL from the policy to the reference weights: mean of ref/p − 1 − log(ref/p), k3."),
     ("optimizer/grad_norm", "1", "Norm of the gradient before clipping, mean over the step's updates."),
-    ("optimizer/changed_share", "share", "Weights that an update changed, of a sample of about 16,384."),
+    (
+        "optimizer/changed_share",
+        "share",
+        "Weights that an update changed, of a sample of about 16,384; of a low-precision weight, its float32 master.",
+    ),
+    (
+        "optimizer/loss_scale",
+        "1",
+        "What the loss was multiplied by for float16 gradients, mean over the step's updates.",
+    ),
+    ("optimizer/skipped", "share", "Updates of the step that were left out because float16 gradients overflowed."),
     ("optimizer/lr", "1", "Learning rate of the last update."),
     ("optimizer/updates", "count", "Optimizer updates of the step; 0 if there was nothing to learn from."),
     ("sync/probe_gap_<median, mean or max>", "nats", "abs log-prob gap of a served engine on probe sequences."),

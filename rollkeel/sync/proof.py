@@ -27,6 +27,7 @@ class Tolerance:
 TOLERANCES: Mapping[str, Tolerance] = {
     "fp32": Tolerance(1e-4, 1e-2),
     "bf16": Tolerance(3e-2, 6e-2),
+    "fp16": Tolerance(4e-3, 1e-2),
     "fp8_weights": Tolerance(6e-2, 1.2e-1),
     "int8": Tolerance(3e-2, 6e-2),
     "int4": Tolerance(1.5e-1, 3e-1),

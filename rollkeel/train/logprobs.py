@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers.modeling_utils import PreTrainedModel
 
 from rollkeel.batch.packing import MicroBatch
 from rollkeel.errors import BadInput
+from rollkeel.models.numerics import logits_of, product
 from rollkeel.models.packed import PackedModel
 from rollkeel.train.scores import Scores
 
@@ -131,7 +131,7 @@ def _logits(
     softcap: float | None,
 ) -> torch.Tensor:
     """`[n, V]` float32, at the sampling temperature."""
-    z = F.linear(hidden, weight, bias).float()
+    z = logits_of(hidden, weight, bias)
     if softcap is None:
         return z.mul_(scale * inverse_temperature) if scale * inverse_temperature != 1.0 else z
     return z.mul_(scale / softcap).tanh_().mul_(softcap * inverse_temperature)
@@ -183,7 +183,7 @@ class _TokenLogprobs(torch.autograd.Function):
         options: _Options = ctx.options
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if want_hidden else None
-        # Sums over chunks in float32: in bfloat16 every further chunk would lose small contributions.
+        # Sums in float32, within a chunk and over chunks: in bfloat16 every further one would lose small contributions.
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias and bias is not None else None
         for number, a in enumerate(range(0, hidden.shape[0], options.chunk)):
@@ -192,9 +192,8 @@ class _TokenLogprobs(torch.autograd.Function):
             dz = _logit_gradient(
                 hidden[part], weight, bias, targets[part], g[0], g[1], options, kept[number] if kept else None
             )
-            dz = dz.to(hidden.dtype)
             if d_hidden is not None:
-                torch.mm(dz, weight, out=d_hidden[part])
+                _set_product(d_hidden[part], dz, weight)
             if d_weight is not None:
                 _add_product(d_weight, dz, hidden[part])
             if d_bias is not None:
@@ -202,8 +201,8 @@ class _TokenLogprobs(torch.autograd.Function):
             del dz
         return (
             d_hidden,
-            None if d_weight is None else d_weight.to(weight.dtype),
-            None if d_bias is None or bias is None else d_bias.to(bias.dtype),
+            d_weight,  # autograd rounds them for a parameter that does not ask for float32 (`grad_dtype`)
+            d_bias,
             None,
             None,
             None,
@@ -257,10 +256,17 @@ def _dtanh(z: torch.Tensor, options: _Options) -> torch.Tensor:
 
 
 def _add_product(total: torch.Tensor, dz: torch.Tensor, hidden: torch.Tensor) -> None:
-    if dz.dtype == total.dtype:
+    if hidden.dtype == torch.float32:
         total.addmm_(dz.t(), hidden)
     else:
-        total += dz.t() @ hidden
+        total += product(dz.t(), hidden)
+
+
+def _set_product(out: torch.Tensor, dz: torch.Tensor, weight: torch.Tensor) -> None:
+    if weight.dtype == torch.float32:
+        torch.mm(dz, weight, out=out)
+    else:
+        out.copy_(product(dz, weight))
 
 
 class PolicyForward:

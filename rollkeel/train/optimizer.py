@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,9 +11,12 @@ import torch
 
 from rollkeel.config import SftConfig
 from rollkeel.errors import BadInput, NonFinite
+from rollkeel.train.adamw import AdamW, master
 
 PACK_TOKENS = 8192
 """Least tokens of a forward pass in supervised training: its sequences are short and packed without padding."""
+FIRST_SCALE, LAST_SCALE, GROWTH = 2.0**15, 2.0**24, 1000
+"""Loss scale of float16: where it starts, where it stops to double, and the updates without overflow between two doublings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,24 +42,28 @@ class Schedule:
 
 
 class ChangedShare:
-    """What share of the weights an update changed, told by about 16,384 of them. Costs two visits to those."""
+    """What share of the weights an update changed, told by about 16,384 of them. Costs two visits to those.
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters, self._places, self._views = parameters, list[int](), list[torch.Tensor]()
+    Of a low-precision weight its float32 master counts: that is what an update moves, the weight follows in time.
+    """
+
+    def __init__(self, adamw: AdamW) -> None:
+        self._adamw, self._places = adamw, list[int]()
+        self._views: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         # An odd stride meets every column; a parameter shorter than it is told by its first element.
-        self._stride = sum(p.numel() for p in parameters) // 16384 | 1
+        self._stride = sum(p.numel() for p in adamw.parameters) // 16384 | 1
 
     def look(self) -> torch.Tensor:
         """The sampled weights as they are now."""
-        places = [p.data_ptr() for p in self._parameters]
+        held = [(p.detach(), self._adamw.rest(p)) for p in self._adamw.parameters]
+        places = [t.data_ptr() for pair in held for t in pair if t is not None]
         if places != self._places:
-            self._views = [p.detach().reshape(-1)[:: self._stride] for p in self._parameters]
+            self._views = [(self._sample(p), None if rest is None else self._sample(rest)) for p, rest in held]
             self._places = places
-        return (
-            torch.cat(self._views)
-            if len({v.dtype for v in self._views}) == 1
-            else torch.cat([v.float() for v in self._views])
-        )
+        return torch.cat([master(*view) for view in self._views])
+
+    def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.reshape(-1)[:: self._stride]
 
     def since(self, before: torch.Tensor) -> float:
         """Share of the sampled weights that are not what `look` returned earlier."""
@@ -66,7 +73,9 @@ class ChangedShare:
 class Stepper:
     """Clips, checks and applies the gradients of named parameters; counts updates.
 
-    Weight decay is not applied to vectors (norms, biases). Parameters without `requires_grad` are never touched.
+    Parameters without `requires_grad` are never touched. Gradients of float16 weights must come from a loss times `scale`:
+    small ones would be 0 in float16. The scale halves whenever they overflow and doubles after `GROWTH` updates without
+    (Micikevicius et al. 2018).
     """
 
     def __init__(
@@ -83,40 +92,57 @@ class Stepper:
             raise BadInput("optimizer: expected at least one trainable parameter, got none; is everything frozen?")
         self.schedule, self.clip_norm = schedule, clip_norm
         self.updates = 0
-        matrices = [p for _, p in self.named if p.dim() > 1]
-        vectors = [p for _, p in self.named if p.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self._adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=schedule.lr, betas=betas, fused=True)
+        """Updates so far, with those that an overflow left out."""
+        self.adamw = AdamW([p for _, p in self.named], betas=betas, weight_decay=weight_decay)
+        self._scaled = any(p.dtype == torch.float16 for _, p in self.named)
+        self.scale = FIRST_SCALE if self._scaled else 1.0
+        """What a loss is multiplied by before its backward pass; 1 without float16."""
+        self._sound = 0
 
     def zero_grad(self) -> None:
         """Forget gradients."""
-        self._adamw.zero_grad(set_to_none=True)
+        for _, p in self.named:
+            p.grad = None
 
     def step(self) -> dict[str, float]:
         """Apply the accumulated gradients, clipped to `clip_norm` in global 2-norm.
 
-        Returns `optimizer/grad_norm` (before clipping) and `optimizer/lr`. Raises `NonFinite`, naming the first parameter
-        with a bad gradient; weights, moments and the update count are then as before.
+        Returns `optimizer/grad_norm` (before clipping) and `optimizer/lr`; with float16 also `optimizer/loss_scale` and
+        `optimizer/skipped`, 1 for an update that an overflow of the scaled gradients left out, which has no norm. Raises
+        `NonFinite`, naming the first parameter with a bad gradient; weights, moments and the update count are then as before.
         """
         grads = [p.grad for _, p in self.named if p.grad is not None]
         if not grads:
             raise BadInput("optimizer: no parameter received a gradient; does the loss depend on the model?")
+        lr, told = self.schedule(self.updates), {"optimizer/loss_scale": self.scale} if self._scaled else {}
+        if self._scaled:
+            for grad in grads:
+                grad.mul_(1.0 / self.scale)
         norm = torch.nn.utils.get_total_norm(grads)
         value = float(norm)
-        if not math.isfinite(value):
+        if not math.isfinite(value) and self.scale == 1.0:
             name = self._culprit()
             self.zero_grad()
             raise NonFinite(
                 f"update {self.updates}: gradient of {name} is not finite (norm {value}); weights left untouched"
             )
-        torch.nn.utils.clip_grads_with_norm_([p for _, p in self.named], self.clip_norm, norm)
-        lr = self.schedule(self.updates)
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
-        self._adamw.step()
+        if math.isfinite(value):
+            torch.nn.utils.clip_grads_with_norm_([p for _, p in self.named], self.clip_norm, norm)
+            self.adamw.step(lr)
+            told["optimizer/grad_norm"] = value
         self.zero_grad()
         self.updates += 1
-        return {"optimizer/grad_norm": value, "optimizer/lr": lr}
+        if self._scaled:
+            told["optimizer/skipped"] = float(not math.isfinite(value))
+            self._rescale(math.isfinite(value))
+        return {**told, "optimizer/lr": lr}
+
+    def _rescale(self, sound: bool) -> None:
+        self._sound = self._sound + 1 if sound else 0
+        if not sound:
+            self.scale /= 2
+        elif self._sound % GROWTH == 0:
+            self.scale = min(2 * self.scale, LAST_SCALE)
 
     def _culprit(self) -> str:
         for name, p in self.named:
@@ -125,13 +151,15 @@ class Stepper:
         return "all parameters together"
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments and step counts by parameter name, and the number of updates. Tensors are shared, not copied."""
-        moments = {n: dict(self._adamw.state[p]) for n, p in self.named if p in self._adamw.state}
-        return {"updates": self.updates, "moments": moments}
+        """State of AdamW by parameter name, the number of updates and the loss scale. Tensors are shared, not copied."""
+        moments = {n: dict(self.adamw.state[p]) for n, p in self.named if p in self.adamw.state}
+        return {"updates": self.updates, "moments": moments, "scale": self.scale, "sound": self._sound}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue as if nothing had happened. Raises `BadInput` if names or shapes differ."""
-        known = dict(self.named)
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Continue as if nothing had happened, the weights being loaded already. Raises `BadInput` if names or shapes differ.
+
+        Returns lines for people: what the state lacks."""
+        known, lacking = dict(self.named), []
         for name, moments in state["moments"].items():
             if name not in known:
                 raise BadInput(
@@ -142,15 +170,22 @@ class Stepper:
                 raise BadInput(
                     f"optimizer state of {name}: the model has shape {list(known[name].shape)}, the checkpoint {list(shape)}"
                 )
-        self._adamw.state.clear()
+        self.adamw.state.clear()
         for name, moments in state["moments"].items():
             p = known[name]
-            # `step` stays float32: it is a count, and bfloat16 stops counting at 256.
-            self._adamw.state[p] = {
-                k: v.detach().clone().to(p.device, torch.float32 if k == "step" else p.dtype)
-                for k, v in moments.items()
-            }
-        self.updates = int(state["updates"])
+            kept = {k: v.detach().clone().to(p.device, torch.float32) for k, v in moments.items() if k != "rest"}
+            self.adamw.state[p] = kept
+            expected, rest = self.adamw.rest(p), moments.get("rest")
+            if expected is not None and rest is not None and rest.dtype == expected.dtype:
+                expected.copy_(rest)
+            elif expected is not None:
+                lacking.append(name)
+        self.updates, self._sound = int(state["updates"]), int(state.get("sound", 0))
+        if self._scaled:
+            self.scale = float(state.get("scale", FIRST_SCALE))
+        if not lacking:
+            return []
+        return [f"the checkpoint has no float32 masters of {len(lacking)} weights: they start from the rounded weights"]
 
 
 def supervised(model: torch.nn.Module, config: SftConfig, weight_decay: float) -> Stepper:

@@ -30,6 +30,7 @@ from transformers.modeling_utils import PreTrainedModel
 from rollkeel.batch.packing import MicroBatch
 from rollkeel.errors import RunStopped
 from rollkeel.host import keep_freed_memory, signals_blocked
+from rollkeel.train.adamw import sum_in_float32
 from rollkeel.train.logprobs import PolicyForward
 from rollkeel.train.scores import Scores
 
@@ -186,7 +187,7 @@ def _serve(pipe: connection.Connection, model: PreTrainedModel, flat: torch.Tens
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when to stop
     keep_freed_memory()
     torch.set_num_threads(threads)
-    model.eval()
+    sum_in_float32(model.eval().parameters())
     forward = PolicyForward(model)
     try:
         while (job := pipe.recv()) is not None:

@@ -301,7 +301,7 @@ def _step(model: RewardModel, stepper: Stepper, pairs: Sequence[Pair], render: R
         losses = bradley_terry(chosen, rejected, _margins(members, chosen))
         if not bool(torch.isfinite(losses).all()):
             raise NonFinite(f"reward model update {stepper.updates}: the loss is not finite; weights left untouched")
-        (losses.sum() / len(pairs)).backward()
+        (losses.sum() / len(pairs) * stepper.scale).backward()
         parts.append((chosen.detach(), rejected.detach(), losses.detach()))
     metrics = _metrics(*(torch.cat(side) for side in zip(*parts, strict=True)))
     return {**{f"train/{k}": v for k, v in metrics.items()}, **stepper.step()}

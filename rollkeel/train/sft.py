@@ -115,7 +115,7 @@ def _step(
         loss = -(c * scores.logprobs).sum()
         if not math.isfinite(loss.item()):
             raise NonFinite(f"sft update {stepper.updates}: loss is {loss.item()}; weights left untouched")
-        loss.backward()
+        (loss * stepper.scale).backward()
         with torch.no_grad():
             totals += torch.stack([loss, (c * scores.entropy).sum(), (c * scores.logprobs.exp()).sum()]).double().cpu()
     stepped = stepper.step()

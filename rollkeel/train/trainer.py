@@ -93,7 +93,7 @@ class LocalTrainer:
             weight_decay=config.weight_decay,
             clip_norm=config.clip_norm,
         )
-        self._changed = ChangedShare([p for _, p in self._stepper.named])
+        self._changed = ChangedShare(self._stepper.adamw)
         if config.processes > 1:
             if self.device.type != "cpu":
                 raise BadInput(
@@ -182,7 +182,7 @@ class LocalTrainer:
                     f"update {self.version}: the loss of objective {getattr(objective, 'name', '')} does not depend on the model;"
                     " return one that is computed from logprobs"
                 )
-            return loss
+            return loss * self._stepper.scale
 
         metrics = self._step(batch, loss_of, "entropy" in objective.needs, sheet.experts is not None)
         seen = sheet.scores
@@ -229,14 +229,17 @@ class LocalTrainer:
             out["reference"] = _tensors(self._reference.packed.model)
         return out
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Raises `BadInput` naming the first tensor whose name or shape does not fit."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Continue from `state_dict`. Raises `BadInput` naming the first tensor whose name or shape does not fit.
+
+        Returns lines for people: what the state lacks."""
         _load(self.model, state["weights"])
-        self._stepper.load_state_dict(state["optimizer"])
+        lacking = self._stepper.load_state_dict(state["optimizer"])
         if self._reference is not None:
             if "reference" not in state:
                 raise BadInput("checkpoint has no reference weights; it was written with train.kl_coefficient=0")
             _load(self._reference.packed.model, state["reference"])
+        return lacking
 
     def close(self) -> None:
         """End the helper processes, if there are any."""

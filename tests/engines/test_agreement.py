@@ -317,7 +317,7 @@ def test_ten_thousand_requests_alone_and_in_a_batch(capsys: pytest.CaptureFixtur
     assert all(edge_distance(policy, *case) < 1e-5 for case in found)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8", "fp8_weights", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8", "fp8_weights", "int8", "int4"])
 def test_other_numeric_modes_really_differ_from_the_trainer(dtype: str) -> None:
     """Mismatch must be real: the ratio's spread is far above rounding (1e-5), and not so large that it is a bug."""
     model = model_of(initializer_range=0.08)  # as the preset has it
@@ -326,6 +326,6 @@ def test_other_numeric_modes_really_differ_from_the_trainer(dtype: str) -> None:
     tally = compare(Policy(model, build_tokenizer()), requests, spans)
     pairs = zip(requests, spans, strict=True)
     gaps = [reference_logprobs(model, r.prompt_ids, s.token_ids.tolist()) - s.logprobs for r, s in pairs]
-    assert 0.01 < np.exp(np.concatenate(gaps)).std() < 0.4
+    assert (0.001 if dtype == "fp16" else 0.01) < np.exp(np.concatenate(gaps)).std() < 0.4
     assert tally.apart > tally.tokens // 2
     assert tally.flipped > 0

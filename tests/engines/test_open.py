@@ -40,7 +40,7 @@ def engine(**fields: Any) -> EngineConfig:
 @pytest.mark.parametrize(
     ("config", "sampling", "says"),
     [
-        (engine(dtype="int8"), SamplingParams(), "engine.dtype: vllm serves fp32 or bf16, got int8"),
+        (engine(dtype="int8"), SamplingParams(), "engine.dtype: vllm serves fp32 or bf16 or fp16, got int8"),
         (engine(), SamplingParams(top_p=0.9), "top_p"),
         (engine(), SamplingParams(top_k=5), "top_k"),
         (engine(), SamplingParams(return_topk=500), "at most 127, got 500"),

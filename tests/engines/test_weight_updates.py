@@ -89,7 +89,7 @@ def test_an_engine_without_weights_does_not_sample(model: Any) -> None:
         engine.poll(0.0)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp8", "int8", "int4"])
 def test_proof_is_the_checksum_of_what_was_sent(model: Any, dtype: str) -> None:
     engine = LocalEngine(model.config, EngineConfig(dtype=dtype), max_length=64)
     update = update_of(model, 3)

@@ -36,6 +36,7 @@ from rollkeel.engines.kv import Layout
 from rollkeel.engines.local import LocalEngine
 from rollkeel.errors import BadInput
 from rollkeel.models.forward import FastForward, supports
+from rollkeel.models.forward_transformers import TransformersForward
 from rollkeel.models.names import checkpoint_views
 from rollkeel.sync.publish import full_update
 from rollkeel.types import Request, SamplingParams
@@ -215,9 +216,23 @@ def test_building_an_engine_leaves_config_and_random_state_alone() -> None:
 
 
 @pytest.mark.parametrize("forward", ["fast", "transformers"])
-@pytest.mark.parametrize("dtype", ["fp8", "int8", "int4", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp8", "int8", "int4", "bf16", "fp16"])
 def test_numeric_modes_run_in_both_forwards(forward: str, dtype: str) -> None:
     model = build(CASES["qwen3-moe"][0])
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         check_against_transformers(model, serve(model, forward=forward, dtype=dtype))
     check_against_transformers(model, serve(model, forward=forward, dtype=dtype), tolerance=8.0)
+
+
+@pytest.mark.parametrize("forward", [FastForward, TransformersForward])
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+def test_logits_of_low_precision_are_not_rounded(forward: Any, mode: str) -> None:
+    """In `mode` they would be off by up to half their last place: 0.03 of a logit of 10."""
+    made = forward(build(CASES["qwen3-moe"][0]).config, mode, torch.device("cpu"))
+    g = torch.Generator().manual_seed(0)
+    head = made.destinations["lm_head.weight"]
+    head.copy_(torch.randn(head.shape, generator=g))
+    hidden = torch.randn(9, head.shape[1], generator=g).to(made.dtype)
+    got = made.logits(hidden)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), hidden.double() @ head.double().t(), rtol=1e-5, atol=1e-4)

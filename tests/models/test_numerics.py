@@ -19,6 +19,7 @@ from rollkeel.models.numerics import (
     activation_rounder,
     compute_dtype,
     is_quantised,
+    mode_of,
     round_fp8,
     round_int4,
     round_int8,
@@ -81,10 +82,14 @@ def test_zero_rows_and_dtypes_survive(rounder: object) -> None:
 
 
 def test_modes() -> None:
-    assert MODES == ("fp32", "bf16", "fp8", "fp8_weights", "int8", "int4")
+    assert MODES == ("fp32", "bf16", "fp16", "fp8", "fp8_weights", "int8", "int4")
     assert [m for m in MODES if activation_rounder(m)] == ["fp8"]
     assert [m for m in MODES if weight_rounder(m)] == ["fp8", "fp8_weights", "int8", "int4"]
-    assert [m for m in MODES if compute_dtype(m) is torch.bfloat16] == ["bf16"]
+    assert {m: d for m in MODES if (d := compute_dtype(m)) is not torch.float32} == {
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+    }
+    assert all(mode_of(compute_dtype(m)) == m for m in ("fp32", "bf16", "fp16"))
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,7 @@ def trainer(p: Policy | None = None, **options: object) -> LocalTrainer:
     mode = str(options.pop("rounding", "none"))
     config = TrainConfig.model_validate({**plain, **options})
     made = LocalTrainer(p or policy(), config, temperature=1.0, total_updates=10, rounding=mode)
-    for group in made._stepper._adamw.param_groups:
-        group["eps"] = 1.0
+    made._stepper.adamw.eps = 1.0
     return made
 
 

@@ -127,4 +127,43 @@ NO_TRAIN = Preset(
     charts=(),
     notes=("Table 2's KL column is not a divergence of the token distributions (that is about 1e-5) and is left out.",),
 )
-PRESETS = (NO_TRAIN,)
+
+
+def _judge_fp16(readings: Readings) -> Sequence[Finding]:
+    findings = []
+    for name, times in (("std of the ratio", 4), ("kl_k3", 16)):
+        low, high = readings[name]["fp16"], readings[name]["bf16"]
+        smaller = bool(np.all(times * low < high))
+        findings.append(
+            Finding(
+                claim=f"fp16 on both sides makes the gap ({name}) more than {times} times smaller than bf16 on both sides",
+                source="Qi et al. 2025, abstract; the factors are rollkeel's",
+                numbers=f"bf16 {shown(high, '{:.2g}')}, fp16 {shown(low, '{:.2g}')}: {np.mean(high) / max(np.mean(low), 1e-12):.0f} times",
+                verdict=held(smaller, low, high),
+                met=smaller,
+            )
+        )
+    return findings
+
+
+FP16 = Preset(
+    name="fp16",
+    question="How much of the gap between a bf16 engine and a bf16 trainer do three more bits take away?",
+    paper="Defeating the training-inference mismatch via FP16 (Qi et al. 2025, arXiv 2510.26788)",
+    expected="With fp16 on both sides the gap is a fraction of what it is with bf16 on both sides.",
+    arms=(
+        Arm(name="bf16", words=("engine.dtype=bf16", "model.dtype=bfloat16")),
+        Arm(name="fp16", words=("engine.dtype=fp16", "model.dtype=float16")),
+    ),
+    words=("model.path=preset:tiny-qwen3", "sft.steps=40", "rollout.prompts=16", "engine.slots=256"),
+    seeds=3,
+    measure=measure,
+    readings={name: over_last(_SHOWN[name], 1) for name in ("std of the ratio", "kl_k3", "E[1/ρ]")},
+    judge=_judge_fp16,
+    charts=(),
+    notes=(
+        "Each arm is warm-started in its own dtype, so that the policies differ as well; for 40 steps, since CPUs multiply fp16 slowly.",
+        "Logits are float32 in both arms and on both sides; the paper's engines may round them.",
+    ),
+)
+PRESETS = (NO_TRAIN, FP16)
