@@ -33,8 +33,8 @@ def run_benchmarks(
 ) -> dict[str, Any]:
     """Evaluate `model.path` on all items of `benchmarks` and write `settings.json`, `config.yaml`, `NAME/items.jsonl`, `results.json` to `out`.
 
-    `samples` per item, None takes each benchmark's own, 0 only the greedy answer. Called again with the same settings it goes
-    on: finished items stay, those with a failure are asked again. Returns what is in `results.json`. Raises `Interrupted` after
+    `samples` per item, None takes each benchmark's own, 0 only the greedy answer. Called again with the same settings it
+    resumes: finished items stay, those with a failure are asked again. Returns what is in `results.json`. Raises `Interrupted` after
     Ctrl-C, and after the results are written `EngineFailure` or `GraderFailure` above `rollout.failure_budget`.
     """
     counts = {b.benchmark.name: b.benchmark.k if samples is None else samples for b in benchmarks}
@@ -81,7 +81,7 @@ class _Asking:
                 records[item.key] = line
         except Interrupted:
             raise Interrupted(
-                f"stopped with {len(records)} of {len(prompts)} items of {loaded.benchmark.name}; the same command goes on"
+                f"stopped with {len(records)} of {len(prompts)} items of {loaded.benchmark.name}; the same command resumes"
             ) from None
         return [records[item.key] for item in loaded.items]
 
@@ -128,7 +128,7 @@ def _check(config: Config, counts: dict[str, int], greedy: bool) -> None:
 def _settings(
     config: Config, policy: Policy, benchmarks: Sequence[Loaded], counts: dict[str, int], greedy: bool
 ) -> dict[str, Any]:
-    """What decides every answer, and so must be the same when an evaluation goes on."""
+    """Everything that decides an answer, and so must be the same when an evaluation resumes."""
     weights = full_update(checkpoint_views(policy.model).items(), 0).checksum
     return {
         "model": config.model.path,

@@ -49,7 +49,7 @@ class Finding:
 class Preset:
     """An experiment made of training runs, or with `measure` of measurements without training.
 
-    `judge` gets the readings of all arms and returns the findings, each of which ends in numbers.
+    `judge` gets the readings of all arms and returns the findings, each with its numbers.
     """
 
     name: str
