@@ -28,7 +28,7 @@ import torch
 
 from rollkeel import objectives
 from rollkeel.batch.build import build_batch
-from rollkeel.loop.assemble import prompt_source, sampling_params, serve
+from rollkeel.loop.assemble import opened, prompt_source, sampling_params
 from rollkeel.loop.job import train
 from rollkeel.models.loading import Policy, load_policy
 from rollkeel.objectives.kl import k3
@@ -76,9 +76,8 @@ def costs(words: list[str], rounds: int) -> dict[str, list[float]]:
     config = load(None, [*words, "run.device=cpu"])
     policy = load_policy(config.model)
     prompts = prompt_source(config, policy, "train").prompts(range(config.rollout.prompts))
-    engine = serve(config, policy)
     base = sampling_params(config, ())
-    try:
+    with opened(config, policy) as engine:
         sampled: dict[bool, list[Rollout]] = {}
 
         def rollout(experts: bool) -> float:
@@ -89,8 +88,6 @@ def costs(words: list[str], rounds: int) -> dict[str, list[float]]:
             return time.perf_counter() - start
 
         found = {"rollout": pairs(lambda: rollout(False), lambda: rollout(True), rounds)}
-    finally:
-        engine.close()
     answered = [replace(r, reward=0.0) for r in sampled[True]]
     batch = build_batch(answered, np.ones(len(answered)), "token_mean")
     trainers = {

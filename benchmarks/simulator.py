@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import numpy as np
 
 from benchmarks import c3po
-from rollkeel.loop.assemble import serve
+from rollkeel.loop.assemble import opened
 from rollkeel.models.loading import load_policy
 from rollkeel.rollout.measure import Speeds, speed_curve
 from rollkeel.rollout.scenario import C3poConfig, FleetConfig, LengthConfig, Lengths, Scenario, WorkConfig
@@ -61,11 +61,8 @@ def measured_curve(args: argparse.Namespace, slots: list[int]) -> Speeds:
     args.lengths = c3po.lengths_of(args.median)
     config = c3po.config_of(args, slots[-1], budgeted=True)
     policy = load_policy(config.model, "cpu")
-    engine = serve(config, policy)
-    try:
+    with opened(config, policy) as engine:
         return speed_curve(engine, sorted({1, 2, 4, 8, *slots}), args.median)
-    finally:
-        engine.close()
 
 
 def scenario_of(args: argparse.Namespace, shape: Shape, speeds: Speeds, slots: int) -> Scenario:

@@ -17,7 +17,7 @@ import pytest
 from tiny_run import cli
 
 from rollkeel.cli.talk import NEW, _pieces, chat, stream
-from rollkeel.loop.assemble import serve
+from rollkeel.loop.assemble import opened
 from rollkeel.models.loading import Policy, load_policy, resolve_device, save_policy
 from rollkeel.protocols import SteppedEngine
 from rollkeel.recipe import load
@@ -41,9 +41,8 @@ def model(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(policy: Policy) -> Iterator[SteppedEngine]:
-    served = serve(load(None, WORDS), policy)
-    yield stepped(served)
-    served.close()
+    with opened(load(None, WORDS), policy) as served:
+        yield stepped(served)
 
 
 @pytest.mark.parametrize(("limit", "stops"), [(23, ()), (4, ()), (23, (3, 4, 5, 6, 7))])

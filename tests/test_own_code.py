@@ -224,7 +224,7 @@ def test_a_judge_that_asks_for_what_there_is_not_is_refused_before_any_run(here:
         "P = Preset(name='p', question='', paper='', expected='', arms=(Arm(name='a'),), readings={'r': len},\n"
         "           judge=lambda readings: [readings['r']['b']])\n"
     )
-    with pytest.raises(BadInput, match=r"its judge asks for 'b', which is no arm \(a\) and no reading \(r\)"):
+    with pytest.raises(BadInput, match=r"its judge asks for 'b', neither an arm \(a\) nor a reading \(r\)"):
         find("unjudged.py:P")
 
 

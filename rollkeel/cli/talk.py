@@ -8,12 +8,10 @@ from dataclasses import replace
 from typing import Any, TextIO
 
 import numpy as np
-import torch
 
 from rollkeel.config import Config
 from rollkeel.errors import BadInput, EngineFailure
-from rollkeel.loop.assemble import sampling_params, serve
-from rollkeel.models.loading import load_policy, quiet_transformers, resolve_device
+from rollkeel.loop.assemble import opened, policy_of, sampling_params
 from rollkeel.protocols import SteppedEngine
 from rollkeel.rollout.budgeted import stepped
 from rollkeel.types import Request
@@ -31,15 +29,13 @@ def chat(config: Config, source: TextIO, out: TextIO, *, plain: bool = False) ->
     otherwise each line is a prompt of its own.
     Raises `BadInput` for a prompt that the model's context or vocabulary cannot hold.
     """
-    quiet_transformers()
-    torch.set_num_threads(config.run.threads)
-    policy = load_policy(config.model, resolve_device(config.run.device))
+    policy = policy_of(config)
     tokenizer = policy.tokenizer
     templated = not plain and bool(getattr(tokenizer, "chat_template", None))
     sampling = sampling_params(config, policy.stop_token_ids)
-    engine = stepped(serve(config, policy))
     history: list[dict[str, str]] = []
-    try:
+    with opened(config, policy) as served:
+        engine = stepped(served)
         for number, line in enumerate(_lines(source, out)):
             if line == NEW or not (templated and source.isatty()):
                 history = []
@@ -55,8 +51,6 @@ def chat(config: Config, source: TextIO, out: TextIO, *, plain: bool = False) ->
             out.write("\n")
             out.flush()
             history.append({"role": "assistant", "content": answer})
-    finally:
-        engine.close()
 
 
 def stream(engine: SteppedEngine, request: Request) -> Iterator[list[int]]:

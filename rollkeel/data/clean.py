@@ -1,7 +1,7 @@
 """From files of strangers to rows fit for training: each chunk alone, then what needs all rows, then the output.
 
-Only the first part is long. Each chunk's work is a folder that is renamed when it is whole, so a run that was ended at any
-moment goes on behind the last whole chunk, and what is written is the same to the byte.
+Only the first part is long. Each chunk's work is a folder that is renamed when it is whole, so a run that ended at any
+moment resumes behind the last whole chunk, and writes the same bytes.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def clean(
 ) -> dict[str, Any]:
     """Clean the rows of `inputs` (paths, folders, patterns) into the folder `out`; returns what `report.json` holds.
 
-    Run again after any end, it goes on. Neither `processes` nor interruptions change a byte of the output.
+    Run again after any end, it resumes. Neither `processes` nor interruptions change a byte of the output.
     Raises `BadInput` for input that cannot be used, `RunStopped` where malformed rows or failures of the hook pass their limits
     (the work stays, and serves another attempt with other limits).
     """
@@ -75,12 +75,12 @@ def clean(
     names = [str(file) for file in files]
     # Built before the folder is made: options that cannot be used leave nothing behind.
     worker = Worker(options, names, out / "work")
-    wanted = [*worker.texts.values(), *options.columns.keep]
+    columns = [*worker.texts.values(), *options.columns.keep]
     for file in files:
         if file.name.endswith(".parquet"):
-            next(chunks([file], 1, wanted), None)  # its columns
+            next(chunks([file], 1, columns), None)  # its columns
     with opened(out, manifest) as work:
-        count = _work(worker, chunks(files, options.chunk_rows, wanted), processes, rows, progress)
+        count = _work(worker, chunks(files, options.chunk_rows, columns), processes, rows, progress)
         folders = [shard_folder(work, i) for i in range(count)]
         judged = _judge(folders, names, options, progress)
         report = write(
@@ -143,7 +143,7 @@ def _work(worker: Worker, source: Iterator[Chunk], processes: int, rows: int | N
             progress("rows", done, rows)
     except BrokenProcessPool:
         raise RunStopped(
-            "data: a worker process died, out of memory perhaps; run the same command again to go on"
+            "data: a worker process died, out of memory perhaps; run the same command again to resume"
         ) from None
     finally:
         if pool is not None:
@@ -202,7 +202,7 @@ def _summary(folders: list[Path], names: list[str], options: CleanOptions) -> tu
                 examples.append(example)
     rows, malformed = read.total(), sum(n for (stage, _), n in removed.items() if stage == "malformed")
     if not rows:
-        raise BadInput(f"data: expected rows, found none in {', '.join(names)}")
+        raise BadInput(f"data: no rows in {', '.join(names)}")
     if malformed > options.malformed.share * rows:
         reason, most = max(((r, n) for (s, r), n in removed.items() if s == "malformed"), key=lambda pair: pair[1])
         raise RunStopped(
@@ -234,10 +234,10 @@ def _mix(
         domains = pq.read_table(folder / "rows.parquet", columns=["domain"])["domain"].to_pylist()
         parts.append(np.array([codes.setdefault(domain, len(codes)) for domain in domains], np.int64))
     alive = np.flatnonzero(verdicts.state == KEPT)
-    found = np.concatenate(parts)[alive]
-    available = dict(zip(codes, np.bincount(found, minlength=len(codes)).tolist(), strict=True))
+    domain = np.concatenate(parts)[alive]
+    available = dict(zip(codes, np.bincount(domain, minlength=len(codes)).tolist(), strict=True))
     mixture = mixing.plan(available, options.mix.proportions, options.mix.rows, options.mix.upsample)
-    taken = mixing.copies(found, keys[alive], {codes[name]: n for name, n in mixture.counts.items()}, options.mix.seed)
+    taken = mixing.copies(domain, keys[alive], {codes[name]: n for name, n in mixture.counts.items()}, options.mix.seed)
     copies = np.zeros(len(keys), np.int64)
     copies[alive] = taken
     verdicts.state[alive[taken == 0]] = MIX

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,31 +41,27 @@ def prompt_key(text: str) -> int:
 
 def pass_rates(options: PassRateOptions) -> Mapping[int, Rate]:
     """Pass rate by `prompt_key` over all rollouts that have a reward. Raises `BadInput` when there are none."""
-    counts: dict[int, list[int]] = {}
+    passed, attempts = Counter[int](), Counter[int]()
     for file in rollout_files(options):
         for text, reward in _graded(file):
-            count = counts.setdefault(
-                prompt_key(clean(text.removeprefix(options.prefix).removesuffix(options.suffix))), [0, 0]
-            )
-            count[0] += reward >= options.passed
-            count[1] += 1
-    if options.rollouts and not counts:
-        raise BadInput(f"pass_rate.rollouts: expected graded rollouts, found none in {', '.join(options.rollouts)}")
-    return {key: Rate(passed, attempts) for key, (passed, attempts) in counts.items()}
+            key = prompt_key(clean(text.removeprefix(options.prefix).removesuffix(options.suffix)))
+            passed[key] += reward >= options.passed
+            attempts[key] += 1
+    if options.rollouts and not attempts:
+        raise BadInput(f"pass_rate.rollouts: {', '.join(options.rollouts)} holds no graded rollouts; name a run folder")
+    return {key: Rate(passed[key], count) for key, count in attempts.items()}
 
 
 def rollout_files(options: PassRateOptions) -> list[Path]:
     """Parquet files behind `pass_rate.rollouts`. Raises `BadInput` for a path without any."""
-    found: list[Path] = []
+    rollouts: list[Path] = []
     for name in options.rollouts:
         path = Path(name).expanduser()
         files = [path] if path.is_file() else sorted(path.glob("rollouts/*.parquet")) or sorted(path.glob("*.parquet"))
         if not files:
-            raise BadInput(
-                f"pass_rate.rollouts {name}: expected a run folder, a folder of parquet files or a file, found none"
-            )
-        found += files
-    return found
+            raise BadInput(f"pass_rate.rollouts {name}: no parquet files; name a run folder, a folder of them or one")
+        rollouts += files
+    return rollouts
 
 
 def _graded(file: Path) -> list[tuple[str, float]]:

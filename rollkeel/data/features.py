@@ -24,6 +24,8 @@ U32 = NDArray[np.uint32]
 
 _SPACE, _LETTERS, _DIGITS, _SINGLE, _SIGN = range(5)
 _ARITHMETIC = "*/-^%"
+_UNSPACED = (0xE00, 0xF00, 0xF40, 0x10A0, 0x1780, 0x17D4, 0x3040, 0x3100, 0x3400, 0x4DC0, 0x4E00, 0xA000, 0xF900, 0xFB00, 0x20000, 0x32000)  # fmt: skip
+"""First and next after last letter of scripts that put no spaces between words."""
 _BASE, _STEP = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _SPACES = re.compile(r"\s+")
@@ -211,16 +213,7 @@ def _kinds() -> NDArray[np.uint8]:
             kinds[code] = _SINGLE
         elif category[0] in "PS":
             kinds[code] = _SIGN
-    for low, high in (
-        (0xE00, 0xF00),
-        (0xF40, 0x10A0),
-        (0x1780, 0x17D4),
-        (0x3040, 0x3100),
-        (0x3400, 0x4DC0),
-        (0x4E00, 0xA000),
-    ):
-        kinds[low:high][kinds[low:high] == _LETTERS] = _SINGLE
-    for low, high in ((0xF900, 0xFB00), (0x20000, 0x32000)):
+    for low, high in zip(_UNSPACED[::2], _UNSPACED[1::2], strict=True):
         kinds[low:high][kinds[low:high] == _LETTERS] = _SINGLE
     kinds[0x200C] = kinds[0x200D] = _LETTERS
     return kinds

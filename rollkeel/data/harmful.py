@@ -16,12 +16,8 @@ Filter = Callable[[Mapping[str, str]], object]
 
 def filters(options: HarmfulOptions) -> list[Filter]:
     """What the options ask for, ready to be called. Raises `BadInput` for a hook or file that is not there."""
-    found: list[Filter] = []
-    if options.keywords is not None:
-        found.append(_keywords(Path(options.keywords)))
-    if options.hook is not None:
-        found.append(plugins.load(options.hook, "harmful.hook"))
-    return found
+    keywords = [] if options.keywords is None else [_keywords(Path(options.keywords))]
+    return keywords + ([] if options.hook is None else [plugins.load(options.hook, "harmful.hook")])
 
 
 def _keywords(file: Path) -> Filter:
@@ -32,7 +28,7 @@ def _keywords(file: Path) -> Filter:
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"harmful.keywords {file}: cannot be read: {error}") from None
     if not words:
-        raise BadInput(f"harmful.keywords {file}: expected a word or phrase per line, got none")
+        raise BadInput(f"harmful.keywords {file}: holds no words; write a word or phrase per line")
     alternatives = "|".join(r"\s+".join(map(re.escape, word.split())) for word in words)
     pattern = re.compile(rf"(?<!\w)(?:{alternatives})(?!\w)")
 

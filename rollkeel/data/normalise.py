@@ -64,9 +64,9 @@ def clean(text: str, removed: Counter[str] | None = None) -> str:
         removed = Counter()
     text, breaks = _BREAKS.subn("\n", text)
     removed[LINE_BREAK] += breaks
-    if found := "".join(_REMOVED.findall(text)):
+    if characters := "".join(_REMOVED.findall(text)):
         for kind, pattern in _KINDS.items():
-            removed[kind] += len(pattern.findall(found))
+            removed[kind] += len(pattern.findall(characters))
         text = _REMOVED.sub("", text)
     while not text.isascii():
         before = text

@@ -79,7 +79,7 @@ class HarmfulOptions(Node):
     hook: str | None = None
     """`module:function` of one argument, a row's texts by column; what it returns is the reason to remove the row, or falsy."""
     keywords: str | None = None
-    """File with a word or phrase per line, found as whole words in any case."""
+    """File with a word or phrase per line, matched as whole words in any case."""
     failures: float = Field(default=0.01, ge=0, le=1)
     """Share of rows on which the hook may fail (they are kept and counted) before nothing is written."""
 
@@ -142,13 +142,13 @@ def read_options(file: Path | None, words: Sequence[str] = ()) -> CleanOptions:
     try:
         options = CleanOptions.model_validate_json(json.dumps(merge(tree, words)))
     except ValidationError as error:
-        where, said = fault(error)
+        where, reason = fault(error)
         if error.errors()[0]["type"] == "extra_forbidden":
             section: Any = CleanOptions()
             for part in where[:-1]:
                 section = getattr(section, part)
-            said = f"unknown key{nearest(where[-1], list(type(section).model_fields), '.'.join(where[:-1]))}"
-        raise BadInput(f"data option {'.'.join(where)}: {said}") from None
+            reason = f"unknown key{nearest(where[-1], list(type(section).model_fields), '.'.join(where[:-1]))}"
+        raise BadInput(f"data option {'.'.join(where)}: {reason}") from None
     except TypeError as error:  # YAML has dates and sets, JSON has not
         raise BadInput(f"data options: expected text, numbers, lists and mappings: {error}") from None
     return _checked(options)

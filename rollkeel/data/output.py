@@ -30,15 +30,8 @@ _STAGES = {
 ORDER = ("malformed", "harmful", "contaminated", "pass rate", "exact duplicate", "near duplicate", "mix")
 """Stages in the order in which a row meets them."""
 _OPTIONS: dict[str, Any] = {"compression": "zstd", "compression_level": 3}
-_REMOVED_SCHEMA = pa.schema(
-    [
-        ("source", pa.string()),
-        ("row", pa.int64()),
-        ("stage", pa.string()),
-        ("reason", pa.string()),
-        ("detail", pa.string()),
-    ]
-)
+_COLUMNS = ("source", "row", "stage", "reason", "detail")
+_REMOVED_SCHEMA = pa.schema([(name, pa.int64() if name == "row" else pa.string()) for name in _COLUMNS])
 
 
 @final
@@ -105,11 +98,9 @@ def write(
     (out / f"{REMOVED}.tmp").rename(out / REMOVED)
     counts = Counter(report["removed"])
     for state, key in _STAGES.items():
-        if found := int((verdicts.state == state).sum()):
-            counts[key] = found
-            report["examples"] += _examples(
-                key, np.flatnonzero(verdicts.state == state), verdicts, places, worker.options.examples
-            )
+        if len(rows := np.flatnonzero(verdicts.state == state)):
+            counts[key] = len(rows)
+            report["examples"] += _examples(key, rows, verdicts, places, worker.options.examples)
     ordered = sorted(counts.items(), key=lambda pair: (ORDER.index(pair[0][0]), -pair[1], pair[0][1]))
     report["removed"] = [{"stage": stage, "reason": reason, "rows": n} for (stage, reason), n in ordered]
     report["rows"] |= {"removed": sum(counts.values()), "written": int(copies.sum()), "parts": len(parts.written)}

@@ -1,4 +1,4 @@
-"""Rows of jsonl and parquet files in chunks, as they come; what makes a row unusable is said of the row and stops nothing."""
+"""Rows of jsonl and parquet files in chunks, as they come; an unusable row is `Malformed`, with the reason, and stops nothing."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def expand(patterns: Sequence[str], suffixes: Sequence[str] = SUFFIXES) -> list[
     for pattern in patterns:
         path = Path(pattern).expanduser()
         if path.is_dir():
-            found = sorted(p for p in path.iterdir() if p.name.endswith(tuple(suffixes)))
+            matches = sorted(p for p in path.iterdir() if p.name.endswith(tuple(suffixes)))
         else:
-            found = [path] if path.is_file() else sorted(map(Path, glob.glob(str(path), recursive=True)))
-        if not found:
+            matches = [path] if path.is_file() else sorted(map(Path, glob.glob(str(path), recursive=True)))
+        if not matches:
             raise BadInput(
                 f"{pattern}: no such file, and no folder or pattern with files ending in {', '.join(suffixes)}"
             )
-        files += found
+        files += matches
     for file in files:
         if not file.name.endswith(tuple(suffixes)):
             raise BadInput(f"{file}: expected a file ending in {', '.join(suffixes)}")

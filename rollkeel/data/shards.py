@@ -133,8 +133,8 @@ class Worker:
                 reason = function(texts)
             except Exception as error:  # a user's hook can fail in any way, and a failure says nothing about the row
                 failing["harmful: the hook failed"] += 1
-                said = " ".join(repr(error).split())[:200]
-                self._show(tally, row["_file"], row["row"], "harmful", "the hook failed (kept)", said, texts["prompt"])
+                why = " ".join(repr(error).split())[:200]
+                self._show(tally, row["_file"], row["row"], "harmful", "the hook failed (kept)", why, texts["prompt"])
                 continue
             if reason:
                 name = " ".join(reason.split())[:100] if isinstance(reason, str) else "harmful"

@@ -42,7 +42,7 @@ def opened(out: Path, manifest: dict[str, Any]) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)  # of a run that was ended between its last two steps
         raise BadInput(f"{out}: already finished; choose another --out or remove it")
     if out.exists() and not (work / MANIFEST).exists() and any(p != work for p in out.iterdir()):
-        raise BadInput(f"{out}: expected a new or unfinished folder, found other files; choose another --out")
+        raise BadInput(f"{out}: holds other files; choose a new or unfinished folder as --out")
     try:
         work.mkdir(parents=True, exist_ok=True)
         lock = (work / "lock").open("w")
@@ -75,8 +75,8 @@ def manifest_of(files: Sequence[Path], options: CleanOptions) -> tuple[dict[str,
     """Everything that the work on chunks depends on, and the number of input lines and rows if it is known without unpacking."""
     digests, rows = {}, 0
     for file in files:
-        digests[str(file)], found = _digest(file)
-        rows = None if rows is None or found is None else rows + found
+        digests[str(file)], lines = _digest(file)
+        rows = None if rows is None or lines is None else rows + lines
     named = [file for file, _ in benchmark_files(options.decontaminate.benchmarks)] + rollout_files(options.pass_rate)
     if options.harmful.keywords is not None and Path(options.harmful.keywords).is_file():
         named.append(Path(options.harmful.keywords))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from rollkeel.analyzer.capture import Capture, Tokens, load_capture, spread, trim
 from rollkeel.analyzer.compare import Analysis, compare, compare_logprobs
@@ -20,15 +19,14 @@ from rollkeel.config import Config
 from rollkeel.engines.keeper import client_library
 from rollkeel.engines.vllm import VllmBackend
 from rollkeel.errors import BadInput, EngineFailure
-from rollkeel.loop.assemble import prompt_source, sampling_params, serve
+from rollkeel.loop.assemble import answers, opened, policy_of, sampling_params
 from rollkeel.models.forward import supports
-from rollkeel.models.loading import Policy, load_policy, quiet_transformers, resolve_device
+from rollkeel.models.loading import Policy, load_policy, resolve_device
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import MODES
 from rollkeel.recipe import from_tree, merge
 from rollkeel.record.rollout_store import read_step, to_rollouts
 from rollkeel.record.runfolder import CONFIG, RunFolder, rollout_files
-from rollkeel.rollout.collect import collect, issue
 from rollkeel.train import checkpoint
 from rollkeel.types import FloatArray, Rollout
 
@@ -67,10 +65,8 @@ def analyze(asked: Asked, progress: Progress | None = None) -> Analysis:
     """Capture both sides and compare them. Raises `BadInput` for anything that cannot be compared."""
     if asked.dtype is not None and asked.dtype not in MODES:
         raise BadInput(f"--dtype {asked.dtype}: expected one of {', '.join(MODES)}")
-    quiet_transformers()
     config = subject(asked)
-    torch.set_num_threads(config.run.threads)
-    policy = load_policy(config.model, resolve_device(config.run.device))
+    policy = policy_of(config)
     policy.model.eval()
     is_server = asked.against is not None and asked.against.startswith(("http://", "https://"))
     specs = _specs(asked, is_server)
@@ -235,16 +231,11 @@ def _tokens(rollouts: Sequence[Rollout], source: str) -> Tokens:
 
 
 def _sample(count: int, config: Config, policy: Policy) -> list[Rollout]:
-    prompts = prompt_source(config, policy, "train").prompts(range(count))
     settings = config.engine.model_copy(
         update={"kind": "local", "processes": 0, "slots": max(2, count), "dtype": "fp32"}
     )
-    engine = serve(config.model_copy(update={"engine": settings}), policy)
-    try:
-        issued = issue(prompts, 1, sampling_params(config, ()), 0, engine)
-        return collect(engine, issued, policy.tokenizer, deadline_s=config.engine.deadline_s, should_stop=lambda: False)
-    finally:
-        engine.close()
+    with opened(config.model_copy(update={"engine": settings}), policy) as engine:
+        return answers(config, policy, engine, sampling_params(config, ()), count, 1)
 
 
 # -- inference servers -------------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ class Flight:
         return None
 
     def ended(self) -> str:
-        """`stop` or `length` if its tokens say that it is complete, whatever the server said."""
+        """`stop` or `length` if its tokens show that it is complete, whatever the server reports; else empty."""
         if self.tokens and self.tokens[-1] in self.request.sampling.stop_token_ids:
             return "stop"
         return "length" if len(self.tokens) >= self.room else ""
@@ -168,6 +168,6 @@ class Flight:
 
 
 def seed_of(request: Request, drawn: int) -> int:
-    """62 bits from the run's seed, the rollout and the tokens already sampled: a request that goes on draws anew."""
+    """62 bits from the run's seed, the rollout and the number of tokens already sampled: a resumed request draws anew."""
     text = f"{request.sampling.seed}/{request.id}/{drawn}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2

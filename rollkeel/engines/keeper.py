@@ -174,11 +174,11 @@ class Keeper:
             if self._process is not None and not self._process.alive:
                 raise EngineFailure(self._ended())
             if time.monotonic() > end:
-                said = f"; it said: {self._process.tail()}" if self._process is not None else ""
+                output = f"; it said: {self._process.tail()}" if self._process is not None else ""
                 self.kill()
                 key = "half of engine.deadline_s" if self.owned else "engine.deadline_s"
                 raise EngineFailure(
-                    f"engine {self._backend.name}: waited {limit_s:g} s ({key}) for {url} to be ready{said}"
+                    f"engine {self._backend.name}: waited {limit_s:g} s ({key}) for {url} to be ready{output}"
                 )
             await asyncio.sleep(READY_POLL_S)
 
@@ -196,15 +196,15 @@ class Keeper:
         return self._process.alive and await self._healthy()
 
     async def _last_words(self) -> str:
-        """What a lost server said. Its guard notices an end an instant later than a broken stream does."""
+        """The last output of a lost server. Its guard notices an end an instant later than a broken stream does."""
         end = time.monotonic() + 1.0
         while self._process is not None and self._process.alive and time.monotonic() < end:
             await asyncio.sleep(READY_POLL_S / 10)
         return self._ended() if self._process is None or not self._process.alive else "it lives and does not answer"
 
     def _ended(self) -> str:
-        said = self._process.tail() if self._process is not None else "it does not answer"
-        return f"engine {self._backend.name}: the server ended: {said}"
+        output = self._process.tail() if self._process is not None else "it does not answer"
+        return f"engine {self._backend.name}: the server ended: {output}"
 
     async def _load(self, weights: Weights, keep_kv: bool) -> int:
         await self._timed(self._backend.pause(self.http, keep_kv), CONTROL_S, "to pause")

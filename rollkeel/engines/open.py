@@ -71,7 +71,7 @@ def _own(name: str) -> Callable[..., Engine]:
 
 
 def check_engine(config: EngineConfig, sampling: SamplingParams) -> None:
-    """Refuse early what an inference server cannot do. Raises `BadInput`; nothing is said about the embedded engine."""
+    """Refuse early what an inference server cannot do. Raises `BadInput`; the embedded engine is not checked."""
     if plugins.is_own(config.kind):
         _own(config.kind)
     if config.kind != "vllm":

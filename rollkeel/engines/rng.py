@@ -1,6 +1,6 @@
 """Randomness that belongs to the request: a counter-based generator keyed by seed, rollout and position.
 
-The same request draws the same numbers whatever runs beside it, in whichever process, before or after a resume.
+The same request draws the same numbers whatever else is in the batch, in any process, before or after a resume.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor) -> S
     total = cdf[:, -1]
     # Strictly below the total, or rounding could select a token of probability 0 behind the last kept one.
     threshold = torch.minimum((uniform * total).float(), torch.nextafter(total, torch.zeros_like(total)))
-    # With NaN in a row no index is found; its log-prob then says so instead of the gather failing.
+    # A row with NaN has no index: clamped, its log-prob is NaN; otherwise the gather would fail.
     ids = torch.searchsorted(cdf, threshold[:, None], right=True).clamp_max_(logits.shape[-1] - 1)
     # A token of probability below float32's range cannot move the CDF, so it is never drawn and the log stays finite.
     chosen = probs.gather(1, ids)[:, 0].log()

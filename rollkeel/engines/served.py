@@ -202,7 +202,7 @@ class ServedEngine:
             self._changed.notify_all()
 
     def _break(self, error: BaseException) -> None:
-        """Nothing can go on: the caller's next call raises `error`."""
+        """The engine stops: the caller's next call raises `error`."""
         known = isinstance(error, RollkeelError)
         with self._changed:
             self._broken = error if known else EngineFailure(f"engine {self._backend.name}: {error!r}")
@@ -269,7 +269,7 @@ class ServedEngine:
         return "", ()
 
     def _land(self, flight: Flight, finish: str, epoch: int, why: str) -> None:
-        """Hand out a flight whose stream ended, or have it go on."""
+        """Hand out a flight whose stream ended, or queue it again."""
         status = flight.status(finish if finish in ("stop", "length") else flight.ended())
         if status is not None:
             self._keeper.fruitful()
@@ -277,8 +277,8 @@ class ServedEngine:
         elif flight.interrupted:
             self._emit(flight, Status.INTERRUPTED)
         elif finish in ("stop", "length"):
-            said = f"the server ended it with {finish!r} after {len(flight.tokens)} of {flight.room} tokens"
-            self._emit(flight, Status.ENGINE_FAILURE, f"{said}, which its last token does not explain")
+            ended = f"the server ended it with {finish!r} after {len(flight.tokens)} of {flight.room} tokens"
+            self._emit(flight, Status.ENGINE_FAILURE, f"{ended}, but its last token is no stop token")
         elif flight.given_up(self._silence_s):
             self._emit(flight, Status.ENGINE_FAILURE, f"{flight.fruitless} streams in a row brought no token: {why}")
         else:

@@ -58,7 +58,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the guard, which is the id of the whole group."""
+        """The guard's, and so the id of the whole process group."""
         return self._process.pid
 
     def tail(self) -> str:

@@ -197,14 +197,14 @@ def _check(answer: Any, what: str) -> Any:
     """JSON of a good answer. Raises `Refused` for a request at fault and `EngineFailure` for a server at fault."""
     if answer.status_code == 200:
         return _json(answer.text, what) if answer.text else {}
-    said = " ".join(answer.text.split())[:300]
+    reason = " ".join(answer.text.split())[:300]
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        said = " ".join(str(json.loads(answer.text)["error"]["message"]).split())[:300]
+        reason = " ".join(str(json.loads(answer.text)["error"]["message"]).split())[:300]
     at_fault = Refused if 400 <= answer.status_code < 500 else EngineFailure
     hint = ""
     if answer.status_code in (403, 404) and what != "score":
         hint = "; it must run with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
-    raise at_fault(f"engine vllm: cannot {what}: HTTP {answer.status_code}: {said}{hint}")
+    raise at_fault(f"engine vllm: cannot {what}: HTTP {answer.status_code}: {reason}{hint}")
 
 
 def _json(text: str, what: str) -> Any:

@@ -57,8 +57,8 @@ def pass_at_k(rewards: Sequence[float], k: int) -> float:
 def majority_at_k(answers: Sequence[Hashable | None], rewards: Sequence[float], k: int) -> float:
     """Expected reward of the most frequent answer among k of these n samples drawn without replacement; exact, no resampling.
 
-    `answers`: as extracted, equal ones vote together; None abstains and no abstention wins. Among equally frequent answers
-    one is chosen uniformly, which is averaged over; with no answer at all the reward is 0. An answer is worth the mean reward
+    `answers`: as extracted, equal ones vote together; None abstains and no abstention wins. Equally frequent answers
+    share their rewards' mean, as if one were drawn uniformly; with no answer at all the reward is 0. An answer is worth the mean reward
     of all n samples that gave it. Raises `BadInput` unless 1 ≤ k ≤ n ≤ 512.
     """
     n = len(rewards)

@@ -1,4 +1,4 @@
-"""Results of an evaluation on disk: one line per finished item, so that a run killed at any moment goes on where it was."""
+"""Results of an evaluation on disk: one line per finished item, so that a run killed at any moment resumes there."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def load(file: Path) -> dict[str, Record]:
 
 
 def open_folder(out: Path, settings: Mapping[str, Any]) -> None:
-    """A new folder of results, or one of the same settings to go on in. Raises `BadInput` naming the first that differs."""
+    """Make a folder of results, or resume one of the same settings. Raises `BadInput` naming the first setting that differs."""
     file = out / SETTINGS
     try:
         if not file.is_file():
@@ -105,9 +105,7 @@ def read_results(folder: Path) -> dict[str, Any]:
     """`results.json` of a folder. Raises `BadInput` where there is none."""
     file = folder / RESULTS
     if not file.is_file():
-        raise BadInput(
-            f"{folder}: expected a finished evaluation with {RESULTS}, found none; run `rollkeel eval` to its end"
-        )
+        raise BadInput(f"{folder}: holds no {RESULTS} of a finished evaluation; run `rollkeel eval` to its end")
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except ValueError:

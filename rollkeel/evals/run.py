@@ -8,16 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rollkeel.config import Config
 from rollkeel.errors import BadInput, EngineFailure, GraderFailure, Interrupted
 from rollkeel.evals import record
 from rollkeel.evals.benchmarks import Loaded
 from rollkeel.evals.summary import summarize
 from rollkeel.events import write_atomic
-from rollkeel.loop.assemble import EVAL_SEED, open_graders, prompt_source, sampling_params, serve
-from rollkeel.models.loading import Policy, load_policy, quiet_transformers, resolve_device
+from rollkeel.loop.assemble import EVAL_SEED, open_graders, opened, policy_of, prompt_source, sampling_params
+from rollkeel.models.loading import Policy
 from rollkeel.models.names import checkpoint_views
 from rollkeel.protocols import Engine
 from rollkeel.record.stopping import StopFlag
@@ -35,31 +33,24 @@ def run_benchmarks(
 ) -> dict[str, Any]:
     """Evaluate `model.path` on all items of `benchmarks` and write `settings.json`, `config.yaml`, `NAME/items.jsonl`, `results.json` to `out`.
 
-    `samples` per item, None takes each benchmark's own, 0 only the greedy answer. Called again with the same settings it goes
-    on: finished items stay, those with a failure are asked again. Returns what is in `results.json`. Raises `Interrupted` after
+    `samples` per item, None takes each benchmark's own, 0 only the greedy answer. Called again with the same settings it
+    resumes: finished items stay, those with a failure are asked again. Returns what is in `results.json`. Raises `Interrupted` after
     Ctrl-C, and after the results are written `EngineFailure` or `GraderFailure` above `rollout.failure_budget`.
     """
     counts = {b.benchmark.name: b.benchmark.k if samples is None else samples for b in benchmarks}
     _check(config, counts, greedy)
-    quiet_transformers()
-    torch.set_num_threads(config.run.threads)
-    policy = load_policy(config.model, resolve_device(config.run.device))
+    policy = policy_of(config)
     prompts = {b.benchmark.name: _prompts(config, policy, b) for b in benchmarks}
     settings = _settings(config, policy, benchmarks, counts, greedy)
     record.open_folder(out, settings)
     write_atomic(out / "config.yaml", config.to_yaml())
     found: dict[str, Any] = {}
-    with StopFlag() as stop:
-        engine = serve(config, policy)
-        try:
-            with open_graders(config) as graders:
-                ask = _Asking(config, policy, engine, graders, stop)
-                for loaded in benchmarks:
-                    name = loaded.benchmark.name
-                    records = ask.answers(loaded, prompts[name], counts[name], greedy, out / name / record.ITEMS)
-                    found[name] = summarize(loaded, records, counts[name])
-        finally:
-            engine.close()
+    with StopFlag() as stop, opened(config, policy) as engine, open_graders(config) as graders:
+        ask = _Asking(config, policy, engine, graders, stop)
+        for loaded in benchmarks:
+            name = loaded.benchmark.name
+            records = ask.answers(loaded, prompts[name], counts[name], greedy, out / name / record.ITEMS)
+            found[name] = summarize(loaded, records, counts[name])
     results = {"benchmarks": found, **settings, "config": config.model_dump(mode="json")}
     write_atomic(out / record.RESULTS, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     _check_failures(config, found)
@@ -90,7 +81,7 @@ class _Asking:
                 records[item.key] = line
         except Interrupted:
             raise Interrupted(
-                f"stopped with {len(records)} of {len(prompts)} items of {loaded.benchmark.name}; the same command goes on"
+                f"stopped with {len(records)} of {len(prompts)} items of {loaded.benchmark.name}; the same command resumes"
             ) from None
         return [records[item.key] for item in loaded.items]
 
@@ -137,7 +128,7 @@ def _check(config: Config, counts: dict[str, int], greedy: bool) -> None:
 def _settings(
     config: Config, policy: Policy, benchmarks: Sequence[Loaded], counts: dict[str, int], greedy: bool
 ) -> dict[str, Any]:
-    """What decides every answer, and so must be the same when an evaluation goes on."""
+    """Everything that decides an answer, and so must be the same when an evaluation resumes."""
     weights = full_update(checkpoint_views(policy.model).items(), 0).checksum
     return {
         "model": config.model.path,

@@ -64,7 +64,7 @@ def _open(console: Console | None, columns: tuple[str, ...], left: int) -> tuple
 
 
 def _spread(estimate: Mapping[str, Any]) -> str:
-    """A single item has no spread to see, which is not a spread of 0."""
+    """A single item has no standard error; ±0 would be wrong."""
     return f"±{_percent(estimate['se'])}" if estimate["items"] > 1 else "±n/a"
 
 

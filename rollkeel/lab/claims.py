@@ -10,19 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rollkeel.lab.preset import (
-    NOT_REPRODUCED,
-    REPRODUCED,
-    UNDECIDED,
-    Finding,
-    Readings,
-    Rows,
-    apart,
-    compared,
-    over_steps,
-    shown,
-    within,
-)
+from rollkeel.lab.preset import Finding, Readings, Rows, apart, between, compared, equivalent, over_steps, shown, within
 
 Claim = Callable[[Readings], Finding]
 REWARD, BEST, MEAN = "reward, last 20 steps", "reward, best 10 steps", "reward, all steps"
@@ -103,17 +91,12 @@ def above(
 
 
 def alike(one: str, other: str, *, claim: str, source: str, reading: str = REWARD, margin: float = 0.1) -> Claim:
-    """Two arms differ in `reading` by less than `margin`: reproduced if all of difference ± 2 errors lies inside, not
-    reproduced if all of it lies outside."""
+    """Arms `one` and `other` differ in `reading` by less than `margin`."""
 
     def judge(readings: Readings) -> Finding:
         a, b = readings[reading][one], readings[reading][other]
-        verdict = UNDECIDED
-        if REPRODUCED in (apart(a, b, margin), apart(b, a, margin)):
-            verdict = NOT_REPRODUCED
-        elif apart(a, b, -margin) == apart(b, a, -margin) == REPRODUCED:
-            verdict = REPRODUCED
-        return Finding(claim=claim, source=source, numbers=f"{reading}: {compared(a, b)}", verdict=verdict)
+        numbers = f"{reading}: {compared(a, b)}"
+        return Finding(claim=claim, source=source, numbers=numbers, verdict=equivalent(a, b, margin))
 
     return judge
 
@@ -139,21 +122,11 @@ def inside(
             claim=claim,
             source=source,
             numbers=numbers,
-            verdict=_inside(values, low, high),
+            verdict=between(values, low, high),
             met=met if banded else None,
         )
 
     return judge
-
-
-def _inside(values: np.ndarray, low: float, high: float) -> str:
-    """By the mean ± 2 errors; equal runs have an error of 0, and one run decides nothing."""
-    if len(values) < 2:
-        return UNDECIDED
-    mean, error = float(np.mean(values)), 2 * float(np.std(values, ddof=1) / np.sqrt(len(values)))
-    if low <= mean - error and mean + error <= high:
-        return REPRODUCED
-    return NOT_REPRODUCED if mean + error < low or mean - error > high else UNDECIDED
 
 
 def judged(*claims: Claim) -> Callable[[Readings], Sequence[Finding]]:

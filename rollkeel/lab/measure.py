@@ -25,7 +25,7 @@ class Outcome:
     stopped: dict[tuple[str, int], str]
     """Runs that a rule ended, by arm and seed, with the reason."""
     seconds: float
-    """Wall time of this call, runs that were found not included."""
+    """Wall time of this call, without the runs that the store had."""
 
     @property
     def met(self) -> bool:
@@ -45,7 +45,7 @@ def verdict(findings: Sequence[Finding]) -> str:
         return (
             f"Reproduced: {findings[0].numbers}." if len(findings) == 1 else f"Reproduced: all {len(findings)} claims."
         )
-    parts = [f"{len(found)} {kind}" for kind, found in by.items() if found]
+    parts = [f"{len(claims)} {kind}" for kind, claims in by.items() if claims]
     against = by[NOT_REPRODUCED] or by[UNDECIDED]
     head = {True: "Not reproduced", False: "Undecided at this scale"}[bool(by[NOT_REPRODUCED])]
     return f"{head}: {against[0].claim} ({against[0].numbers}); of {len(findings)} claims {', '.join(parts)}."

@@ -49,7 +49,7 @@ class Finding:
 class Preset:
     """An experiment made of training runs, or with `measure` of measurements without training.
 
-    `judge` gets the readings of all arms and returns the findings, each of which ends in numbers.
+    `judge` gets the readings of all arms and returns the findings, each with its numbers.
     """
 
     name: str
@@ -88,9 +88,7 @@ def over_steps(key: str, first: int, last: int) -> Callable[[Rows], float]:
 def shown(values: np.ndarray, form: str = "{:.3f}") -> str:
     """Mean ± standard error over seeds `[n]`; the plain value of one."""
     mean = form.format(float(np.mean(values)))
-    if len(values) < 2:
-        return mean
-    return f"{mean} ± {form.format(float(np.std(values, ddof=1) / np.sqrt(len(values))))}"
+    return mean if len(values) < 2 else f"{mean} ± {form.format(_standard_error(values))}"
 
 
 def compared(high: np.ndarray, low: np.ndarray, form: str = "{:.3f}") -> str:
@@ -105,13 +103,38 @@ def apart(high: np.ndarray, low: np.ndarray, margin: float = 0.0) -> str:
     Differences are taken seed by seed: runs of one seed share warm start and prompts, and with these most of their spread.
     One seed decides nothing, and neither do arms of other seeds.
     """
-    if len(high) != len(low) or len(high) < 2:
-        return UNDECIDED
-    differences = high - low - margin
-    mean, error = float(np.mean(differences)), float(np.std(differences, ddof=1) / np.sqrt(len(differences)))
-    if mean > 2 * error:
+    lower, upper = interval(_differences(high, low) - margin)
+    return REPRODUCED if lower > 0 else NOT_REPRODUCED if upper < 0 else UNDECIDED
+
+
+def equivalent(one: np.ndarray, other: np.ndarray, margin: float) -> str:
+    """Verdict on "the means differ by less than `margin`", an equivalence test on differences seed by seed."""
+    return between(_differences(one, other), -margin, margin)
+
+
+def between(values: np.ndarray, low: float, high: float) -> str:
+    """Verdict on "the mean lies in [low, high]": all of mean ± 2 standard errors lies inside, or all of it outside."""
+    lower, upper = interval(values)
+    if low <= lower and upper <= high:
         return REPRODUCED
-    return NOT_REPRODUCED if mean < -2 * error else UNDECIDED
+    return NOT_REPRODUCED if upper < low or lower > high else UNDECIDED
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+    """Mean ± 2 standard errors over seeds; NaN, which decides nothing, for fewer than two."""
+    if len(values) < 2:
+        return float("nan"), float("nan")
+    mean, error = float(np.mean(values)), _standard_error(values)
+    return mean - 2 * error, mean + 2 * error
+
+
+def _standard_error(values: np.ndarray) -> float:
+    return float(np.std(values, ddof=1) / np.sqrt(len(values)))
+
+
+def _differences(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Seed by seed; none where the arms have other seeds."""
+    return one - other if len(one) == len(other) else np.zeros(0)
 
 
 def held(holds: bool | np.bool_, *values: np.ndarray) -> str:

@@ -1,7 +1,7 @@
-"""Runs of an experiment: found in the store or made, side by side over cores, so that nothing is computed twice.
+"""Runs of an experiment: read from the store or made in parallel, so that nothing is computed twice.
 
 A run's folder is named by a digest of its resolved config and of the code that computes it. Presets that ask for the same
-run share it; an experiment that was interrupted goes on with what is missing, and a run that was goes on from its checkpoint.
+run share it; an interrupted experiment makes the runs that are missing, and an interrupted run resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def execute(runs: Sequence[Planned], jobs: int, tell: Callable[[Planned, str], N
                     tell(worker.run, worker.said())
         except KeyboardInterrupt:
             count = len(todo) + len(running)
-            raise Interrupted(f"stopped; {count} runs are missing, start the command again to go on") from None
+            raise Interrupted(f"stopped; {count} runs are missing, start the command again to resume") from None
         finally:
             for worker in running:
                 worker.process.terminate()  # a run takes it as Ctrl-C: it saves and ends
@@ -161,7 +161,7 @@ def execute(runs: Sequence[Planned], jobs: int, tell: Callable[[Planned, str], N
 
 
 class _Signals:
-    """SIGTERM ends the runs as Ctrl-C does, or they would go on alone; and both do where a shell in the background had
+    """SIGTERM ends the runs as Ctrl-C does, or they would run on alone; and both do where a shell in the background had
     them ignored, as `rollkeel train` takes them too."""
 
     def __init__(self) -> None:
@@ -182,8 +182,8 @@ class _Signals:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """They wait while a worker is started: cut short, it would end with a traceback, or go on with nobody who knows
-        of it. The worker starts with them blocked, too (see `_work`); here the block is not enough, as another thread may
+        """They wait while a worker is started: cut short, it would end with a traceback, or run on unknown to this
+        process. The worker starts with them blocked, too (see `_work`); here the block is not enough, as another thread may
         take a signal."""
         with signals_blocked(*_ENDING):
             self._holding = True
@@ -247,7 +247,7 @@ def _work(run: Planned, send: connection.Connection) -> None:
 
 
 def _make(run: Planned) -> str:
-    """Train the run, or go on with it, or measure; the text of its `DONE`."""
+    """Train, resume or measure the run; returns the text of its `DONE`."""
     with _only_here(run.folder):
         if run.done:
             return (run.folder / DONE).read_text()
@@ -284,7 +284,7 @@ def _train(config: Config, folder: Path) -> str:
     try:
         if (folder / CONFIG).is_file() and saved.is_dir() and any(saved.glob("step_*")):
             train(load(folder / CONFIG), resume=folder)
-        else:  # an attempt that was killed before its first checkpoint left nothing to go on from
+        else:  # an attempt that was killed before its first checkpoint left nothing to resume from
             if folder.exists():
                 shutil.rmtree(folder)
             train(config.model_copy(update={"run": config.run.model_copy(update={"dir": str(folder)})}))

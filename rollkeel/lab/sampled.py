@@ -7,19 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from rich.console import Console
 
 from rollkeel.batch.build import TrainingBatch, build_batch
 from rollkeel.config import Config
 from rollkeel.events import EventLog
-from rollkeel.loop.assemble import prompt_source, sampling_params, serve
+from rollkeel.loop.assemble import answers, opened, policy_of, sampling_params
 from rollkeel.loop.warm_start import warm_start
-from rollkeel.models.loading import Policy, load_policy, quiet_transformers
+from rollkeel.models.loading import Policy
 from rollkeel.recipe import load
 from rollkeel.record.live import LiveView
 from rollkeel.record.stopping import StopFlag
-from rollkeel.rollout.collect import collect, issue
 from rollkeel.train.trainer import LocalTrainer
 
 
@@ -40,9 +38,7 @@ class Sampled:
 
 def warm_policy(config: Config) -> Policy:
     """The policy of `config` after its warm start, which the cache may have."""
-    quiet_transformers()
-    torch.set_num_threads(config.run.threads)
-    policy = load_policy(config.model)
+    policy = policy_of(config)
     if config.sft.steps:
         with LiveView(console=Console(file=io.StringIO())) as view:
             warm_start(policy, config, view, StopFlag(), EventLog(None))
@@ -53,18 +49,10 @@ def sample(words: Sequence[str], seed: int, *, advantages: float = 1.0) -> Sampl
     """Sample `rollout.prompts` × `rollout.samples` answers under the warm-started weights, with the experts of each token."""
     config = load(None, [*words, f"run.seed={seed}", "run.device=cpu"])
     policy = warm_policy(config)
-    engine = serve(config, policy)
-    try:
-        prompts = prompt_source(config, policy, "train").prompts(range(config.rollout.prompts))
+    with opened(config, policy) as engine:
         experts = engine.capabilities.returns_experts
         sampling = replace(sampling_params(config, policy.stop_token_ids), return_experts=experts)
-        issued = issue(prompts, config.rollout.samples, sampling, 0, engine)
-        found = collect(
-            engine, issued, policy.tokenizer, deadline_s=config.engine.deadline_s, should_stop=lambda: False
-        )
-    finally:
-        engine.close()
-    answered = [replace(r, reward=0.0) for r in found]
-    return Sampled(
-        config=config, policy=policy, batch=build_batch(answered, np.full(len(answered), advantages), "token_mean")
-    )
+        sampled = answers(config, policy, engine, sampling, config.rollout.prompts, config.rollout.samples)
+    graded = [replace(r, reward=0.0) for r in sampled]
+    batch = build_batch(graded, np.full(len(graded), advantages), "token_mean")
+    return Sampled(config=config, policy=policy, batch=batch)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ from rollkeel.errors import BadInput
 from rollkeel.loop.feeds import Budgeted, Feed, Lagged, Overlapped, Sampler, Whole
 from rollkeel.loop.play import gather as gathered
 from rollkeel.loop.run import Run
-from rollkeel.models.loading import Policy, resolve_device
+from rollkeel.models.loading import Policy, load_policy, quiet_transformers, resolve_device
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import mode_of
 from rollkeel.objectives import Objective
@@ -28,6 +28,7 @@ from rollkeel.record.stopping import StopFlag
 from rollkeel.rewards import FailureBudget, Graders
 from rollkeel.rewards.grading import Scorer
 from rollkeel.rollout.budgeted import BudgetedRollouts
+from rollkeel.rollout.collect import collect, issue
 from rollkeel.rollout.feeder import OverlappedRollouts, Source
 from rollkeel.rollout.lag import LaggedBatches
 from rollkeel.rollout.overlap import Gate
@@ -38,7 +39,7 @@ from rollkeel.sync.publish import DirectPublisher
 from rollkeel.tasks.source import Problems, PromptSource
 from rollkeel.train.probe import SequenceScorer
 from rollkeel.train.trainer import LocalTrainer
-from rollkeel.types import Prompt, SamplingParams
+from rollkeel.types import Prompt, Rollout, SamplingParams
 
 EVAL_SEED = 0x5EED
 """Mixed into the run seed for evaluation draws, so that they never repeat those of training."""
@@ -46,6 +47,13 @@ PROBE_PROMPTS = 8
 """Sequences whose log-probs are compared with the trainer's after every publication: some hundred tokens tell wrong weights."""
 REFILL_ROUNDS = 4
 """Most rounds of `rollout.zero_variance=refill`: enough for one useful prompt in four, and an end where there is none."""
+
+
+def policy_of(config: Config) -> Policy:
+    """The policy of `model.path` on `run.device`; torch gets `run.threads` threads."""
+    quiet_transformers()
+    torch.set_num_threads(config.run.threads)
+    return load_policy(config.model, resolve_device(config.run.device))
 
 
 def sampling_params(config: Config, stop_token_ids: Sequence[int], salt: int = 0) -> SamplingParams:
@@ -145,17 +153,23 @@ def open_graders(config: Config) -> Graders:
     return Graders(config.reward.graders, seed=config.run.seed, load_model=load_model)
 
 
-def serve(config: Config, policy: Policy) -> Engine:
-    """The config's engine with the policy's weights in it, proven; the caller closes it."""
+@contextmanager
+def opened(config: Config, policy: Policy) -> Iterator[Engine]:
+    """The config's engine, which serves the policy's weights and has proven it; closed at the end."""
     check_engine(config.engine, sampling_params(config, ()))
     probes = run_probes(config, policy)
-    engine = open_engine(policy.model.config, config.engine, resolve_device(config.run.device))
-    try:
+    with closing(open_engine(policy.model.config, config.engine, resolve_device(config.run.device))) as engine:
         DirectPublisher([engine], probes).publish(checkpoint_views(policy.model).items(), 0)
-    except BaseException:
-        engine.close()
-        raise
-    return engine
+        yield engine
+
+
+def answers(
+    config: Config, policy: Policy, engine: Engine, sampling: SamplingParams, prompts: int, samples: int
+) -> list[Rollout]:
+    """`samples` answers to each of the first `prompts` training prompts."""
+    source = prompt_source(config, policy, "train")
+    issued = issue(source.prompts(range(prompts)), samples, sampling, 0, engine)
+    return collect(engine, issued, policy.tokenizer, deadline_s=config.engine.deadline_s)
 
 
 def _objective_for(config: Config, policy: Policy) -> Objective:

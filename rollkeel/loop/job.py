@@ -5,19 +5,17 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import torch
-
 from rollkeel import plugins
 from rollkeel.analyzer.record import check_layers
 from rollkeel.config import Config
 from rollkeel.errors import BAD_INPUTS, REFUSALS, BadInput, Corrupt, Interrupted, OwnCodeBroke, RunStopped
 from rollkeel.events import EventLog
-from rollkeel.loop.assemble import assemble, eval_prompts, prompt_source, sampling_params
+from rollkeel.loop.assemble import assemble, eval_prompts, policy_of, prompt_source, sampling_params
 from rollkeel.loop.check import validate
 from rollkeel.loop.run import Run
 from rollkeel.loop.steps import train as train_steps
 from rollkeel.loop.warm_start import warm_start, warm_start_key
-from rollkeel.models.loading import Policy, load_policy, quiet_transformers, resolve_device, save_policy
+from rollkeel.models.loading import Policy, quiet_transformers, save_policy
 from rollkeel.models.numerics import precision
 from rollkeel.objectives.described import in_words
 from rollkeel.record.checks import tell, too_small, unreached, untold
@@ -185,8 +183,7 @@ def _reinforce(run: Run, first: int) -> None:
 
 
 def _policy(config: Config) -> Policy:
-    torch.set_num_threads(config.run.threads)
-    policy = load_policy(config.model, resolve_device(config.run.device))
+    policy = policy_of(config)
     check_layers(config.trace.layers, policy.model.config)
     return policy
 

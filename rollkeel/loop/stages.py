@@ -7,17 +7,23 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rollkeel import rewards
 from rollkeel.config import Config
 from rollkeel.errors import BadInput, Interrupted
 from rollkeel.evals.record import open_folder
 from rollkeel.events import write_atomic
-from rollkeel.loop.assemble import EVAL_SEED, eval_prompts, open_graders, prompt_source, sampling_params, serve
+from rollkeel.loop.assemble import (
+    EVAL_SEED,
+    eval_prompts,
+    open_graders,
+    opened,
+    policy_of,
+    prompt_source,
+    sampling_params,
+)
 from rollkeel.loop.play import gathering
 from rollkeel.loop.warm_start import sft, warm_start_key
-from rollkeel.models.loading import Policy, load_policy, quiet_transformers, resolve_device, save_policy
+from rollkeel.models.loading import save_policy
 from rollkeel.recipe import load
 from rollkeel.record.live import LiveView
 from rollkeel.record.rollout_store import read_step, to_rollouts, write_step
@@ -43,7 +49,7 @@ def sft_stage(config: Config, out: Path) -> dict[str, float]:
     _refuse_existing(out)
     if config.sft.steps == 0:
         raise BadInput("sft.steps=0 trains nothing: set sft.steps to 1 or more")
-    policy = _policy(config)
+    policy = policy_of(config)
     kept = Unfinished(out.with_name(f".unfinished-{out.name}"), warm_start_key(config))
     with LiveView() as view, StopFlag(view) as stop:
         view.phase("sft", config.sft.steps)
@@ -58,17 +64,13 @@ def sft_stage(config: Config, out: Path) -> dict[str, float]:
 def rollout_stage(config: Config, out: Path, step: int) -> list[Rollout]:
     """Sample the prompts of training step `step` with `model.path` and write ungraded rollouts to `out` (parquet)."""
     _refuse_existing(out)
-    policy = _policy(config)
+    policy = policy_of(config)
     size = config.rollout
     first = (step - 1) * size.prompts
     prompts = prompt_source(config, policy, "train").prompts(range(first, first + size.prompts))
-    with StopFlag() as stop, gathering(config, policy.tokenizer) as gather:
-        engine = serve(config, policy)
-        try:
-            issued = issue(prompts, size.samples, sampling_params(config, policy.stop_token_ids), first, engine)
-            sampled = gather(engine, issued, policy.tokenizer, deadline_s=config.engine.deadline_s, should_stop=stop)
-        finally:
-            engine.close()
+    with StopFlag() as stop, gathering(config, policy.tokenizer) as gather, opened(config, policy) as engine:
+        issued = issue(prompts, size.samples, sampling_params(config, policy.stop_token_ids), first, engine)
+        sampled = gather(engine, issued, policy.tokenizer, deadline_s=config.engine.deadline_s, should_stop=stop)
     _make_parent(out)
     write_step(out, sampled, step=step, piece=lambda i: policy.tokenizer.decode([i]))
     return sampled
@@ -99,30 +101,30 @@ def eval_stage(config: Config, out: Path | None) -> dict[str, float]:
     """Evaluate `model.path` on the held-out items; the answers go to `out` (parquet) if given."""
     if out is not None:
         _refuse_existing(out)
-    policy = _policy(config)
+    policy = policy_of(config)
     if config.data.path is not None:
         rewards.get(config.data.grader)
     prompts = eval_prompts(config, policy)
     if not prompts:
         raise BadInput("eval: data.eval_fraction=0 holds nothing back to evaluate on; raise it")
-    with StopFlag() as stop, gathering(config, policy.tokenizer) as gather:
-        engine, grader = serve(config, policy), open_graders(config)
-        try:
-            metrics, answers = evaluate(
-                engine,
-                grader,
-                policy.tokenizer,
-                prompts,
-                sampling_params(config, policy.stop_token_ids, EVAL_SEED),
-                samples=config.eval.samples,
-                greedy=config.eval.greedy,
-                deadline_s=config.engine.deadline_s,
-                should_stop=stop,
-                gather=gather,
-            )
-        finally:
-            grader.close()
-            engine.close()
+    with (
+        StopFlag() as stop,
+        gathering(config, policy.tokenizer) as gather,
+        opened(config, policy) as engine,
+        open_graders(config) as grader,
+    ):
+        metrics, answers = evaluate(
+            engine,
+            grader,
+            policy.tokenizer,
+            prompts,
+            sampling_params(config, policy.stop_token_ids, EVAL_SEED),
+            samples=config.eval.samples,
+            greedy=config.eval.greedy,
+            deadline_s=config.engine.deadline_s,
+            should_stop=stop,
+            gather=gather,
+        )
     if out is not None:
         sampled = [r for r in answers if r.sampling.temperature > 0]
         _make_parent(out)
@@ -167,7 +169,7 @@ def reward_model_stage(config: Config, pairs: Path, out: Path) -> dict[str, floa
     `checkpoint.every`, `run.seed`, `run.device`, `run.threads`. Called again with the same it goes on.
     """
     train, held_out = split_pairs(load_pairs(pairs), config.data.eval_fraction)
-    policy = _policy(config)
+    policy = policy_of(config)
     quoted = [[p.prompt, p.chosen, p.rejected, p.margin] for p in (*train, *held_out)]
     kept = {"model": config.model, "sft": config.sft, "data": config.data, "run": config.run}
     settings = {k: v.model_dump(mode="json", exclude={"dir", "name"}) for k, v in kept.items()}
@@ -199,14 +201,11 @@ def reward_model_stage(config: Config, pairs: Path, out: Path) -> dict[str, floa
 
 def measured(scenario: Scenario) -> Scenario:
     """The scenario with the decode and prefill speeds of the embedded engine, as `measure` says, on this machine."""
-    wanted = scenario.measure
-    sizes = sorted(set(wanted.sequences))
-    config = load(wanted.recipe, [f"engine.slots={sizes[-1]}", f"engine.kv={scenario.kv}", "engine.processes=0"])
-    engine = serve(config, _policy(config))
-    try:
-        speeds = speed_curve(engine, sizes, wanted.tokens)
-    finally:
-        engine.close()
+    asked = scenario.measure
+    sizes = sorted(set(asked.sequences))
+    config = load(asked.recipe, [f"engine.slots={sizes[-1]}", f"engine.kv={scenario.kv}", "engine.processes=0"])
+    with opened(config, policy_of(config)) as engine:
+        speeds = speed_curve(engine, sizes, asked.tokens)
     update = {
         "curve": speeds.curve,
         "prefill_tokens_s": speeds.prefill_tokens_s,
@@ -214,12 +213,6 @@ def measured(scenario: Scenario) -> Scenario:
         "resume_s": speeds.resume_s,
     }
     return scenario.model_copy(update={"engine": scenario.engine.model_copy(update=update)})
-
-
-def _policy(config: Config) -> Policy:
-    quiet_transformers()
-    torch.set_num_threads(config.run.threads)
-    return load_policy(config.model, resolve_device(config.run.device))
 
 
 def _refuse_existing(out: Path) -> None:

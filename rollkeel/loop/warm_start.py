@@ -18,12 +18,11 @@ from rollkeel import plugins
 from rollkeel.config import Config
 from rollkeel.errors import BadInput, Corrupt, Interrupted
 from rollkeel.events import EventLog
-from rollkeel.loop.assemble import prompt_source, sampling_params, serve
+from rollkeel.loop.assemble import answers, opened, prompt_source, sampling_params
 from rollkeel.loop.play import equipped
 from rollkeel.models.loading import PRESET_PREFIX, Policy, resolve_device
 from rollkeel.record.live import LiveView
 from rollkeel.record.stopping import StopFlag
-from rollkeel.rollout.collect import collect, issue
 from rollkeel.train import checkpoint
 from rollkeel.train.optimizer import PACK_TOKENS
 from rollkeel.train.sft import run_sft
@@ -62,13 +61,9 @@ def _rehearse(policy: Policy, config: Config) -> None:
     if config.engine.kind != "local":
         return
     small = config.engine.model_copy(update={"processes": 0, "slots": 1})
-    engine = serve(config.model_copy(update={"engine": small}), policy)
-    try:
-        prompts = prompt_source(config, policy, "train").prompts([0])
-        sampling = replace(sampling_params(config, policy.stop_token_ids), max_new_tokens=2)
-        collect(engine, issue(prompts, 1, sampling, 0, engine), policy.tokenizer, deadline_s=config.engine.deadline_s)
-    finally:
-        engine.close()
+    sampling = replace(sampling_params(config, policy.stop_token_ids), max_new_tokens=2)
+    with opened(config.model_copy(update={"engine": small}), policy) as engine:
+        answers(config, policy, engine, sampling, 1, 1)
 
 
 def sft(

@@ -103,7 +103,7 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 
 _LEGEND = 84
-"""Characters that a chart is wide in its legend's type; an entry has seven beside its name."""
+"""Width of a chart in characters of its legend's type; an entry takes seven more than its name."""
 
 
 def drawing(title: str, caption: str, paint: Callable[[Axes], None], *, named: bool = False) -> Chart:

@@ -231,7 +231,7 @@ def stem(name: str) -> str:
 
 
 def page(drawn: Sequence[str], left_out: Sequence[str] = ()) -> str:
-    """HTML that shows the drawn files, which must lie beside it."""
+    """HTML that shows the drawn files of its own folder."""
     figures = "\n".join(
         f'<figure id="{escape(name)}"><img src="{escape(stem(name))}.svg" alt="acceptance region of {escape(name)}"></figure>'
         for name in drawn

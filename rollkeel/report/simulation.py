@@ -65,19 +65,16 @@ def observed_lengths(path: Path) -> np.ndarray:
     """Lengths `[n]` of the complete, non-empty rollouts in a parquet file, a folder of them or a run folder."""
     files = [path] if path.is_file() else sorted(path.glob("*.parquet")) or sorted(path.glob("rollouts/*.parquet"))
     if not files:
-        raise BadInput(
-            f"lengths.rollouts {path}: expected a parquet file, a folder of them or a run folder, found none"
-        )
-    found: list[np.ndarray] = []
+        raise BadInput(f"lengths.rollouts {path}: no parquet files; name a file, a folder of them or a run folder")
+    lengths: list[np.ndarray] = []
     for file in files:
         table = read_step(file, ["token_ids", "status"])
         complete = np.array([Status(s).complete for s in table["status"].to_pylist()], bool)
         sizes = pc.call_function("list_value_length", [table["token_ids"]]).to_numpy()
-        found.append(sizes[complete & (sizes > 0)])
-    lengths = np.concatenate(found)
-    if not lengths.size:
-        raise BadInput(f"lengths.rollouts {path}: expected complete rollouts, found none")
-    return lengths
+        lengths.append(sizes[complete & (sizes > 0)])
+    if not sum(map(len, lengths)):
+        raise BadInput(f"lengths.rollouts {path}: no complete rollout has a token")
+    return np.concatenate(lengths)
 
 
 def table(figures: Sequence[Mapping[str, Any]]) -> list[str]:

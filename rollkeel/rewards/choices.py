@@ -2,7 +2,7 @@
 
 | part of `A) is wrong, (B) is right, because …` | read as |
 |---|---|
-| letters said to be wrong, in front | left out |
+| letters called wrong, in front | left out |
 | a letter alone, in brackets, or before `)`, `.`, `:`, `,`, ` is`, ` must` | the letter |
 | ` is right`, `, because …`, `, not C` behind it | an aside |
 | another letter right behind it, or behind `or`, `and`, `otherwise` and the like; a doubt; any other statement | nothing is settled |

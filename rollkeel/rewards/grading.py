@@ -57,7 +57,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one grader said about one rollout."""
+    """One grader's verdict on one rollout."""
 
     reward: float | None
     """None: the grader failed, and `detail` says why."""
@@ -84,7 +84,7 @@ class Part:
 
     @property
     def apart(self) -> bool:
-        """Graded elsewhere, beside whatever goes on here."""
+        """Graded in another process, while this one works on."""
         return self.entry.lane in (Lane.WORKER, Lane.SANDBOX)
 
 
@@ -192,7 +192,7 @@ class Graders:
 
         `reward/undecided`: rollouts that scored 0 because a grader could not decide. `failures/grader_nondeterministic`: rollouts of the sample whose second grading differed. `time/reward_overlapped_seconds`: grader
         seconds that were over before anybody waited for them. `time/grader_<name>_{p50,p99,max}_seconds`. Events: `grader_nondeterministic`
-        and `grader_slow` with the grader, the rollout and what was found.
+        and `grader_slow` name the grader and the rollout and give the detail.
         """
         with self._lock:
             watch, self._watch = self._watch, Watch()
@@ -375,8 +375,8 @@ def _of(part: Part) -> Outcome:
 
 def _reason(part: Part, error: BaseException) -> str:
     own = None if part.entry.sound else part.entry.run
-    said = " ".join(str(error).split()) if isinstance(error, Broken) else plugins.trouble(error, own)
-    return f"grader {part.name}: {said}"
+    reason = " ".join(str(error).split()) if isinstance(error, Broken) else plugins.trouble(error, own)
+    return f"grader {part.name}: {reason}"
 
 
 def _undecided(reason: str) -> Outcome:

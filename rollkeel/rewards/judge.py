@@ -65,10 +65,11 @@ def grade(run: Run, rollout: Rollout) -> tuple[float, str]:
 
 def _verdict(written: bytes) -> tuple[float, str]:
     try:
-        said = json.loads(written)
+        verdict = json.loads(written)
     except (ValueError, RecursionError):
         raise NoVerdict(f"the judge left no verdict: {excerpt(written.decode('utf-8', 'replace'))!r}") from None
-    reward, detail = said if isinstance(said, list) and len(said) == 2 and isinstance(said[1], str) else (said, "")
+    explained = isinstance(verdict, list) and len(verdict) == 2 and isinstance(verdict[1], str)
+    reward, detail = verdict if explained else (verdict, "")
     if not isinstance(reward, bool | int | float) or not abs(reward) <= sys.float_info.max:
-        raise NoVerdict(f"expected true, false or a finite number from the judge, got {excerpt(repr(said))}")
+        raise NoVerdict(f"expected true, false or a finite number from the judge, got {excerpt(repr(verdict))}")
     return float(reward), excerpt(detail, 200)

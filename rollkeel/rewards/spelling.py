@@ -40,7 +40,7 @@ _REWRITES = [(re.compile(pattern), to) for pattern, to in [
     (rf"(?<![\\A-Za-z])({_FUNCTIONS})(?![A-Za-z])", r"\\\1 "),
     (r"\^\s*\(([^()]*)\)", r"^{\1}"), (r"\^\s*(-?\d{2,}|-\d)", r"^{\1}"),
     (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
-    # decimals that go on: three equal digits or two equal groups say how
+    # repeating decimals: three equal digits or two equal groups are the period
     (r"\.{3,}|\\(?:ldots|cdots|dots)(?![A-Za-z])", r"\\ldots "),
     (r"(\.\d*?)(\d)\2{2,}\s*\\ldots(?!\s*[\d.])", r"\1\\overline{\2}"),
     (r"(\.\d*?)(\d{2,}?)\2+\s*\\ldots(?!\s*[\d.])", r"\1\\overline{\2}"),

@@ -1,7 +1,7 @@
 """A few gradings before anything is trained: of gold answers, of a wrong response and of an empty one.
 
-Own graders and data of one's own are tried; families of ours are proven by tests. What a run would find at its first step, after
-the warm start, is found here: a grader that breaks, gold answers that earn nothing, rewards that do not tell right from wrong.
+Own graders and own data are tried; tests prove the built-in families. Three faults stop a run here and not at its first step, after
+the warm start: a grader that breaks, gold answers that earn nothing, rewards that do not tell right from wrong.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def trial(problems: Problems, settings: GradersConfig, sampling: SamplingParams,
     if models or gold is None or gold[0] > max(wrong, empty):
         return ""
     place = plugins.place(spec.name) if plugins.is_own(spec.name) else ""
-    said = f" ({gold[1]})" if gold[1] else ""
-    about = f"grader {plugins.short(spec.name)}{place}: a gold answer earns {gold[0]:g}{said}, {_on(problem, response)}"
+    why = f" ({gold[1]})" if gold[1] else ""
+    about = f"grader {plugins.short(spec.name)}{place}: a gold answer earns {gold[0]:g}{why}, {_on(problem, response)}"
     if gold[0] == 0 and warm_start:
         raise BadInput(
             f"{about}, and so does that of each of {tried} problems tried; the warm start would teach it: mend the grader,"

@@ -1,7 +1,7 @@
 """Processes for graders that cannot be trusted to return: each grading has a deadline, and who exceeds it is killed.
 
 A worker is a Python of its own without torch, in a session of its own (Ctrl-C does not reach it), and dies with its parent. One
-that hangs, dies or runs out of memory is replaced, the grading it had is done once more in a fresh one, and the others go on.
+that hangs, dies or runs out of memory is replaced; a fresh one repeats its grading, and the others work on.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
                        ▲                                          │
                        └──────────────────────────────────────────┘
 
-The engine's clock is decode steps, so process timing cannot change a run. What is unfinished keeps its tokens with their
-log-probs and versions, and goes on in the next iteration. Its KV is computed again under the new weights, or with
-`engine.kv=keep` leaves the engine with it and comes back: what runs beside what, and where, is the same in a resumed run.
+The engine's clock is decode steps, so process timing cannot change a run. An unfinished rollout keeps its tokens with their
+log-probs and versions, and the next iteration resumes it. Its KV is computed again under the new weights, or with
+`engine.kv=keep` leaves the engine with it and comes back: a resumed run batches the same rollouts in the same slots.
 """
 
 from __future__ import annotations

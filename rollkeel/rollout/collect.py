@@ -119,7 +119,7 @@ def begin(grader: Grader | None, ended: Sequence[Rollout]) -> None:
 
 
 def request_of(rollout: Rollout, kv: KeptKV | None = None) -> Request:
-    """What the engine is asked: to go on behind what the rollout has, with its KV where that was kept."""
+    """The engine's request: continue behind the rollout's tokens, with its KV where that was kept."""
     return Request(
         id=rollout.id, prompt_ids=rollout.prompt.token_ids, sampling=rollout.sampling, prefix=rollout.span, kv=kv
     )

@@ -14,40 +14,40 @@ Draw = Callable[[int, int], Sequence[Rollout]]
 """`(first, count)` → graded rollouts of the prompts `first … first + count − 1` of the data source, failures included."""
 
 
-def draw_varied(draw: Draw, first: int, wanted: int, rounds: int) -> StepRollouts:
-    """Draw prompts from `first` on until `wanted` groups have rewards that differ, in at most `rounds` rounds.
+def draw_varied(draw: Draw, first: int, groups: int, rounds: int) -> StepRollouts:
+    """Draw prompts from `first` on until `groups` groups have rewards that differ, in at most `rounds` rounds.
 
-    The first round draws `wanted` prompts, every further one as many as the share of useful groups so far says are
-    missing, at most `wanted`. Surplus groups are left out, the last first. What is drawn follows from `first` and the
-    rewards alone, so a step that is repeated draws the same. Measures `rollout/dynamic_rounds`, and
+    The first round draws `groups` prompts; each later one draws as many as the share of useful groups so far suggests,
+    at most `groups`. Surplus groups are left out, the last first. The draws follow from `first` and the rewards alone,
+    so a repeated step draws the same prompts. Measures `rollout/dynamic_rounds`, and
     `rollout/dynamic_discarded`: groups that were sampled and not trained.
     """
     rollouts: list[Rollout] = []
     useful: list[int] = []
     consumed = done = 0
-    while done < rounds and len(useful) < wanted:
-        missing = wanted - len(useful)
-        count = wanted if not useful else min(wanted, math.ceil(missing * consumed / len(useful)))
-        found = list(draw(first + consumed, count))
-        rollouts += found
-        useful += varied_groups(found)
+    while done < rounds and len(useful) < groups:
+        missing = groups - len(useful)
+        count = groups if not useful else min(groups, math.ceil(missing * consumed / len(useful)))
+        sampled = list(draw(first + consumed, count))
+        rollouts += sampled
+        useful += varied_groups(sampled)
         consumed += count
         done += 1
-    chosen = set(useful[:wanted])
+    chosen = set(useful[:groups])
     batch = [r for r in rollouts if r.group in chosen and r.reward is not None]
     discarded = consumed - len({r.group for r in batch})
     metrics = {"rollout/dynamic_rounds": float(done), "rollout/dynamic_discarded": float(discarded)}
     return _step(rollouts, batch, consumed, metrics)
 
 
-def draw_once(draw: Draw, first: int, wanted: int, *, varied_only: bool = False) -> StepRollouts:
-    """Draw `wanted` prompts and train on all that was graded, or with `varied_only` on groups whose rewards differ."""
-    rollouts = list(draw(first, wanted))
+def draw_once(draw: Draw, first: int, prompts: int, *, varied_only: bool = False) -> StepRollouts:
+    """Draw `prompts` prompts and train on all that was graded, or with `varied_only` on groups whose rewards differ."""
+    rollouts = list(draw(first, prompts))
     batch = [r for r in rollouts if r.reward is not None]
     if varied_only:
         useful = set(varied_groups(rollouts))
         batch = [r for r in batch if r.group in useful]
-    return _step(rollouts, batch, wanted, {})
+    return _step(rollouts, batch, prompts, {})
 
 
 def _step(rollouts: list[Rollout], batch: list[Rollout], consumed: int, metrics: dict[str, float]) -> StepRollouts:

@@ -1,11 +1,11 @@
 """Rollouts that are played turn by turn with an environment, `collect` for prompts that begin one. A round, drawn once:
 
     engine                         threads                          rollout
-    turns of all that go on  ──▶   step of each turn as it ends  ─▶  sampled ids as they are, then the environment's text
+    turns of open episodes   ──▶   step of each turn as it ends  ─▶  sampled ids as they are, then the environment's text
             ▲                                                              │
             └───────── when all turns and all steps are there ◀────────────┘
 
-Steps go on beside the decoding of the others; the next turns begin together. So what the engine is given does not depend on how
+Steps run while other turns decode; the next turns begin together. So the engine's input does not depend on how
 long a step took, and a run is the same to the bit whatever the threads did. The price is the slowest turn of each round.
 The environment's text is tokenised once, alone; ids that were sampled are decoded to be read, and never encoded again.
 """
@@ -111,7 +111,7 @@ class Episodes:
             self._environment.tools.close()
 
     def _await(self, steps: dict[Future[None], _Episode], should_stop: Callable[[], bool]) -> None:
-        """Wait for steps; those of an environment that hangs fail, and the rest of them go on in other threads."""
+        """Wait for steps; a step that hangs fails, and fresh threads run the waiting ones."""
         left, heard = set(steps), time.monotonic()
         while left:
             done, left = wait(left, CHECK_S, FIRST_COMPLETED)
@@ -130,7 +130,7 @@ class Episodes:
 
 
 class _Episode:
-    """One of them: what it has said and heard. Its thread and the caller's never touch it at the same time."""
+    """One episode: its actions and their steps. Its thread and the caller's never touch it at the same time."""
 
     def __init__(self, rollout: Rollout, environment: Environment[Any]) -> None:
         self._rollout, self._environment = rollout, environment

@@ -54,7 +54,7 @@ def evaluate(
                 metrics[f"{key}/greedy"] = float(scores.mean())
             else:
                 metrics[f"{key}/avg@k"] = float(scores.mean())
-                if len(scores) > 1:  # one item has no spread, which is not a spread of 0
+                if len(scores) > 1:  # one item has no standard error; 0 would be wrong
                     metrics[f"{key}/avg@k_se"] = float(scores.std(ddof=1) / len(scores) ** 0.5)
                 metrics[f"{key}/k"] = float(count)
     return metrics, seen

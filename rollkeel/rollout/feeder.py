@@ -217,19 +217,19 @@ class OverlappedRollouts:
         Raises `BadInput` when data or rules are others, or a token may be older than `limit` when its step begins; `Corrupt`
         for a missing rollout.
         """
-        found = unpack_rollouts(state["rollouts"], lambda index: self._source.prompts([index])[0])
+        rollouts = unpack_rollouts(state["rollouts"], lambda index: self._source.prompts([index])[0])
         self.gate.load_state_dict(state["gate"])
-        if [r.id for r in found] != list(self.gate.open()):
-            raise Corrupt(f"checkpoint: expected the rollouts {self.gate.open()}, got {len(found)} others")
-        for r in found:
+        if [r.id for r in rollouts] != list(self.gate.open()):
+            raise Corrupt(f"checkpoint: expected the rollouts {self.gate.open()}, got {len(rollouts)} others")
+        for r in rollouts:
             begins = version + updates * (r.group // self.gate.prompts - self.gate.done)
             if len(r.span) and begins - int(r.span.versions.min()) > limit:
                 raise BadInput(
                     f"rollout.overlap.max_staleness: the checkpoint's rollout {r.id} may be {begins - int(r.span.versions.min())}"
                     f" versions old when it is trained, expected at most {limit}; resume with the bound it was sampled under"
                 )
-        self._parked = {r.id: r for r in found if r.status is Status.PARKED}
-        self._ended = {r.id: r for r in found if r.status is not Status.PARKED}
+        self._parked = {r.id: r for r in rollouts if r.status is Status.PARKED}
+        self._ended = {r.id: r for r in rollouts if r.status is not Status.PARKED}
         self._kv = unpack_kv(state["kv"])
         for i in self._ended:
             self.gate.end(i)

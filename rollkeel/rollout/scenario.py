@@ -46,7 +46,7 @@ class FleetConfig(Node):
     prefill_tokens_s: float = Field(default=0.0, ge=0)
     """Speed of prefill and of recomputing KV; 0 means free."""
     prefill_s: float = Field(default=0.0, ge=0)
-    """Seconds of each prefill beside its tokens: of every group's prompt, and of every rollout whose KV is computed again."""
+    """Seconds of each prefill besides its tokens' time: of every group's prompt, and of every rollout whose KV is computed again."""
     resume_s: float = Field(default=0.0, ge=0)
     """Seconds to take an unfinished rollout out of the engine and in again with its KV."""
     slots: int | None = Field(default=None, ge=1)
@@ -148,8 +148,8 @@ def load_scenario(file: str | Path | None = None, overrides: Sequence[str] = ())
     try:
         scenario = Scenario.model_validate({k: v for k, v in tree.items() if v is not None})
     except ValidationError as error:
-        where, said = fault(error)
-        raise BadInput(f"config {'.'.join(where)}: {said}") from None
+        where, reason = fault(error)
+        raise BadInput(f"config {'.'.join(where)}: {reason}") from None
     if scenario.warmup >= scenario.iterations:
         raise BadInput(
             f"config warmup: expected fewer than iterations={scenario.iterations}, got {scenario.warmup}; nothing would "
@@ -164,7 +164,7 @@ class Lengths:
     def __init__(self, config: LengthConfig, seed: int, observed: np.ndarray | None = None) -> None:
         """`observed` (`[n]` tokens ≥ 1) replaces the lognormal. Raises `BadInput` if it is empty."""
         if observed is not None and (observed.size == 0 or observed.min() < 1):
-            raise BadInput("lengths.rollouts: expected complete rollouts of at least one token, found none")
+            raise BadInput("lengths.rollouts: no complete rollout has a token")
         self._config, self._seed = config, seed
         self._observed = None if observed is None else np.sort(observed)
         self._blocks: dict[tuple[int, int], np.ndarray] = {}

@@ -54,7 +54,7 @@ class ScheduledEngine(ABC):
 
     @abstractmethod
     def discard(self) -> None:
-        """The calls since the last commit are not part of the run: it goes on from the checkpoint before them."""
+        """The calls since the last commit are not part of the run, which resumes from the checkpoint before them."""
 
     @property
     def due(self) -> str | None:
@@ -181,7 +181,7 @@ class Replayed(ScheduledEngine):
         return self._base is not None and (not self._calls or not any(self._left(self._calls[0])))
 
     def _take(self, name: str) -> dict[str, Any]:
-        """The next call of the schedule, which is `name`, with every worker at its place."""
+        """The next call of the schedule, which must be `name`, once every worker has reached its decode step."""
         if self.due != name:
             raise self._other(f"the call {self.due}", name)
         call = self._calls.popleft()

@@ -2,9 +2,9 @@
 
 sync        all rollouts of the step, free slots refilled from its queue, a barrier at the end; at its own best slot count
 oversample  more prompts than needed; when enough groups are complete, the rest is thrown away
-april       the same, but the rest is kept and goes on in the next step (as in APRIL, active partial rollouts)
+april       the same, but the next step resumes the rest (as in APRIL, active partial rollouts)
 c3po        C3PO++ (Ring-1T report §2.3.3): a token budget, parked rollouts, a retention limit
-async       the pool again; generation goes on beside training, within a bound on staleness
+async       the pool again; generation overlaps with training, within a bound on staleness
 
 Deterministic: the scenario fixes every number.
 """
@@ -68,7 +68,7 @@ def counted(
 ) -> Result:
     """Steps that end when `rollout.prompts` groups are complete, of (1 + `extra`) times as many that were started.
 
-    The others are dropped, or with `keep` go on first in the next step; complete ones beyond the number wait for it.
+    The others are dropped, or with `keep` the next step resumes them first; complete ones beyond the number wait for it.
     """
     work, samples = scenario.rollout, scenario.rollout.samples
     target = work.prompts + round(extra * work.prompts)
@@ -107,7 +107,7 @@ def counted(
 
 
 def budgeted(scenario: Scenario, lengths: Lengths, slots: int) -> Result:
-    """C3PO++: generation stops at the budget, training follows, parked rollouts go on under the new weights."""
+    """C3PO++: generation stops at the budget, training follows, parked rollouts resume under the new weights."""
     pool = Pool(_rules(scenario, lengths, slots, scenario.c3po.retention))
     fleet, result = _fleet(scenario), Result("c3po", slots, _peak(scenario), Ledger(lengths))
     book = result.ledger
@@ -125,7 +125,7 @@ def budgeted(scenario: Scenario, lengths: Lengths, slots: int) -> Result:
 
 
 def overlapped(scenario: Scenario, lengths: Lengths, slots: int) -> Result:
-    """Generation beside training: a full batch is handed over and generation goes on, one batch ahead at most.
+    """Generation overlaps with training: it hands over a full batch and stays one batch ahead at most.
 
     The first token of a rollout of age a was sampled at most a + 1 versions before it is trained on, so unfinished
     rollouts are purged above `staleness` − 1; finished ones that waited too long for their group are dropped.

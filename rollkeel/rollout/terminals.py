@@ -73,10 +73,10 @@ class TerminalTool:
 
     def run(self, command: str) -> str:
         result = self._run(command)
-        said = display(result.stdout, SHOWN) + display(result.stderr, SHOWN)
+        output = display(result.stdout, SHOWN) + display(result.stderr, SHOWN)
         if result.status is Status.TIMEOUT:
-            return f"{said}[stopped after {self._timeout_s:g} s]\n"
-        return f"{said}[exit code {result.exit_code}]\n" if result.exit_code else said
+            return f"{output}[stopped after {self._timeout_s:g} s]\n"
+        return f"{output}[exit code {result.exit_code}]\n" if result.exit_code else output
 
     def inspect(self, command: str) -> str:
         for _ in range(2):  # a shell with stopped jobs asks once more

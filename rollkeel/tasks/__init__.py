@@ -113,10 +113,10 @@ def get(name: str, options: Mapping[str, Any] | None = None) -> Task[Any]:
         task.noisy(item, keyed_rng(name), 0.5)
         if getattr(task, "uses_tool", False):
             return task
-        if isinstance(task, Environment) and (said := task.fresh().reset(item)) != item.text:
+        if isinstance(task, Environment) and (prompt := task.fresh().reset(item)) != item.text:
             where = plugins.place(task.reset)
             raise BadInput(
-                f"task {name!r}: reset returned {said!r}, expected the prompt, item.text={item.text!r}{where}"
+                f"task {name!r}: reset returned {prompt!r}, expected the prompt, item.text={item.text!r}{where}"
             )
         reward, detail = task.score(item, task.gold(item))
         if reward != 1.0:
@@ -143,7 +143,7 @@ def is_family(thing: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What `check` found."""
+    """Counts and faults of `check`."""
 
     task: str
     options: str

@@ -191,13 +191,13 @@ class Task(ABC, Generic[O]):
                             f"task {self.name}: the answer to {done.text!r} is empty, and so is silence{where}"
                         )
                     return done
-        found = f"{MAX_ATTEMPTS} draws gave {len(seen)} different problem{'s' * (len(seen) > 1)}"
+        drawn = f"{MAX_ATTEMPTS} draws gave {len(seen)} different problem{'s' * (len(seen) > 1)}"
         if mine:
-            raise BadInput(f"task {self.name}: {found}, and finish refused all {mine} of split {split!r}")
+            raise BadInput(f"task {self.name}: {drawn}, and finish refused all {mine} of split {split!r}")
         knobs = self.describe()
         advice = f"raise the difficulty by data.options ({knobs})" if knobs else "let draw make fifty or more"
         raise BadInput(
-            f"task {self.name}: {found}, none in split {split!r}, which has {high - low:.0%} of all; {advice}"
+            f"task {self.name}: {drawn}, none in split {split!r}, which has {high - low:.0%} of all; {advice}"
         )
 
     def demonstration(self, item: TaskItem, rng: random.Random, label_noise: float = 0.0) -> str:
@@ -208,12 +208,12 @@ class Task(ABC, Generic[O]):
         """Exact verification of a whole response: reward in [0, 1] and one line of detail. Never raises on any text."""
         if len(response) > MAX_RESPONSE_CHARS:
             return 0.0, f"longer than {MAX_RESPONSE_CHARS} characters"
-        said = self.verify(item, response)
-        reward, detail = said if isinstance(said, tuple) and len(said) == 2 else (said, "")
+        verdict = self.verify(item, response)
+        reward, detail = verdict if isinstance(verdict, tuple) and len(verdict) == 2 else (verdict, "")
         undecided = reward is None and detail
         if not undecided and not (isinstance(reward, numbers.Real) and math.isfinite(reward)):
             raise BadInput(
-                f"task {self.name}: verify returned {said!r:.80}, expected a reward from 0 to 1, or one and a line of detail"
+                f"task {self.name}: verify returned {verdict!r:.80}, expected a reward from 0 to 1, or one and a line of detail"
                 f"{plugins.place(self.verify)}"
             )
         return reward, detail  # type: ignore[return-value]
@@ -241,8 +241,8 @@ def validate_options(task: str, kind: type[TaskOptions], options: Mapping[str, A
     try:
         return kind.model_validate(dict(options))
     except ValidationError as error:
-        where, said = fault(error)
-        raise BadInput(f"task {task}: {' '.join(['option', *where]) if where else 'options'}: {said}") from None
+        where, reason = fault(error)
+        raise BadInput(f"task {task}: {' '.join(['option', *where]) if where else 'options'}: {reason}") from None
 
 
 def check_split(split: str) -> None:

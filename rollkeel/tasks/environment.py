@@ -104,7 +104,7 @@ class Environment(Task[E]):
 
     @abstractmethod
     def reset(self, item: TaskItem) -> str:
-        """Begin the episode of `item`; the prompt, which is `item.text`."""
+        """Begin the episode of `item` and return its prompt, `item.text`."""
 
     @abstractmethod
     def step(self, action: str) -> Step:

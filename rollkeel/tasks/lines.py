@@ -20,7 +20,7 @@ BOM = b"\xef\xbb\xbf"
 class Lines(Sequence[T]):
     """Records of a file, one a line, in its order; lines of white space alone are none.
 
-    All lines are parsed once when this is made, so that a fault is found before any work starts, and then again at each access. The
+    The constructor parses all lines, so that a fault stops the program before any work starts; each access parses again. The
     file stays open: one that is replaced or appended to is read on as it was.
     """
 

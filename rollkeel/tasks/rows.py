@@ -33,9 +33,9 @@ def find_files(path: Path, patterns: Sequence[str], where: str) -> list[Path]:
     if not path.is_dir():
         raise BadInput(f"{path}: no such file or folder; {where}")
     for pattern in patterns:
-        if found := sorted(p for p in path.glob(pattern) if p.is_file()):
-            return found
-    raise BadInput(f"{path}: expected a file like {' or '.join(patterns)} below it, found none; {where}")
+        if files := sorted(p for p in path.glob(pattern) if p.is_file()):
+            return files
+    raise BadInput(f"{path}: holds no file like {' or '.join(patterns)}; {where}")
 
 
 def read_files(files: Sequence[Path], root: Path) -> Iterator[Row]:

@@ -89,20 +89,20 @@ class FileProblems(Problems):
     def __init__(self, config: DataConfig, seed: int, split: str) -> None:
         self.name, self.seed = Path(str(config.path)).stem, seed
         self.grader = GraderSpec(name=config.grader, options=config.grader_options)
-        wanted = "train" if split == "sft" and not config.sft_fraction else split
+        side_of = "train" if split == "sft" and not config.sft_fraction else split
 
         def mine(row: Row) -> bool:
-            return side(row, config.eval_fraction, config.sft_fraction) == wanted
+            return side(row, config.eval_fraction, config.sft_fraction) == side_of
 
         coded = config.grader == "code"
         self.rows: Sequence[Row] = list(filter(mine, load_code_rows(config))) if coded else load_rows(config, mine)
         if not self.rows:
             total = len(load_code_rows(config) if coded else load_rows(config))
             raise BadInput(
-                f"data.path {config.path!r}: none of {total} rows is in the {wanted} split "
-                f"at data.{'sft' if wanted == 'sft' else 'eval'}_fraction="
-                f"{config.sft_fraction if wanted == 'sft' else config.eval_fraction};"
-                f" {'lower' if wanted == 'train' else 'raise'} it or add rows"
+                f"data.path {config.path!r}: none of {total} rows is in the {side_of} split "
+                f"at data.{'sft' if side_of == 'sft' else 'eval'}_fraction="
+                f"{config.sft_fraction if side_of == 'sft' else config.eval_fraction};"
+                f" {'lower' if side_of == 'train' else 'raise'} it or add rows"
             )
         self.size = len(self.rows)
         self._epoch, self._order = -1, list[int]()

@@ -6,7 +6,7 @@
 | HumanEval | `test`, `entry_point` | the same for `candidate` in the function `check` |
 | APPS, TACO | `input_output` | JSON with `inputs`, `outputs` and perhaps `fn_name` |
 | LiveCodeBench | `public_test_cases`, `private_test_cases` | `{input, output, testtype}`; private ones may be packed |
-| plain | `tests` | a list of `{input, output}`, or as in APPS or MBPP; `fn_name` or `entry_point` beside it |
+| plain | `tests` | a list of `{input, output}`, or as in APPS or MBPP; `fn_name` or `entry_point` names the function |
 
 A row with a test that cannot be read is refused: half its tests would be another problem.
 """

@@ -341,7 +341,7 @@ def test_missing_columns_name_those_that_are_there(tmp_path: Path) -> None:
 def test_what_is_not_there_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cases: list[tuple[Any, str]] = [
         (tmp_path / "none", "no such file or folder; https://huggingface.co/datasets/HuggingFaceH4/aime_2024"),
-        (tmp_path, "expected a file like"),
+        (tmp_path, "holds no file like"),
     ]
     for path, message in cases:
         with pytest.raises(BadInput) as refused:

@@ -118,7 +118,7 @@ def test_interrupted_and_resumed_is_the_uninterrupted_run(
         return first_byte_is_low(rollout)
 
     monkeypatch.setitem(graders._GRADERS, "math", fake(stopping))
-    with pytest.raises(Interrupted, match=r"stopped with [1-4] of 5 items of aime25; the same command goes on"):
+    with pytest.raises(Interrupted, match=r"stopped with [1-4] of 5 items of aime25; the same command resumes"):
         run_benchmarks(config(f"engine.slots={slots}"), [aime], out, samples=2, greedy=True)
     done = [each["key"] for each in lines(out)]
     assert 2 <= len(done) < ITEMS

@@ -95,6 +95,11 @@ def test_what_hangs_a_parser_is_undecided_and_the_others_are_served() -> None:
     assert found[1].detail == "undecided: grader math: no answer in 2 s"
 
 
+def test_a_long_name_before_an_equals_sign_is_read_at_once(graders: Graders) -> None:
+    (rollout,) = graders.grade([pair("x = 5", "a" * 60 + "1 = 5")])
+    assert (rollout.reward, "no answer in" in rollout.detail) == (0.0, False)
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -351,7 +351,7 @@ def test_command_writes_table_json_and_a_page_without_outside_references(
         (["policies=[sink]"], "config policies.0"),
         (["warmup=30"], "expected fewer than iterations=30, got 30"),
         (["rollout.samples=1"], "group=wait needs samples"),
-        (["lengths.rollouts=/no/such"], "expected a parquet file"),
+        (["lengths.rollouts=/no/such"], "no parquet files"),
         (["engine=3"], "expected a section of keys"),
     ],
 )

@@ -19,13 +19,12 @@ from rollkeel.diagnose.replay.record import Record
 from rollkeel.diagnose.replayed import SAMPLED, TRAINED, MetricChange, first_difference, metric_changes
 from rollkeel.engines.idle import IdleEngine
 from rollkeel.errors import BadInput, Corrupt, Interrupted
-from rollkeel.loop.assemble import assemble
+from rollkeel.loop.assemble import assemble, policy_of
 from rollkeel.loop.learn import learn
 from rollkeel.loop.run import Run
 from rollkeel.loop.steps import due
 from rollkeel.loop.warm_start import warm_start
 from rollkeel.loop.watch import describe, tell_graders
-from rollkeel.models.loading import load_policy, resolve_device
 from rollkeel.record.live import LiveView
 from rollkeel.record.rollout_store import read_step, write_step
 from rollkeel.record.runfolder import RunFolder
@@ -212,8 +211,7 @@ class Player:
 
     def _open(self, *, warm: bool = False) -> None:
         config = self.config
-        torch.set_num_threads(config.run.threads)
-        policy = load_policy(config.model, resolve_device(config.run.device))
+        policy = policy_of(config)
         folder = RunFolder(self.scratch, config, None)
         if warm and config.sft.steps > 0:
             warm_start(policy, config, self.view, self.stop, folder.events)

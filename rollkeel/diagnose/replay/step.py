@@ -16,7 +16,6 @@ from rollkeel.diagnose.replay.record import Record
 from rollkeel.diagnose.replayed import MetricChange, effects, metric_changes
 from rollkeel.errors import BadInput, Corrupt
 from rollkeel.loop.check import validate
-from rollkeel.models.loading import quiet_transformers
 from rollkeel.recipe import from_tree, merge
 from rollkeel.record.live import LiveView
 from rollkeel.record.rollout_store import read_step
@@ -83,7 +82,6 @@ def replay_step(
     `part`: `both`, `rollout` or `update` alone. Raises `BadInput` for a step, setting or loop that cannot be replayed,
     `Corrupt` for damaged files.
     """
-    quiet_transformers()
     record = Record(Path(path))
     record.table(step)
     changed = changed_config(record.config, part, overrides) if overrides else None

@@ -21,7 +21,7 @@ from rollkeel.types import GraderSpec
 
 
 class Options(Node):
-    """What may be asked of a benchmark beside its files. Recorded with the results."""
+    """Settings of a benchmark besides its files. Recorded with the results."""
 
     limit: int | None = Field(default=None, ge=1)
     """Only the first so many items."""
@@ -74,7 +74,7 @@ class Benchmark:
     config: str | None = None
     split: str
     files: tuple[str, ...]
-    """Patterns by which its files are found below a folder; the first that matches anything."""
+    """Patterns of its files below a folder; the first that matches anything is used."""
     where: str
     """Where its files are published, for people."""
     columns: tuple[str, ...]

@@ -21,7 +21,7 @@ CHINESE = "{question}\n\n{choices}\n\n请逐步推理，最后把正确选项的
 def item(
     name: str, key: str, question: str, choices: Sequence[str], gold: int, seed: int | None, *, template: str = TEMPLATE, group: str = ""
 ) -> Item:  # fmt: skip
-    """A question with lettered choices, of which `gold` (0-based) is right; `seed` orders them, item by item."""
+    """A question with lettered choices; choice `gold` (0-based) is right; `seed` orders them, item by item."""
     order = list(range(len(choices)))
     if seed is not None:
         keyed_rng("choices", name, seed, key).shuffle(order)

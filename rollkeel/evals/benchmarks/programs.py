@@ -37,7 +37,7 @@ def livecodebench(row: Row, number: int, options: Options) -> list[Item]:
         return []
     tests = [*_tests(row["public_test_cases"]), *_tests(row["private_test_cases"])]
     if not tests:
-        raise ValueError("expected test cases, found none")
+        raise ValueError("no test cases")
     function = json.loads(row["metadata"] or "{}").get("func_name")
     starter = (row["starter_code"] or "").strip()
     grader: dict[str, Any] = {"mode": "stdin", "tests": [{"input": t["input"], "output": t["output"]} for t in tests]}

@@ -44,7 +44,7 @@ def _judging(preset: Preset, name: str) -> Preset:
             raise
         asked = error.__cause__.args[0]
         raise BadInput(
-            f"lab {name!r}: its judge asks for {asked!r}, which is no arm ({', '.join(arms)}) and no reading ({', '.join(preset.readings)})"
+            f"lab {name!r}: its judge asks for {asked!r}, neither an arm ({', '.join(arms)}) nor a reading ({', '.join(preset.readings)})"
         ) from None
     return preset
 

@@ -72,12 +72,12 @@ def fault(value: Any, schema: Any) -> str:
             raise BadInput(f"JSON schema: keyword {keyword!r} is not supported{nearest(keyword, known)}")
     try:
         validator.check_schema(schema)
-        found = jsonschema.exceptions.best_match(validator(schema).iter_errors(value))
+        error = jsonschema.exceptions.best_match(validator(schema).iter_errors(value))
     except jsonschema.SchemaError as error:
         raise BadInput(f"JSON schema at {error.json_path}: {error.message}") from None
     except (ArithmeticError, RecursionError):
         return "a number too large, or nested too deep"
-    return excerpt(f"{found.json_path}: {found.message}", 200) if found else ""
+    return excerpt(f"{error.json_path}: {error.message}", 200) if error else ""
 
 
 def _keywords(schema: Any) -> Iterator[str]:

@@ -104,7 +104,7 @@ class Constraints(Task[ConstraintsOptions]):
         return 1.0, f"all {len(item.metadata['constraints'])} hold"
 
     def near_misses(self, item: TaskItem) -> Sequence[str]:
-        """For each instruction, as far as there is one, the smallest change found that breaks it and no other."""
+        """For each instruction, the first of its smallest changes to the answer that breaks it alone; none where all break others too."""
         asked, out = item.metadata["constraints"], []
         for i, constraint in enumerate(asked):
             others = [*asked[:i], *asked[i + 1 :]]
@@ -125,7 +125,7 @@ class Constraints(Task[ConstraintsOptions]):
 
 
 def _kinds(rng: random.Random, count: int) -> list[str]:
-    """`count` kinds that go together, found by drawing again."""
+    """Draw until `count` kinds go together."""
     while True:
         kinds = rng.sample(list(KINDS), count)
         if all(compatible(a, b) for i, a in enumerate(kinds) for b in kinds[:i]):

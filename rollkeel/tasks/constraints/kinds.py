@@ -103,11 +103,11 @@ def _letters(text: str, a: Arguments) -> Found:
 
 
 def _language(text: str, a: Arguments) -> Found:
-    wanted = a["language"].split("-")[0].lower()
-    if wanted not in languages():
-        return None, f"language {wanted!r} cannot be told apart here"
-    found, why = identify(text)
-    return (None if found is None else found == wanted), f"{found or 'no language'}: {why}"
+    expected = a["language"].split("-")[0].lower()
+    if expected not in languages():
+        return None, f"language {expected!r} cannot be told apart here"
+    language, why = identify(text)
+    return (None if language is None else language == expected), f"{language or 'no language'}: {why}"
 
 
 def _paragraph_count(text: str, a: Arguments) -> Found:

@@ -52,8 +52,8 @@ class Terminal(Environment[TerminalOptions]):
         while len(goals) < self.options.goals:
             goals.append(rng.choice(GOALS if files else GOALS[:1])(rng, files))
             files = goals[-1][3]
-        said = "\n".join(f"{i}. {goal[0]}" for i, goal in enumerate(goals, 1))
-        text = f"Work on the files of this folder, one shell command per turn, then say {DONE}. Leave no other files.\n{said}\n$ "
+        steps = "\n".join(f"{i}. {goal[0]}" for i, goal in enumerate(goals, 1))
+        text = f"Work on the files of this folder, one shell command per turn, then say {DONE}. Leave no other files.\n{steps}\n$ "
         hashes = {path: hashlib.sha256(content.encode()).hexdigest() for path, content in files.items()}
         facts = {"start": start, "expected": hashes, "near": goals[-1][2]}
         return TaskItem(text=text, answer="\n".join(goal[1] for goal in goals), metadata=facts)
@@ -68,8 +68,8 @@ class Terminal(Environment[TerminalOptions]):
         for path, content in item.metadata["start"].items():
             parts.append(f"mkdir -p {shlex.quote(path.rpartition('/')[0] or '.')}")
             parts.append(f"printf %s {shlex.quote(content)} > {shlex.quote(path)}")
-        if said := self._tool.run(" && ".join(parts)):
-            raise RuntimeError(f"the files could not be made: {excerpt(said)}")
+        if error := self._tool.run(" && ".join(parts)):
+            raise RuntimeError(f"the files could not be made: {excerpt(error)}")
         return item.text
 
     def step(self, action: str) -> Step:
