@@ -12,7 +12,6 @@ import contextvars
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,126 +21,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from rollkeel.errors import BadInput
 from rollkeel.models.experts import SORTED_EXPERTS
 from rollkeel.models.fused import fusable, fused
+from rollkeel.models.layout import Layout
 from rollkeel.models.routers import RoutingShape, expert_layers, record_experts, replay_experts
 
 VARLEN_ATTENTION = "rollkeel_varlen"
 """Name of the implementation in transformers' attention interface. No mask function is registered under it on purpose:
 transformers then builds none."""
-_BUCKET_RATIO, _BUCKET_SLACK = 1.25, 8
 _PROBE_LENGTHS = (13, 15)
 _PROBE_PARTS, _PROBE_PARENTS = (9, 4, 9, 6), (-1, 0, -1, 2)
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    """`rows` parts padded to `length`; `gather [rows·length]` are flat token positions, `real` the places that are no padding."""
-
-    rows: int
-    length: int
-    gather: torch.Tensor | None
-    real: torch.Tensor | None
-    start: int = 0
-    prefix: slice | None = None
-    """Flat positions of the part that all of them continue."""
-    mask: torch.Tensor | None = None
-    """`[length, prefix + length]` bool: which keys a query sees, where there is a prefix."""
-
-    def to(self, device: torch.device) -> _Bucket:
-        return replace(self, gather=_to(self.gather, device), real=_to(self.real, device), mask=_to(self.mask, device))
-
-    def keys(self, flat: torch.Tensor) -> torch.Tensor:
-        """`[N, KV, d]` → `[rows, KV, prefix + length, d]`."""
-        own = self.take(flat)
-        if self.prefix is None:
-            return own
-        shared = flat[self.prefix].transpose(0, 1)
-        return torch.cat([shared.expand(self.rows, -1, -1, -1), own], 2)
-
-    def take(self, flat: torch.Tensor) -> torch.Tensor:
-        """`[N, H, d]` → `[rows, H, length, d]`."""
-        if self.gather is None:
-            part = flat[self.start : self.start + self.rows * self.length]
-        else:
-            part = flat.flatten(1).index_select(0, self.gather).view(-1, *flat.shape[1:])
-        return part.view(self.rows, self.length, *flat.shape[1:]).transpose(1, 2)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the parts of a packed row lie. Built once per micro-batch."""
-
-    lengths: tuple[int, ...]
-    buckets: tuple[_Bucket, ...]
-    """Parts that continue none; then, for each part that others continue, these."""
-    order: torch.Tensor | None
-    """Flat position of each token in bucket order → restores the row; None if the buckets are in row order already."""
-    cu_seqlens: torch.Tensor
-    """`[S + 1]` int32 on the model's device."""
-    keys: torch.Tensor | None = None
-    """Flat position of every key that a part's queries see, part after part; None if those are its own."""
-    cu_keys: torch.Tensor | None = None
-    """`[S + 1]` int32: first of them for each part."""
-
-    @staticmethod
-    def build(lengths: Sequence[int], device: torch.device, parents: Sequence[int] | None = None) -> Layout:
-        """Bucket parts of `lengths ≥ 1` that lie end to end; `parents`: the part that each continues, −1 for none."""
-        starts = list(itertools.accumulate(lengths, initial=0))
-        parents = parents or [-1] * len(lengths)
-        buckets, flat_order = [], []
-        for parent in dict.fromkeys(sorted(parents)):
-            by_length = sorted((i for i, p in enumerate(parents) if p == parent), key=lambda i: lengths[i])
-            prefix = slice(starts[parent], starts[parent + 1]) if parent >= 0 else None
-            for members in _bucketed(by_length, lengths):
-                buckets.append(_bucket([starts[i] for i in members], [lengths[i] for i in members], prefix))
-                flat_order += [torch.arange(starts[i], starts[i + 1]) for i in members]
-        order, row = torch.cat(flat_order), torch.arange(starts[-1])
-        if torch.equal(order, row):
-            inverse = None
-        else:
-            inverse = torch.empty_like(order)
-            inverse[order] = row
-            inverse = inverse.to(device)
-        moved = tuple(b.to(device) for b in buckets)
-        cu = torch.tensor(starts, dtype=torch.int32, device=device)
-        keys = cu_keys = None
-        if max(parents) >= 0:
-            seen = [[*([p] if p >= 0 else ()), i] for i, p in enumerate(parents)]
-            keys = torch.cat([torch.arange(starts[j], starts[j + 1]) for each in seen for j in each]).to(device)
-            counts = [sum(lengths[j] for j in each) for each in seen]
-            cu_keys = torch.tensor(list(itertools.accumulate(counts, initial=0)), dtype=torch.int32, device=device)
-        return Layout(tuple(lengths), moved, inverse, cu, keys, cu_keys)
-
-
-def _to(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    return None if tensor is None else tensor.to(device)
-
-
-def _bucketed(by_length: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
-    members: list[int] = []
-    for i in by_length:
-        if members and lengths[i] > max(lengths[members[0]] * _BUCKET_RATIO, lengths[members[0]] + _BUCKET_SLACK):
-            yield members
-            members = []
-        members.append(i)
-    if members:
-        yield members
-
-
-def _bucket(starts: list[int], lengths: list[int], prefix: slice | None = None) -> _Bucket:
-    rows, longest = len(starts), max(lengths)
-    equal = min(lengths) == longest
-    mask = None
-    if prefix is not None:
-        before = prefix.stop - prefix.start
-        mask = torch.ones(longest, before + longest, dtype=torch.bool).tril(before)
-    if equal and all(b - a == longest for a, b in itertools.pairwise(starts)):
-        return _Bucket(rows, longest, None, None, starts[0], prefix, mask)
-    places = torch.arange(longest).expand(rows, -1)
-    inside = places < torch.tensor(lengths).unsqueeze(1)
-    # Padding repeats a real token: causal attention never lets a real query see it, and finite values stay finite.
-    gather = (torch.tensor(starts).unsqueeze(1) + torch.where(inside, places, 0)).reshape(-1)
-    real = None if equal else inside.reshape(-1).nonzero().squeeze(1)
-    return _Bucket(rows, longest, gather, real, 0, prefix, mask)
 
 
 _LAYOUT: contextvars.ContextVar[Layout] = contextvars.ContextVar("rollkeel_packed_layout")

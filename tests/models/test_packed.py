@@ -26,7 +26,8 @@ from transformers import (
 
 from rollkeel.errors import BadInput
 from rollkeel.models.experts import SORTED_EXPERTS
-from rollkeel.models.packed import Layout, PackedModel
+from rollkeel.models.layout import Layout
+from rollkeel.models.packed import PackedModel
 
 SMALL = {
     "vocab_size": 64,
