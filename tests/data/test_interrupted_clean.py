@@ -162,7 +162,7 @@ def test_folders_that_are_somebody_elses(tmp_path: Path) -> None:
     clean([str(file)], tmp_path / "done")
     with pytest.raises(BadInput, match="already finished"):
         clean([str(file)], tmp_path / "done")
-    with pytest.raises(BadInput, match="expected a new or unfinished folder"):
+    with pytest.raises(BadInput, match="choose a new or unfinished folder"):
         clean([str(file)], tmp_path)
     (tmp_path / "busy" / "work").mkdir(parents=True)
     with (tmp_path / "busy" / "work" / "lock").open("w") as lock:
