@@ -256,6 +256,9 @@ class TrainConfig(Node):
     micro_batch_tokens: int = Field(default=4096, ge=1)
     """Prompt + response tokens per forward pass: whole sequences, and one longer than this is alone. The warm start packs at least
     8192."""
+    checkpointing: Literal["none", "layer", "selective"] = "none"
+    """What the backward computes again, to the same bits: nothing, every decoder layer, or every layer but attention itself. Of
+    Qwen3-4B in bfloat16 that keeps 6.1, 0.2 and 0.5 MB of activations per token."""
     processes: int = Field(default=1, ge=1)
     """Processes that run forward and backward on shared weights; CPU only."""
     freeze_router: bool = Field(default=False, description="Leave the routers of a mixture as they are.")

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from rollkeel.errors import BadInput
+from rollkeel.models.checkpointing import checkpointed, decoder_layers
 from rollkeel.models.experts import SORTED_EXPERTS
 from rollkeel.models.fused import fusable, fused
 from rollkeel.models.layout import Layout
@@ -103,6 +104,9 @@ def _cuda_varlen(
 ALL_ATTENTION_FUNCTIONS.register(VARLEN_ATTENTION, varlen_attention)
 
 
+_Replay = tuple[torch.Tensor, torch.Tensor]
+
+
 class PackedModel:
     """Hidden states of a causal language model over packed sequences; the model itself is left as it was found.
 
@@ -110,8 +114,9 @@ class PackedModel:
     padded batch, so that an architecture nobody thought of cannot silently mix sequences. `varlen` tells the outcome.
     """
 
-    def __init__(self, model: PreTrainedModel, *, fuse: bool = True) -> None:
-        """`fuse=False`: every operation is the model's own module, for hooks that look at them."""
+    def __init__(self, model: PreTrainedModel, *, fuse: bool = True, checkpointing: str = "none") -> None:
+        """`fuse=False`: every operation is the model's own module, for hooks that look at them. `checkpointing`: see
+        `decoder_layers`."""
         self.model = model
         self.backbone: Any = getattr(model, model.base_model_prefix, None) or model.get_decoder()
         if self.backbone is model:
@@ -123,6 +128,7 @@ class PackedModel:
         self._embedding: Any = model.get_input_embeddings()
         self._expert_layers = expert_layers(self.backbone)
         self.num_moe_layers = len(self._expert_layers)
+        self._checkpointed = decoder_layers(self.backbone, checkpointing)
         self._fused = fuse and fusable(model, self.backbone)
         self.varlen = _replaceable(model, config) and self._probe()
 
@@ -132,7 +138,7 @@ class PackedModel:
         position_ids: torch.Tensor,
         cu_seqlens: torch.Tensor | Sequence[int],
         experts: list[torch.Tensor] | None = None,
-        replay: tuple[torch.Tensor, torch.Tensor] | None = None,
+        replay: _Replay | None = None,
         parents: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Final hidden states (after the last norm) `[N, D]` of `input_ids [N]`, `position_ids [N]` restarting at 0.
@@ -153,17 +159,18 @@ class PackedModel:
             raise BadInput(f"packed batch: model {type(self.model).__name__} runs padded, where parts share nothing")
         # Place of each token among the rows that the experts see.
         rows = None if self.varlen else _inside(lengths, input_ids.device).flatten().nonzero().squeeze(1)
+        if replay is not None and rows is not None:
+            replay = replay[0], rows.index_select(0, replay[1])
         if replay is not None:
-            where = replay[1] if rows is None else rows.index_select(0, replay[1])
-            routing = replay_experts(self._expert_layers, replay[0], where)
+            routing = replay_experts(self._expert_layers, *replay)
         else:
             routing = record_experts(() if experts is None else self._expert_layers)
         with routing as chosen:
             if self.varlen:
                 continued = None if parents is None else parents.tolist()
-                hidden = self._packed(input_ids, position_ids, lengths, continued)
+                hidden = self._packed(input_ids, position_ids, lengths, continued, replay)
             else:
-                hidden = self._padded(input_ids, position_ids, lengths)
+                hidden = self._padded(input_ids, position_ids, lengths, replay)
         if experts is not None:
             experts += chosen if rows is None else [c.index_select(0, rows) for c in chosen]
         return hidden
@@ -208,24 +215,48 @@ class PackedModel:
         position_ids: torch.Tensor,
         lengths: Sequence[int],
         parents: Sequence[int] | None = None,
+        replay: _Replay | None = None,
     ) -> torch.Tensor:
-        token = _LAYOUT.set(Layout.build(lengths, input_ids.device, parents))
-        try:
-            passes = fused(self.backbone, _by_bucket) if self._fused else nullcontext()
-            with _implementations(self.model, VARLEN_ATTENTION, input_ids.device), passes:
-                out = self.backbone(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False)
-        finally:
-            _LAYOUT.reset(token)
-        return out.last_hidden_state[0]
+        layout = Layout.build(lengths, input_ids.device, parents)
+        return self._run(layout, replay, input_ids=input_ids[None], position_ids=position_ids[None])[0]
 
-    def _padded(self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    def _padded(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: Sequence[int], replay: _Replay | None = None
+    ) -> torch.Tensor:
         inside = _inside(lengths, input_ids.device)
         ids = torch.full(inside.shape, self._pad, dtype=input_ids.dtype, device=input_ids.device)
         positions = torch.zeros_like(ids)
         ids[inside], positions[inside] = input_ids, position_ids
-        with _implementations(self.model, None, input_ids.device):
-            out = self.backbone(input_ids=ids, attention_mask=inside.long(), position_ids=positions, use_cache=False)
-        return out.last_hidden_state[inside]
+        return self._run(None, replay, input_ids=ids, position_ids=positions, attention_mask=inside.long())[inside]
+
+    def _run(self, layout: Layout | None, replay: _Replay | None, **inputs: torch.Tensor) -> torch.Tensor:
+        @contextmanager
+        def again(layer: torch.nn.Module) -> Iterator[None]:
+            inner = set(layer.modules())
+            own = [i for i, experts in enumerate(self._expert_layers) if experts in inner]
+            routed = [self._expert_layers[i] for i in own]
+            bound = replay_experts(routed, replay[0][:, own], replay[1]) if replay else nullcontext()
+            with self._lent(layout), bound:
+                yield
+
+        with self._lent(layout), checkpointed(self._checkpointed, again):
+            return self.backbone(**inputs, use_cache=False).last_hidden_state
+
+    @contextmanager
+    def _lent(self, layout: Layout | None) -> Iterator[None]:
+        """Inside, layers compute as in a packed pass of `layout`, or in a padded one."""
+        device = self._embedding.weight.device
+        if layout is None:
+            with _implementations(self.model, None, device):
+                yield
+            return
+        token = _LAYOUT.set(layout)
+        try:
+            passes = fused(self.backbone, _by_bucket) if self._fused else nullcontext()
+            with _implementations(self.model, VARLEN_ATTENTION, device), passes:
+                yield
+        finally:
+            _LAYOUT.reset(token)
 
     @torch.no_grad()
     def _probe(self) -> bool:

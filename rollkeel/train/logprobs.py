@@ -272,8 +272,8 @@ def _set_product(out: torch.Tensor, dz: torch.Tensor, weight: torch.Tensor) -> N
 class PolicyForward:
     """Packed forward and token log-probs of one model, kept together because both must agree on the head."""
 
-    def __init__(self, model: PreTrainedModel, *, chunk: int = CHUNK) -> None:
-        self.packed = PackedModel(model)
+    def __init__(self, model: PreTrainedModel, *, chunk: int = CHUNK, checkpointing: str = "none") -> None:
+        self.packed = PackedModel(model, checkpointing=checkpointing)
         self.head = head_of(model)
         self.chunk = chunk
 

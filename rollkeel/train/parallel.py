@@ -55,7 +55,7 @@ def shares(micros: Sequence[MicroBatch], count: int) -> list[list[MicroBatch]]:
 class Helper:
     """One helper process, seen from the trainer."""
 
-    def __init__(self, index: int, model: PreTrainedModel, threads: int) -> None:
+    def __init__(self, index: int, model: PreTrainedModel, threads: int, checkpointing: str = "none") -> None:
         """Start it. `model`'s parameters must be in shared memory on the CPU."""
         self.index = index
         self._parameters = [p for p in model.parameters() if p.requires_grad]
@@ -65,7 +65,7 @@ class Helper:
         before = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when the helper imports torch
         try:
-            args = (theirs, model, self._flat, threads)
+            args = (theirs, model, self._flat, threads, checkpointing)
             self._process = context.Process(target=_serve, args=args, daemon=True, name=f"rollkeel-trainer-{index}")
             with signals_blocked(signal.SIGINT):
                 self._process.start()
@@ -183,12 +183,14 @@ def _held(micro: MicroBatch) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _serve(pipe: connection.Connection, model: PreTrainedModel, flat: torch.Tensor, threads: int) -> None:
+def _serve(
+    pipe: connection.Connection, model: PreTrainedModel, flat: torch.Tensor, threads: int, checkpointing: str
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when to stop
     keep_freed_memory()
     torch.set_num_threads(threads)
     sum_in_float32(model.eval().parameters())
-    forward = PolicyForward(model)
+    forward = PolicyForward(model, checkpointing=checkpointing)
     try:
         while (job := pipe.recv()) is not None:
             _pass(pipe, model, forward, flat, *job)

@@ -37,6 +37,7 @@ def run_sft(
     *,
     weight_decay: float = 0.0,
     pack_tokens: int = PACK_TOKENS,
+    checkpointing: str = "none",
     seed: int = 0,
     progress: Callable[[int, dict[str, float]], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
@@ -45,8 +46,8 @@ def run_sft(
     """Train `policy.model` in place on its own device for `config.steps` steps; the loss is the mean over response tokens.
 
     Step s sees `examples(range(s · batch_size, (s + 1) · batch_size))`: the order is the index, so the same source gives
-    the same weights. `pack_tokens`: of one forward pass, whole sequences that do not see each other. `seed` keys torch's generator for architectures that draw random numbers. `progress(step, metrics)`
-    is called after every step; `should_stop()` is asked before each and ends the run early.
+    the same weights. `pack_tokens`: of one forward pass, whole sequences that do not see each other. `checkpointing`: as
+    `train.checkpointing`. `seed` keys torch's generator for architectures that draw random numbers. `progress(step, metrics)` is called after every step; `should_stop()` is asked before each and ends the run early.
     `kept`: where an interrupted run left its state; it goes on from there, bit for bit on a CPU.
     Returns the metrics of the last step (`sft/loss`, `sft/entropy`, `sft/target_probability`,
     `optimizer/*`) and `sft/steps`, `sft/tokens` done. Raises `NonFinite` (weights of the last good step kept) and
@@ -55,7 +56,7 @@ def run_sft(
     model = policy.model.eval()
     device = next(model.parameters()).device
     stepper = supervised(model, config, weight_decay)
-    forward = PolicyForward(model)
+    forward = PolicyForward(model, checkpointing=checkpointing)
     metrics: dict[str, float] = {}
     tokens = 0
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

@@ -100,10 +100,11 @@ class LocalTrainer:
                     f"train.processes={config.processes}: helper processes share CPU memory, the device is {self.device}"
                 )
             self.model.share_memory()
-        self._forward = PolicyForward(self.model)
+        self._forward = PolicyForward(self.model, checkpointing=config.checkpointing)
         self._rounding = Rounding(self.model, rounding)
         self._replay = self._forward.packed.replayable() if replay_routing else None
-        self._helpers = [Helper(i, self.model, torch.get_num_threads()) for i in range(1, config.processes)]
+        about = (torch.get_num_threads(), config.checkpointing)
+        self._helpers = [Helper(i, self.model, *about) for i in range(1, config.processes)]
         self._views: dict[str, torch.Tensor] | None = None
         self._reference: PolicyForward | None = None
         if config.kl_coefficient > 0:
