@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -10,37 +11,27 @@ import torch
 from rollkeel.models.jit import FOUND, entry
 
 MASK = 2**64 - 1
+PART = 2**19
+"""Elements at one time: what a part needs beside the weights stays below 32 MB, and in the processor's caches."""
 _WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LOW, _STEP, _HIGH, _FLIP = 2**32 - 1, 0x9E3779B1, 0x85EBCA77, 0x5BD1E995
 
 
-def _sum(bits, base, brief, out):  # type: ignore[no-untyped-def]
-    """out[0] = the checksum in one pass, where PyTorch makes ten; for fewer than 2**31 elements.
-
-    `brief`: of float32 bits as the nearest bfloat16.
-    """
+def _sum(bits, base, out):  # type: ignore[no-untyped-def]
+    """Adds to out[0] the checksum in one pass, where PyTorch makes ten; for fewer than 2**31 elements."""
     total = np.uint64(0)
-    if brief:
-        for i in range(len(bits)):
-            b = np.int32(bits[i])
-            short = (b + np.int32(0x7FFF) + ((b >> np.int32(16)) & np.int32(1))) >> np.int32(16)
-            value = np.uint32(np.int32(0x7FC0) if (b & np.int32(0x7FFFFFFF)) > np.int32(0x7F800000) else short)
-            x = np.uint64(np.uint32(np.uint32(i) * np.uint32(_STEP) + base))
-            key = ((x * x) >> np.uint64(16)) & np.uint64(_LOW) | np.uint64(1)
-            total += np.uint64((value & np.uint32(0xFFFF)) ^ np.uint32(_FLIP)) * key
-    else:
-        for i in range(len(bits)):
-            x = np.uint64(np.uint32(np.uint32(i) * np.uint32(_STEP) + base))
-            key = ((x * x) >> np.uint64(16)) & np.uint64(_LOW) | np.uint64(1)
-            total += np.uint64(np.uint32(bits[i]) ^ np.uint32(_FLIP)) * key
-    out[0] = total
+    for i in range(len(bits)):
+        x = np.uint64(np.uint32(np.uint32(i) * np.uint32(_STEP) + base))
+        key = ((x * x) >> np.uint64(16)) & np.uint64(_LOW) | np.uint64(1)
+        total += (np.uint64(bits[i]) ^ np.uint64(_FLIP)) * key
+    out[0] += total
 
 
 _COMPILED = {
-    width: entry(f"uint{8 * width}[::1]", "uint32", "boolean", "uint64[::1]")(_sum)
-    for width in ((2, 4) if FOUND else ())
+    width: entry(f"uint{8 * width}[::1]", "uint32", "uint64[::1]")(_sum) for width in ((1, 2, 4, 8) if FOUND else ())
 }
 """By bytes per element."""
+_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 def tensor_checksum(name: str, tensor: torch.Tensor, offset: int = 0, dtype: torch.dtype | None = None) -> int:
@@ -51,25 +42,36 @@ def tensor_checksum(name: str, tensor: torch.Tensor, offset: int = 0, dtype: tor
     arXiv:1704.00358), or two rows with equal sums could change places. It guards against bugs, not against an adversary.
     `dtype`: of the tensor's values in that dtype.
     """
-    size = tensor.element_size()
-    whole = tensor.device.type == "cpu" and tensor.numel() < 2**31 and (offset & _LOW) + tensor.numel() <= _LOW
-    compiled = _COMPILED.get(size) if whole else None
-    brief = compiled is not None and tensor.dtype == torch.float32 and dtype == torch.bfloat16
-    if dtype is not None and dtype != tensor.dtype and not brief:
-        tensor = tensor.to(dtype)
-        size = tensor.element_size()
-        compiled = compiled and _COMPILED.get(size)
-    base = zlib.crc32(f"{name}:{2 if brief else size}".encode())
-    plain = tensor.detach().contiguous()
-    if compiled is not None:
-        out = np.empty(1, np.uint64)
-        first = (base + (offset & _LOW) * _STEP + (offset >> 32) * _HIGH) & _LOW
-        compiled(plain.view(torch.uint16 if size == 2 else torch.uint32).numpy().reshape(-1), first, brief, out)
-        return int(out[0])
-    bits = plain.view(_WIDTH[size]).flatten().to(torch.int64)
-    position = torch.arange(offset, offset + bits.numel(), dtype=torch.int64, device=bits.device)
+    dtype = dtype or tensor.dtype
+    base = zlib.crc32(f"{name}:{dtype.itemsize}".encode())
+    on_host, on_device = np.zeros(1, np.uint64), torch.zeros((), dtype=torch.int64, device=tensor.device)
+    compiled = _COMPILED.get(dtype.itemsize) if tensor.device.type == "cpu" else None
+    for part in _parts(tensor.detach()):
+        plain = part.to(dtype)
+        if compiled is not None and (offset & _LOW) + len(part) <= _LOW:
+            first = (base + (offset & _LOW) * _STEP + (offset >> 32) * _HIGH) & _LOW
+            compiled(plain.view(_UNSIGNED[dtype.itemsize]).numpy(), first, on_host)
+        else:
+            on_device += _plain_sum(plain, base, offset)
+        offset += len(part)
+    return (int(on_host[0]) + int(on_device)) & MASK
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The elements of a tensor in order, contiguous and flat, at most `PART` at one time."""
+    if tensor.is_contiguous():
+        yield from tensor.view(-1).split(PART) if tensor.numel() else ()
+        return
+    rows = PART * len(tensor) // tensor.numel()
+    for part in tensor.split(max(1, rows)):
+        yield from (part.contiguous().view(-1),) if rows else _parts(part[0])
+
+
+def _plain_sum(part: torch.Tensor, base: int, offset: int) -> torch.Tensor:
+    size = part.element_size()
+    bits = part.view(_WIDTH[size]).to(torch.int64)
+    position = torch.arange(offset, offset + len(part), device=part.device)
     x = (base + (position & _LOW) * _STEP + (position >> 32) * _HIGH) & _LOW
     # int64 products and sums wrap modulo 2**64, which is the arithmetic wanted here.
     key = (x * x >> 16) & _LOW | 1
-    total = (((bits & (2 ** (8 * size) - 1 if size < 8 else -1)) ^ _FLIP) * key).sum()
-    return int(total.item()) & MASK
+    return (((bits & (2 ** (8 * size) - 1 if size < 8 else -1)) ^ _FLIP) * key).sum()

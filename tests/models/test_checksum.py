@@ -1,0 +1,89 @@
+"""Checksums of large weights must cost neither memory nor another value: engines in other processes compare against these.
+
+Values are pinned as they have been since runs were saved with them. Not covered: CUDA, speed, what a checksum tells apart (see
+test_names.py).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rollkeel.engines import vllm_worker
+from rollkeel.models import checksum, jit
+from rollkeel.models.checksum import tensor_checksum
+
+PINNED = {
+    torch.float32: 14238820305941074618,
+    torch.bfloat16: 6409608545275953962,
+    torch.float16: 6420024665360450336,
+    torch.int8: 18120567560009127746,
+    torch.uint8: 18120567560009127746,
+    torch.float8_e4m3fn: 18120601524927413732,
+    torch.float64: 9194526261965737668,
+    torch.int64: 8323513307018660232,
+}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("part", [2**19, 64, 7])
+@pytest.mark.parametrize("dtype", PINNED)
+def test_values_are_what_they_were(
+    dtype: torch.dtype, part: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions pass 2**32 on the way."""
+    monkeypatch.setattr(checksum, "PART", part)
+    if not compiled:
+        monkeypatch.setattr(checksum, "_COMPILED", {})
+    x = (torch.arange(-500, 500) * 1.37).clamp(-100, 100).abs()
+    assert tensor_checksum("model.w", x.to(dtype), 2**32 - 500) == PINNED[dtype]
+    assert tensor_checksum("model.w", x, 2**32 - 500, dtype) == PINNED[dtype]
+
+
+@pytest.mark.parametrize("part", [2**19, 16, 5])
+def test_strided_tensors_are_summed_in_their_own_order(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(7, 6, 10, generator=torch.Generator().manual_seed(0))
+    forms = [x.permute(2, 0, 1), x[:, ::2], x.expand(3, 7, 6, 10), x[:0], x[0, 0, 0], x.transpose(1, 2)[1]]
+    plain = [tensor_checksum("w", form.contiguous()) for form in forms]
+    monkeypatch.setattr(checksum, "PART", part)
+    assert [tensor_checksum("w", form) for form in forms] == plain
+
+
+@pytest.mark.skipif(not jit.FOUND, reason="numba or torch's BLAS is not here")
+def test_every_width_is_summed_in_one_pass() -> None:
+    assert set(checksum._COMPILED) == {1, 2, 4, 8}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float64])
+def test_a_worker_sums_part_by_part(dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)).mul(50).to(dtype)
+    monkeypatch.setattr(vllm_worker, "PART", 64)
+    if not compiled:
+        monkeypatch.setattr(vllm_worker, "njit", None)
+    assert vllm_worker.tensor_checksum("w", x) == tensor_checksum("w", x)
+
+
+PEAK = """
+import resource, torch
+from rollkeel.engines import vllm_worker
+from rollkeel.models import checksum
+x = torch.ones(6000, 8192, dtype=torch.bfloat16)
+def grown(call):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    call()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024
+checksum.tensor_checksum("w", x[:2])
+out = [grown(lambda: checksum.tensor_checksum("w", form, 0, dtype)) for form in (x, x.t()) for dtype in (None, torch.float32)]
+checksum._COMPILED, vllm_worker.njit = {}, None
+print(*out, grown(lambda: checksum.tensor_checksum("w", x)), grown(lambda: vllm_worker.tensor_checksum("w", x)))
+"""
+
+
+def test_no_temporary_grows_with_the_tensor() -> None:
+    """96 MB of weights; their int64 positions alone would be 400."""
+    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, timeout=600, check=True)
+    assert all(int(grown) <= 64 for grown in done.stdout.split()), done.stdout
