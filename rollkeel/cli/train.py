@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -145,3 +145,26 @@ def simulate_policies(
     print(json.dumps(found) if as_json else "\n".join(simulation.table(found["policies"])))
     if out is not None and not as_json:
         print(out / "simulation.html")
+
+
+@app.command()
+def plan(
+    words: Words = None,
+    device: Annotated[
+        Literal["h100", "h200", "a100", "cpu"], typer.Option(help="Whose memory; cpu is this machine's.")
+    ] = "h100",
+    lora: Annotated[int, typer.Option(min=0, help="Rank of adapters on a frozen model; 0 trains every weight.")] = 0,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 512,
+    as_json: AsJson = False,
+) -> None:
+    """What a run would take of a device's memory, by component, before anything is downloaded or built.
+
+    Exit code 1 if it does not fit; the last line says what to change.
+    """
+    config = config_of(words)
+    from rollkeel.memory.plan import Setting, answer, lines
+
+    found = answer(config, device, Setting(cpu=device == "cpu", lora=lora, prompt=prompt))
+    print(json.dumps(found) if as_json else "\n".join(lines(found)))
+    if not found["fits"]:
+        raise typer.Exit(1)

@@ -176,20 +176,25 @@ def on_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, _
     return packed_module._cuda_varlen(q, k, v, packed_module._LAYOUT.get(), scaling, True).flatten(1)
 
 
-def test_qwen3_4b_keeps_a_thirtieth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CUDA device in bfloat16, one sequence of 2,048 tokens."""
+def kept_on_meta(config: Qwen3Config, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Bytes per token that autograd keeps of one sequence of 2,048 tokens as on a CUDA device, by `train.checkpointing`."""
     monkeypatch.setattr(packed_module, "_replaceable", lambda *_: False)  # its probe needs values
     monkeypatch.setattr(packed_module, "_by_bucket", on_cuda)
-    config = Qwen3Config(
-        hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-        intermediate_size=9728, vocab_size=151936, tie_word_embeddings=True,
-    )  # fmt: skip
     with torch.device("meta"):
-        net = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        net = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         ids, positions = torch.zeros(2048, dtype=torch.int64), torch.zeros(2048, dtype=torch.int64)
     weights, kept = {p.untyped_storage()._cdata for p in net.parameters()}, {}
     for mode in ("none", *MODES):
         packed = PackedModel(net, checkpointing=mode)
         packed.varlen = True
         kept[mode] = kept_by(lambda packed=packed: packed(ids, positions, [0, 2048]), weights) / 2048
+    return kept
+
+
+def test_qwen3_4b_keeps_a_thirtieth(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Qwen3Config(
+        hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        intermediate_size=9728, vocab_size=151936, tie_word_embeddings=True,
+    )  # fmt: skip
+    kept = kept_on_meta(config, torch.bfloat16, monkeypatch)
     assert {mode: round(count / 1000) for mode, count in kept.items()} == {"none": 6146, "layer": 200, "selective": 499}

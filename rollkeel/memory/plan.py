@@ -1,0 +1,188 @@
+"""Bytes of a run on one device, by component. A function of the config and the model's sizes; nothing is built or measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollkeel.config import Config
+from rollkeel.memory.shapes import Shape, shape_of
+
+GB = 10**9
+DEVICES = {"h100": 80 * GB, "a100": 80 * GB, "h200": 141 * GB}
+RESERVED = 0.06
+"""Share of a GPU that its driver, kernels and fragments take."""
+CHUNK, KEPT_BYTES, BLOCK = 1024, 48 * 2**20, 16
+"""Of `rollkeel.train.logprobs` and `rollkeel.engines.kv`, which tests compare with these."""
+SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "bf16": 2, "fp16": 2}
+"""Bytes of a number; quantised engines compute with rounded float32."""
+REMAINDERS = {"float32": 0, "bfloat16": 2, "float16": 4}
+"""Bytes that restore the exact float32 master of a weight."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run takes."""
+
+    parts: Mapping[str, int]
+    """Bytes by component, all on the device."""
+    tokens: int
+    """Tokens of the largest micro-batch: `train.micro_batch_tokens`, or the longest sequence, which is never split."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a config does not tell."""
+
+    cpu: bool = False
+    """rollkeel's compiled passes in float32."""
+    lora: int = 0
+    """Rank of adapters on every projection, whose base is frozen; 0 trains every weight."""
+    prompt: int = 512
+    """Tokens of the longest prompt."""
+
+
+def plan(config: Config, shape: Shape, setting: Setting = Setting()) -> Plan:
+    """What the run of `config` takes with a model of `shape`: the trainer's peak beside a full engine."""
+    train, size = config.train, SIZES[config.model.dtype]
+    context = min(shape.context, config.engine.max_length or shape.context)
+    longest = min(context, setting.prompt + config.sampling.max_new_tokens)
+    tokens = max(train.micro_batch_tokens, longest)
+    adapters = setting.lora * shape.layers * sum((i + o) * count for i, o, count in shape.matrices)
+    trained = adapters if setting.lora else shape.parameters
+    parts = {
+        "weights": shape.parameters * size + 4 * adapters,
+        "master remainder": 0 if setting.lora else trained * REMAINDERS[config.model.dtype],
+        "gradients": trained * 4,
+        "moments": trained * 8,
+        "reference model": shape.parameters * size if train.kl_coefficient > 0 else 0,
+        **activations(config, shape, setting, tokens),
+        **(engine(config, shape, context, longest) if config.engine.kind == "local" else {}),
+    }
+    return Plan(parts, tokens)
+
+
+def activations(config: Config, shape: Shape, setting: Setting, tokens: int) -> dict[str, int]:
+    """What a pass keeps for its backward, and what the backward adds: the logits of a chunk, or one layer later on."""
+    size, mode = SIZES[config.model.dtype], config.train.checkpointing
+    layer = layer_bytes(shape, size, setting.cpu and size == 4)
+    inputs = {"none": layer, "layer": shape.width * size, "selective": (shape.width + shape.queries) * size}[mode]
+    experts = max(1, shape.experts)
+    pair = 3 * shape.width + 3 * shape.mlp
+    working = 4 * shape.width + size * (shape.chosen * pair if shape.experts else 2 * max(shape.mlp, shape.queries))
+    matrix = 0 if setting.lora else 4 * shape.width * shape.mlp * (1 if experts == 1 else 3 * experts)
+    logits = 2 * min(CHUNK, tokens) * shape.vocab * 4 + min(KEPT_BYTES, tokens * shape.vocab * 4)
+    head = 0 if setting.lora else 4 * shape.vocab * shape.width * (2 if shape.tied else 1)
+    ends = shape.width * (4 + 2 * size) + 2 * size * shape.head
+    again = 0 if mode == "none" else layer
+    return {
+        "activations": tokens * shape.layers * inputs,
+        "backward": max(tokens * ends + logits + head, tokens * (again + working) + matrix),
+    }
+
+
+def layer_bytes(shape: Shape, size: int, fused: bool) -> int:
+    """Bytes per token that a decoder layer keeps for its backward.
+
+    `fused`: single passes for norms and rotary embeddings, as on a CPU in float32; else transformers' modules.
+    """
+    # Input of a norm in float32, its normalised form, and what goes into the products behind it.
+    norm = 8 if fused else 4 + 2 * size
+    before = 4 if fused else norm - size if shape.head_norms else 0
+    attention = (shape.queries + shape.keys) * (before + 2 * size) + 4 * shape.heads
+    attention += size * shape.queries if fused else 0  # without the padding of sequences of other lengths
+    kept = 2 * norm * shape.width + attention
+    if not shape.experts:
+        return kept + 4 * size * shape.mlp
+    pair = size * (2 * shape.width + (3 if fused else 4) * shape.mlp) + 24
+    return kept + shape.chosen * pair + 8 * shape.experts
+
+
+def engine(config: Config, shape: Shape, context: int, longest: int) -> dict[str, int]:
+    """Parts of the embedded engine, all slots full."""
+    slots, size = config.engine.slots, SIZES.get(config.engine.dtype, 4)
+    copies = max(1, config.engine.processes)
+    block = 2 * shape.layers * shape.keys * BLOCK * size
+    blocks = min(slots * (-(-context // BLOCK) + 1) + 1, int(config.engine.kv_memory_gb * 2**30) // block)
+    table = 8 * -(-context // BLOCK)
+    slot = context * (16 + (2 * shape.layers * shape.chosen if config.rollout.routing != "off" else 0)) + table
+    gathered = 4 * slots * longest * shape.keys * size
+    return {
+        "engine's weights": copies * shape.parameters * size,
+        "KV blocks": copies * blocks * block,
+        "engine's buffers": copies * (slots * slot + gathered),
+    }
+
+
+def most_tokens(config: Config, shape: Shape, space: int, setting: Setting = Setting()) -> int:
+    """The largest `train.micro_batch_tokens` with which the run fits into `space` bytes; 0 if not even one sequence does."""
+
+    def fits(tokens: int) -> bool:
+        return plan(_changed(config, "train", micro_batch_tokens=tokens), shape, setting).total <= space
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high) and high < 2**40:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def advice(config: Config, shape: Shape, space: int, setting: Setting = Setting()) -> str:
+    """One line for a run that does not fit: the smallest change that makes it fit."""
+    again = _changed(config, "train", checkpointing="layer")
+    low = _changed(_changed(again, "model", dtype="bfloat16"), "engine", dtype="bf16")
+    for changed, words in (
+        (config, "set train.micro_batch_tokens={}"),
+        (again, "set train.checkpointing=layer and train.micro_batch_tokens={}"),
+        (low, "set model.dtype=bfloat16, engine.dtype=bf16, train.checkpointing=layer and train.micro_batch_tokens={}"),
+    ):
+        if most := most_tokens(changed, shape, space, setting):
+            return words.format(min(most, config.train.micro_batch_tokens))
+    if not setting.lora and most_tokens(low, shape, space, replace(setting, lora=32)):
+        return "no setting trains every weight there; adapters of rank 32 (LoRA) on a frozen bfloat16 model would fit"
+    return "lower sampling.max_new_tokens, engine.slots and engine.kv_memory_gb, or take a smaller model"
+
+
+def answer(config: Config, device: str, setting: Setting = Setting()) -> dict[str, Any]:
+    """Everything `rollkeel plan` says."""
+    shape = shape_of(config.model.path, config.model.overrides)
+    space = int(DEVICES[device] * (1 - RESERVED)) if device in DEVICES else _host()
+    made = plan(config, shape, setting)
+    fits = made.total <= space
+    return {
+        "device": device,
+        "bytes": {name: count for name, count in made.parts.items() if count},
+        "total": made.total,
+        "available": space,
+        "fits": fits,
+        "micro_batch_tokens": made.tokens,
+        "most_micro_batch_tokens": most_tokens(config, shape, space, setting),
+        "advice": "" if fits else advice(config, shape, space, setting),
+    }
+
+
+def lines(found: Mapping[str, Any]) -> list[str]:
+    """An `answer` for people."""
+    out = [f"{name:18} {count / GB:10.2f} GB" for name, count in found["bytes"].items()]
+    out.append(f"{'together':18} {found['total'] / GB:10.2f} GB of {found['available'] / GB:.0f} on {found['device']}")
+    if found["fits"]:
+        return [*out, f"fits; train.micro_batch_tokens may be {found['most_micro_batch_tokens']:,}"]
+    return [*out, f"does not fit: {found['advice']}"]
+
+
+def _host() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _changed(config: Config, section: str, **values: Any) -> Config:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

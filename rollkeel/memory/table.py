@@ -1,0 +1,70 @@
+"""docs/memory.md: `python -m rollkeel.memory.table > docs/memory.md`."""
+
+from __future__ import annotations
+
+from rollkeel.memory.plan import DEVICES, GB, RESERVED, Setting, layer_bytes, most_tokens, plan
+from rollkeel.memory.shapes import shape_of
+from rollkeel.recipe import load
+
+MODELS = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-30B-A3B")
+SETTINGS = (
+    "model.dtype=bfloat16",
+    "engine.dtype=bf16",
+    "engine.slots=64",
+    "engine.max_length=8192",
+    "engine.kv_memory_gb=8",
+    "sampling.max_new_tokens=4096",
+    "train.checkpointing=layer",
+    "train.micro_batch_tokens=8192",
+)
+RANK = 32
+COLUMNS = {
+    "weights": ("weights", "master remainder"),
+    "gradients": ("gradients",),
+    "moments": ("moments",),
+    "passes": ("activations", "backward"),
+    "engine": ("engine's weights", "KV blocks", "engine's buffers"),
+}
+HEAD = f"""# Memory
+
+`rollkeel plan RECIPE [KEY=VALUE]... --device h100|h200|a100|cpu` computes what a run takes before anything is built, and what to
+change if it does not fit (exit code 1). It knows presets, folders with a `config.json`, and a few public models by name.
+
+**The table is computed, not measured on a GPU.** What is tested: sums of the trainer's parts are within 10 % of the peak that
+torch's allocator sees in real updates on a CPU, for three presets with every `train.checkpointing`; activations of transformers'
+modules in bfloat16 are within 1 % of what autograd keeps on the meta device. Not counted: a vLLM server, which is a process of its
+own, the embedded engine's scores of a long prompt, and {RESERVED:.0%} of a GPU, which are set aside.
+
+GB, with `{" ".join(SETTINGS[:4])}
+{" ".join(SETTINGS[4:])}` and prompts of 512 tokens. LoRA: rank {RANK} on every projection, experts too. The last two
+columns are the largest `train.micro_batch_tokens` that fits.
+"""
+
+
+def rows() -> list[list[str]]:
+    out = []
+    for model in MODELS:
+        config = load(None, [f"model.path=Qwen/{model}", *SETTINGS])
+        shape = shape_of(config.model.path, {})
+        for lora in (0, RANK):
+            setting = Setting(lora=lora)
+            made = plan(config, shape, setting)
+            sums = [sum(made.parts[name] for name in names) for names in COLUMNS.values()]
+            most = [most_tokens(config, shape, int(DEVICES[d] * (1 - RESERVED)), setting) for d in ("h100", "h200")]
+            cells = [f"{count / GB:.1f}" for count in (*sums, made.total)]
+            out.append([model, "LoRA" if lora else "all", *cells, *(f"{n:,}" if n else "does not fit" for n in most)])
+    return out
+
+
+def markdown() -> str:
+    """The page."""
+    lines = [["model", "trained", *COLUMNS, "together", "on 80 GB", "on 141 GB"], ["---"] * 10, *rows()]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    shape = shape_of("Qwen/Qwen3-4B", {})
+    kept = [shape.layers * layer_bytes(shape, 2, False), shape.layers * shape.width * 2]
+    last = f"Activations of Qwen3-4B in bfloat16, bytes per token: {kept[0]:,} with `none`, {kept[1]:,} with `layer`."
+    return f"{HEAD}\n{table}\n\n{last}\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

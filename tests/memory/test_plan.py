@@ -1,0 +1,184 @@
+"""A plan that is wrong by a quarter sends somebody to a machine that runs out of memory behind the warm start.
+
+Against the peak that torch's allocator sees in real updates on a CPU (slow), against what autograd keeps of transformers' modules on
+the meta device, and against published parameter counts. Not covered: a GPU, fragmentation, the engine's forward.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import Qwen3Config
+
+from rollkeel import objectives
+from rollkeel.cli import main
+from rollkeel.config import Config, EngineConfig, ModelConfig, TrainConfig
+from rollkeel.engines.kv import Layout, affordable_blocks
+from rollkeel.errors import BadInput
+from rollkeel.memory import plan as memory
+from rollkeel.memory.plan import Setting, advice, layer_bytes, most_tokens, plan
+from rollkeel.memory.shapes import PUBLIC, Shape, shape_of
+from rollkeel.memory.table import markdown
+from rollkeel.models.loading import load_policy
+from rollkeel.recipe import load
+from rollkeel.train import logprobs
+from rollkeel.train.trainer import LocalTrainer
+from tests.models.test_checkpointing import kept_on_meta
+from tests.train.test_replay import make_batch
+
+OWN = ("weights", "master remainder", "gradients", "moments", "activations", "backward")
+COUNTS = {
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+}
+
+
+@pytest.mark.parametrize(("name", "count"), COUNTS.items())
+def test_public_models_have_the_parameters_they_are_known_for(name: str, count: int) -> None:
+    assert shape_of(name, {}).parameters == count
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3-tied", "tiny-qwen3-moe", "small-qwen3-moe"])
+def test_parameters_of_presets_and_of_folders(name: str, tmp_path: Path) -> None:
+    model = load_policy(ModelConfig(path=f"preset:{name}", overrides={"num_hidden_layers": 3})).model
+    count = sum(p.numel() for p in model.parameters())
+    assert shape_of(f"preset:{name}", {"num_hidden_layers": 3}).parameters == count
+    model.config.save_pretrained(tmp_path)
+    assert shape_of(str(tmp_path), {}).parameters == count
+
+
+def peak(call: Callable[[], Any]) -> int:
+    """Most bytes that torch's CPU allocator held during `call`, beside what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        call()
+    assert seen.profiler is not None
+    assert seen.profiler.kineto_results is not None
+    events: list[Any] = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "layer", "selective"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("preset", "sizes"),
+    [
+        ("tiny-qwen3", {"hidden_size": 192, "num_hidden_layers": 6, "intermediate_size": 640, "vocab_size": 512}),
+        ("tiny-qwen3-tied", {"hidden_size": 320, "num_hidden_layers": 3, "num_attention_heads": 12, "intermediate_size": 512}),
+        ("tiny-qwen3-moe", {"hidden_size": 128, "num_hidden_layers": 5, "moe_intermediate_size": 160, "num_experts_per_tok": 3}),
+    ],
+)  # fmt: skip
+def test_the_peak_of_real_updates_is_within_a_tenth(preset: str, sizes: dict[str, int], dtype: str, mode: str) -> None:
+    if dtype == "bfloat16" and "moe" in preset:
+        pytest.skip("a CPU takes rollkeel's experts there, which the plan of bfloat16 leaves to transformers")
+    train = TrainConfig(checkpointing=mode, warmup_steps=0, micro_batch_tokens=1500)  # type: ignore[arg-type]
+    config = Config(model=ModelConfig(path=f"preset:{preset}", overrides=sizes, dtype=dtype), train=train)  # type: ignore[arg-type]
+    trainer = LocalTrainer(load_policy(config.model), train, temperature=1.0, total_updates=3)
+    batch = make_batch((90,) * 32, layers=sizes["num_hidden_layers"])
+    trainer.update(batch, objectives.grpo(), old_is_current=True)
+    beside = peak(lambda: trainer.update(batch, objectives.grpo(), old_is_current=True))
+    before = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
+    before += sum(t.numel() * t.element_size() for t in _tensors(trainer.state_dict()["optimizer"]))
+    largest = max(m.input_ids.numel() for m in batch.micro_batches(1500))
+    again = config.model_copy(update={"train": train.model_copy(update={"micro_batch_tokens": largest})})
+    parts = plan(again, shape_of(config.model.path, sizes), Setting(cpu=True, prompt=16)).parts
+    assert sum(parts[name] for name in OWN) == pytest.approx(before + beside, rel=0.1)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return [tensor for child in children for tensor in _tensors(child)]
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_layers_of_transformers_keep_what_is_planned(
+    dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {**PUBLIC["Qwen/Qwen3-1.7B"], "num_hidden_layers": 4}
+    shape = shape_of("Qwen/Qwen3-1.7B", {"num_hidden_layers": 4})
+    kept = kept_on_meta(Qwen3Config(**fields), dtype, monkeypatch)
+    assert kept["none"] == pytest.approx(4 * layer_bytes(shape, size, False) + shape.width * (4 + size), rel=0.01)
+
+
+def test_constants_are_those_of_trainer_and_engine() -> None:
+    assert (memory.CHUNK, memory.KEPT_BYTES) == (logprobs.CHUNK, logprobs.KEEP_BYTES)
+    assert Layout().block_size == memory.BLOCK
+    for name in PUBLIC:
+        shape, fields = shape_of(name, {}), Qwen3Config(**PUBLIC[name])
+        config = Config(engine=EngineConfig(kv_memory_gb=16.0, slots=4096, dtype="bf16"))
+        blocks = affordable_blocks(fields, 16.0, memory.BLOCK, torch.bfloat16, shape.context)
+        planned = memory.engine(config, shape, shape.context, 1024)["KV blocks"]
+        assert planned == blocks * 2 * shape.layers * shape.keys * memory.BLOCK * 2
+
+
+def recipe(*words: str) -> tuple[Config, Shape]:
+    config = load(None, ["model.path=Qwen/Qwen3-0.6B", *words])
+    return config, shape_of(config.model.path, {})
+
+
+def test_the_most_tokens_fit_and_one_more_does_not() -> None:
+    config, shape = recipe("train.checkpointing=layer")
+    most = most_tokens(config, shape, 75 * memory.GB)
+    totals = [plan(memory._changed(config, "train", micro_batch_tokens=n), shape).total for n in (most, most + 1)]
+    assert totals[0] <= 75 * memory.GB < totals[1]
+    assert most_tokens(config, shape, memory.GB) == 0
+
+
+@pytest.mark.parametrize(
+    ("space", "words"),
+    [
+        (40, "set train.micro_batch_tokens="),
+        (21, "set train.checkpointing=layer and train.micro_batch_tokens="),
+        (18, "set model.dtype=bfloat16"),
+        (11, "adapters of rank 32"),
+        (3, "take a smaller model"),
+    ],
+)
+def test_advice_is_the_smallest_change_that_helps(space: int, words: str) -> None:
+    config, shape = recipe("train.micro_batch_tokens=16384")
+    assert plan(config, shape).total > space * memory.GB
+    assert words in advice(config, shape, space * memory.GB)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*words: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as left:
+            main(["plan", *words])
+        said = capsys.readouterr()
+        return int(left.value.code or 0), said.out + said.err
+
+    code, out = run("default", "--device", "cpu")
+    assert (code, "fits; train.micro_batch_tokens may be" in out) == (0, True)
+    code, out = run("default", "model.path=Qwen/Qwen3-8B", "--device", "h200", "--json")
+    found = json.loads(out)
+    assert (code, found["fits"], sum(found["bytes"].values())) == (1, False, found["total"])
+    code, out = run("default", "model.path=Qwen/Qwen3-9B")
+    assert (code, "did you mean Qwen/Qwen3-8B" in out or "known here" in out, out.count("\n")) == (2, True, 1)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"model_type": "gpt2"}', '{"model_type": "llama", "vocab_size": "x"}']
+)
+def test_a_config_without_sizes_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(BadInput, match=r"model\.path"):
+        shape_of(str(tmp_path), {})
+
+
+def test_the_page_is_current() -> None:
+    assert Path("docs/memory.md").read_text(encoding="utf-8") == markdown()
