@@ -18,8 +18,10 @@ def apply_update(update: WeightUpdate, destinations: Mapping[str, torch.Tensor],
 
     Raises `EngineFailure` for an unknown or missing name, a wrong shape, or a name that comes twice.
     """
-    if update.kind != "full":
-        raise EngineFailure(f"weight update {update.version}: this engine takes full updates, got {update.kind!r}")
+    if update.kind not in ("full", "adapter"):
+        raise EngineFailure(
+            f"weight update {update.version}: this engine takes full updates and adapters, got {update.kind!r}"
+        )
     missing = dict.fromkeys(destinations)
     for piece in update.slices:
         view = destinations.get(piece.name)
@@ -37,6 +39,17 @@ def apply_update(update: WeightUpdate, destinations: Mapping[str, torch.Tensor],
     if missing:
         raise EngineFailure(
             f"weight update {update.version}: {len(missing)} weights did not arrive, first {next(iter(missing))}"
+        )
+
+
+def check_base(update: WeightUpdate, base: int, adapters: Mapping[str, torch.Tensor]) -> None:
+    """Raises `EngineFailure` unless `update` is of `adapters` beside the weights `base` that the engine has proven."""
+    if not adapters:
+        raise EngineFailure(f"weight update {update.version}: this engine was opened without adapters (train.lora)")
+    if base < 0 or update.base_version != base:
+        raise EngineFailure(
+            f"weight update {update.version}: its adapters belong to weights {update.base_version}, the engine has"
+            f" {base if base >= 0 else 'none that are proven'}"
         )
 
 

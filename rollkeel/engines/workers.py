@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollkeel.config import EngineConfig
+from rollkeel.config import EngineConfig, LoraConfig
 from rollkeel.engines.requests import check_requests
 from rollkeel.errors import BadInput, EngineFailure, RollkeelError
 from rollkeel.host import keep_freed_memory, signals_blocked
@@ -53,7 +53,13 @@ class WorkerEngine:
     """`processes` copies of `LocalEngine`. Requests of a dead worker come back as `Status.ENGINE_FAILURE`."""
 
     def __init__(
-        self, hf_config: Any, config: EngineConfig, *, device: torch.device | str = "cpu", max_length: int | None = None
+        self,
+        hf_config: Any,
+        config: EngineConfig,
+        *,
+        device: torch.device | str = "cpu",
+        max_length: int | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         """Start the workers; they load in parallel and are waited for at the first use. See `LocalEngine`."""
         self._config = config
@@ -74,7 +80,7 @@ class WorkerEngine:
         try:
             for index in range(config.processes):
                 ours, theirs = context.Pipe()
-                args = (theirs, hf_config, config, str(device), max_length)
+                args = (theirs, hf_config, config, str(device), max_length, lora)
                 process = context.Process(target=_serve, args=args, daemon=True, name=f"rollkeel-engine-{index}")
                 with signals_blocked(signal.SIGINT):
                     process.start()
@@ -317,7 +323,12 @@ def _write_update(memory: mmap.mmap, layout: Sequence[Any], slices: Sequence[Wei
 
 
 def _serve(
-    pipe: connection.Connection, hf_config: Any, config: EngineConfig, device: str, max_length: int | None
+    pipe: connection.Connection,
+    hf_config: Any,
+    config: EngineConfig,
+    device: str,
+    max_length: int | None,
+    lora: LoraConfig | None,
 ) -> None:
     """A worker's life: answer messages, and decode one step whenever there is none."""
     from rollkeel.engines.local import LocalEngine
@@ -326,7 +337,7 @@ def _serve(
     keep_freed_memory()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
-        engine = LocalEngine(hf_config, config, device=device, max_length=max_length)
+        engine = LocalEngine(hf_config, config, device=device, max_length=max_length, lora=lora)
         pipe.send(("answer", engine.capabilities, 0))
         free, memory = False, None
         while True:
