@@ -27,7 +27,7 @@ from rollkeel.engines.requests import Running, check_requests, longest, room
 from rollkeel.engines.rng import uniforms
 from rollkeel.engines.sampling import SamplingRows, sample
 from rollkeel.engines.slots import Slots
-from rollkeel.engines.weights import apply_update, check_base, prove
+from rollkeel.engines.weights import take
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.compiled import compiled_decode, suits
 from rollkeel.models.forward import FastForward, said_forward, supports
@@ -187,17 +187,8 @@ class LocalEngine:
             else:
                 self._requeue(slot)
         self._prompts.evict()
-        self._version = -1
-        held, mode = self._forward.destinations, self._config.dtype
-        if update.kind == "adapter":
-            check_base(update, self._base, self._forward.adapters)
-            held, mode = self._forward.adapters, "fp32"
-        apply_update(update, held, mode)
-        checksum = prove(update, held, mode)
-        if update.kind == "full":
-            self._base = update.version
-            for tensor in self._forward.adapters.values():
-                tensor.zero_()
+        base, self._base, self._version = self._base, -1, -1
+        checksum, self._base = take(update, self._forward, self._config.dtype, base)
         self._version = update.version
         return Proof(version=update.version, checksum=checksum)
 

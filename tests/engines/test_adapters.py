@@ -28,7 +28,7 @@ from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.adapters import named_adapters, parameters
 from rollkeel.models.loading import Policy, load_policy, save_policy
 from rollkeel.models.names import checkpoint_views
-from rollkeel.sync.publish import DirectPublisher, adapter_update
+from rollkeel.sync.publish import DirectPublisher, adapter_update, full_update
 from rollkeel.train.probe import SequenceScorer
 from rollkeel.types import Proof, WeightUpdate
 
@@ -257,8 +257,20 @@ def test_wrong_adapters_stop_before_a_token_is_stamped(case: str) -> None:
     engine.submit(requests_of(PROMPTS[:1], max_new_tokens=4))
     with pytest.raises(EngineFailure, match="no proven weights"):
         engine.poll(1.0)
-    engine.update_weights(adapter_update(named_adapters(policy.model), 2, 0))
+    publish(DirectPublisher([engine]), policy, 2)
     assert engine.version == 2
+
+
+def test_adapters_beside_a_base_that_did_not_arrive_are_refused() -> None:
+    policy = adapted("tiny-qwen3")
+    engine = engine_of(policy)
+    publish(DirectPublisher([engine]), policy, 0)
+    whole = full_update(checkpoint_views(policy.model).items(), 1)
+    with pytest.raises(EngineFailure, match="did not arrive"):
+        engine.update_weights(replace(whole, slices=whole.slices[:-1]))
+    with pytest.raises(EngineFailure, match="none that are proven"):
+        engine.update_weights(adapter_update(named_adapters(policy.model), 1, 0))
+    assert engine.version < 0
 
 
 def test_an_engine_without_adapters_and_one_without_a_base_refuse_them() -> None:
