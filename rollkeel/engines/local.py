@@ -52,10 +52,8 @@ class LocalEngine:
         layout: Layout | None = None,
         lora: LoraConfig | None = None,
     ) -> None:
-        """Build from an architecture (`hf_config`); weights come with the first `update_weights`.
-
-        `max_length` bounds prompt + response, tokens; the default is the model's context. `lora`: serve adapters beside the weights.
-        """
+        """Build from an architecture (`hf_config`); weights come with the first `update_weights`. `lora`: serve adapters
+        beside the weights. `max_length` bounds prompt + response, tokens; the default is the model's context."""
         self._device = torch.device(device)
         text = hf_config.get_text_config()
         self._max_length = longest(hf_config, config, max_length)

@@ -147,6 +147,14 @@ def _peft(name: str) -> str:
     return adapter_names(module, weight)["AB".index(letter)]
 
 
+def check_base(told: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raises `BadInput` unless adapters beside the base `told` belong to a model whose base is `own`; both are empty without."""
+    if told.get("checksum") == own.get("checksum"):
+        return
+    theirs, here = (f"{base.get('path')} with checksum {base.get('checksum')}" for base in (told, own))
+    raise BadInput(f"checkpoint: its adapters stand beside {theirs}, the model is {here}; resume with the same base")
+
+
 @contextmanager
 def holding(model: torch.nn.Module, adapters: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Inside, the adapters of `model` are these, by parameter name; those that are not named stay."""

@@ -15,7 +15,7 @@ from rollkeel.batch.build import TrainingBatch
 from rollkeel.batch.packing import MicroBatch
 from rollkeel.config import LoraConfig, TrainConfig
 from rollkeel.errors import BadInput, NonFinite, RunStopped
-from rollkeel.models.adapters import holding, named_adapters, parameters
+from rollkeel.models.adapters import check_base, holding, named_adapters, parameters
 from rollkeel.models.loading import Policy
 from rollkeel.models.lora import ADAPTER
 from rollkeel.models.names import checkpoint_views
@@ -238,10 +238,8 @@ class LocalTrainer:
         return named_adapters(self.model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a bit-identical resume needs: weights by parameter name, moments, update count, reference weights.
-
-        Of adapters these, and which base they stand beside.
-        """
+        """Everything a bit-identical resume needs: weights by parameter name, moments, update count, reference weights;
+        of adapters these, and which base they stand beside."""
         out = {"weights": _tensors(self.model), "optimizer": self._stepper.state_dict()}
         if self.policy.lora:
             out["base"] = dict(self.policy.base)
@@ -253,12 +251,7 @@ class LocalTrainer:
         """Continue from `state_dict`. Raises `BadInput` naming the first tensor whose name or shape does not fit, or for another base.
 
         Returns lines for people: what the state lacks."""
-        base, own = state.get("base", {}), self.policy.base
-        if base.get("checksum") != own.get("checksum"):
-            told, here = (f"{b.get('path')} with checksum {b.get('checksum')}" for b in (base, own))
-            raise BadInput(
-                f"checkpoint: its adapters stand beside {told}, the model is {here}; resume with the same base"
-            )
+        check_base(state.get("base", {}), self.policy.base)
         _load(_tensors(self.model), state["weights"])
         lacking = self._stepper.load_state_dict(state["optimizer"])
         if self._reference is not None:
