@@ -6,8 +6,10 @@ Real runs, in processes of their own where they are killed. Not covered: CUDA, s
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,7 +89,11 @@ def test_resume_with_another_base_is_refused(
 
 
 def test_chat_eval_and_merge_take_the_folder(
-    whole: Path, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    whole: Path,
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def accuracy(model: Path) -> float:
         code, out, err = cli(capsys, "eval", *words, f"model.path={model}", "--json")
@@ -100,6 +106,13 @@ def test_chat_eval_and_merge_take_the_folder(
     assert all(t.dtype == torch.float32 for t in tensors.values())
     assert accuracy(whole / "model") == accuracy(tmp_path / "merged")
     assert accuracy(whole / "model") == pytest.approx(rows(whole)[-1][GREEDY], abs=1e-6)
+    said = []
+    for model in (whole, tmp_path / "merged"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("12=\n"))
+        code, out, err = cli(capsys, "chat", model, "--plain", "sampling.temperature=0", "sampling.max_new_tokens=4")
+        assert code == 0, err
+        said.append(out)
+    assert said[0] == said[1] != ""
     code, _, err = cli(capsys, "merge", *words, "--out", tmp_path / "again")
     assert code == 2
     assert "expected a folder of adapters" in err
