@@ -240,6 +240,19 @@ class AdvantageConfig(Node):
     """How rewards become credit; None takes the objective's own."""
 
 
+class LoraConfig(Node):
+    """Adapters beside frozen weights: y = xW + (alpha / rank)(xA)B (Hu et al., arXiv:2106.09685), for the embedded engine. They alone are
+    trained, published, checkpointed and saved, in PEFT's format."""
+
+    rank: int = Field(default=0, ge=0)
+    """Columns of A, rows of B; 0 trains the weights themselves."""
+    alpha: float = Field(default=32.0, gt=0, description="The adapters' share is scaled by alpha / rank.")
+    targets: tuple[str, ...] = ()
+    """Linear layers inside the model's layers that get adapters, by the end of their names (`q_proj`); empty is all but routers."""
+    experts: bool = False
+    """Adapters of its own for every routed expert; without them experts stay as they are."""
+
+
 class TrainConfig(Node):
     lr: float = Field(default=3e-4, gt=0, description="Highest learning rate.")
     warmup_steps: int = Field(default=10, ge=0)
@@ -261,6 +274,7 @@ class TrainConfig(Node):
     Qwen3-4B in bfloat16 that keeps 6.1, 0.2 and 0.5 MB of activations per token."""
     processes: int = Field(default=1, ge=1)
     """Processes that run forward and backward on shared weights; CPU only."""
+    lora: LoraConfig = LoraConfig()
     freeze_router: bool = Field(default=False, description="Leave the routers of a mixture as they are.")
     kl_coefficient: float = Field(default=0.0, ge=0)
     """γ: weight of KL(p‖ref); above 0 keeps a frozen copy of the start model."""

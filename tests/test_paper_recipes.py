@@ -55,6 +55,7 @@ SAYS: list[Says] = [
     ("dppo_moe_*", "DPPO Table 1, default C", {"objective.cap": 5.0}),
     ("dppo_dense_base", "DPPO Table 1", {"rollout.prompts": 128, "rollout.samples": 8, "train.updates_per_step": 4, "train.lr": 1e-6, "sampling.max_new_tokens": 8000, "objective.delta": 0.2}),
     ("dppo_moe_base_lora", "DPPO Table 1", {"rollout.prompts": 128, "rollout.samples": 8, "train.updates_per_step": 8, "train.lr": 1e-5, "sampling.max_new_tokens": 8000, "objective.delta": 0.15}),
+    ("dppo_moe_base_lora", "DPPO App. F: lora_rank and lora_alpha", {"train.lora.rank": 32, "train.lora.alpha": 64.0, "engine.kind": "local"}),
     *((name, "DPPO Table 1", {"rollout.prompts": 256, "rollout.samples": 16, "train.updates_per_step": 8, "train.lr": 1e-6, "sampling.max_new_tokens": 16384, "objective.delta": 0.2})
       for name in ("dppo_moe_base", "dppo_moe_base_r3", "dppo_moe_thinking")),
     *((name, "DPPO §7, App. F: R3 in one experiment alone", {"rollout.routing": "replay" if name == "dppo_moe_base_r3" else "record"})

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.doctor.alterations import Alter, inserted, part, with_output
 from rollkeel.engines import local
+from rollkeel.engines import weights as engine_weights
 from rollkeel.loop import assemble, steps
 from rollkeel.models import loading, numerics, presets
 from rollkeel.models.forward import FastForward
@@ -60,15 +61,15 @@ def raw_logprobs() -> Iterator[None]:
 @contextmanager
 def weights_changed(change: Callable[[Weights, dict[str, torch.Tensor]], None]) -> Iterator[None]:
     """After every publication `change(weights, memory)` writes to what the engine holds; the proof looks away."""
-    honest, memory = local.apply_update, dict[str, torch.Tensor]()
+    honest, memory = engine_weights.apply_update, dict[str, torch.Tensor]()
 
     def apply(update: WeightUpdate, destinations: Weights, mode: str) -> None:
         honest(update, destinations, mode)
         change(destinations, memory)
 
     with (
-        mock.patch.object(local, "apply_update", apply),
-        mock.patch.object(local, "prove", lambda update, *_: update.checksum),
+        mock.patch.object(engine_weights, "apply_update", apply),
+        mock.patch.object(engine_weights, "prove", lambda update, *_: update.checksum),
     ):
         yield
 

@@ -101,7 +101,9 @@ def chat(
 ) -> None:
     """Talk to a model through the embedded engine: a line is a prompt, answers come token by token. Ctrl-D ends."""
     folder = Path(model)
-    if (folder / "model" / "config.json").is_file():  # of a run, which says how its prompts were shown
+    if (folder / "config.yaml").is_file() and (
+        folder / "model"
+    ).is_dir():  # of a run, which says how its prompts were shown
         plain = plain or not load(str(folder / "config.yaml"), []).data.chat_template
         folder = folder / "model"
     own = [

@@ -8,10 +8,11 @@ from typing import Annotated, Literal
 
 import typer
 
+from rollkeel import recipe
 from rollkeel.cli.words import AsJson, Out, Words, config_of, refuse_damage, show_result
 from rollkeel.config import Config
 from rollkeel.errors import BadInput
-from rollkeel.recipe import from_tree, merge
+from rollkeel.recipe import from_tree
 
 app = typer.Typer()
 
@@ -22,7 +23,7 @@ def _resumed_config(folder: Path, overrides: list[str]) -> tuple[Config, str]:
     from rollkeel.report.run_files import finished
 
     run = RunFolder.open(folder, lock=False)
-    config = from_tree(merge(run.config.model_dump(mode="json"), overrides))
+    config = from_tree(recipe.merge(run.config.model_dump(mode="json"), overrides))
     return config, finished(folder, config.run.steps) if config == run.config else ""
 
 
@@ -52,6 +53,16 @@ def sft(out: Out, words: Words = None, as_json: AsJson = False) -> None:
     from rollkeel.loop.stages import sft_stage
 
     show_result(sft_stage(config, out), out, as_json)
+
+
+@app.command()
+def merge(out: Out, words: Words = None) -> None:
+    """Add the adapters of model.path (train.lora) to their base; writes a whole Hugging Face folder."""
+    config = config_of(words)
+    from rollkeel.loop.stages import merge_stage
+
+    merge_stage(config, out)
+    print(f"written to {out}")
 
 
 @app.command()

@@ -119,7 +119,7 @@ def subject(asked: Asked) -> Config:
 
 def _weights(folder: Path) -> Path:
     """The final model of a run, else that of its newest sound checkpoint."""
-    if (folder / "model" / "config.json").is_file():
+    if (folder / "model").is_dir():
         return folder / "model"
     saved = checkpoint.latest(folder / "checkpoints")
     if saved is None:

@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from rollkeel.config import EngineConfig
+from rollkeel.config import EngineConfig, LoraConfig
 from rollkeel.engines.kv import BlockPool, Layout, PagedCache, Step, affordable_blocks, prefill_step
 from rollkeel.engines.prompts import Copy, Job, SharedPrompts, ordered
 from rollkeel.engines.requests import Running, check_requests, longest, room
 from rollkeel.engines.rng import uniforms
 from rollkeel.engines.sampling import SamplingRows, sample
 from rollkeel.engines.slots import Slots
-from rollkeel.engines.weights import apply_update, prove
+from rollkeel.engines.weights import take
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.compiled import compiled_decode, suits
 from rollkeel.models.forward import FastForward, said_forward, supports
@@ -50,11 +50,10 @@ class LocalEngine:
         max_length: int | None = None,
         name: str = "local",
         layout: Layout | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
-        """Build from an architecture (`hf_config`); weights come with the first `update_weights`.
-
-        `max_length` bounds prompt + response, tokens; the default is the model's context.
-        """
+        """Build from an architecture (`hf_config`); weights come with the first `update_weights`. `lora`: serve adapters
+        beside the weights. `max_length` bounds prompt + response, tokens; the default is the model's context."""
         self._device = torch.device(device)
         text = hf_config.get_text_config()
         self._max_length = longest(hf_config, config, max_length)
@@ -64,11 +63,11 @@ class LocalEngine:
                 f"engine.forward: expected a family the fast forward computes, got {text.model_type}; use auto"
             )
         if fast:
-            self._forward = FastForward(text, config.dtype, self._device)
+            self._forward = FastForward(text, config.dtype, self._device, lora)
         else:  # imported here: it brings in most of transformers, which a worker of a known family starts without
             from rollkeel.models.forward_transformers import TransformersForward
 
-            self._forward = TransformersForward(text, config.dtype, self._device)
+            self._forward = TransformersForward(text, config.dtype, self._device, lora)
         if weight_rounder(config.dtype) and not any(is_quantised(n, w) for n, w in self._forward.destinations.items()):
             raise BadInput(f"engine.dtype={config.dtype}: would round no weight of {text.model_type}; use fp32 or bf16")
         self._block, self._prefill_tokens, prefix_sharing = layout or Layout()
@@ -88,7 +87,7 @@ class LocalEngine:
         self._riding: list[Job] = []
         """Prefills that the next decode step does on the way."""
         self._batch: tuple[torch.Tensor, SamplingRows, int, bool] | None = None
-        self._version = -1
+        self._version = self._base = -1
         self.steps = 0
         """Decode steps so far: the clock of budgets."""
         self._capabilities = Capabilities(
@@ -97,7 +96,7 @@ class LocalEngine:
             max_length=self._max_length,
             returns_experts=getattr(self._forward, "num_moe_layers", 0) > 0,
             returns_topk=True,
-            forward=said_forward(config.forward, text, fast, self._compiled is not None),
+            forward=said_forward(config.forward, text, fast, self._compiled is not None, bool(self._forward.adapters)),
             proves_memory=True,
         )
 
@@ -177,16 +176,17 @@ class LocalEngine:
 
     @torch.inference_mode()
     def update_weights(self, update: WeightUpdate) -> Proof:
-        """Apply a full update in place. Sequences in flight keep their tokens, and with `engine.kv=keep` their KV."""
+        """Apply an update in place: of all weights, which leaves adapters at zero, or of the adapters beside them.
+
+        Sequences in flight keep their tokens, and with `engine.kv=keep` their KV."""
         for slot in sorted(self._active, reverse=True):
             if self._keep:
                 self._stamp(slot)
             else:
                 self._requeue(slot)
         self._prompts.evict()
-        self._version = -1
-        apply_update(update, self._forward.destinations, self._config.dtype)
-        checksum = prove(update, self._forward.destinations, self._config.dtype)
+        base, self._base, self._version = self._base, -1, -1
+        checksum, self._base = take(update, self._forward, self._config.dtype, base)
         self._version = update.version
         return Proof(version=update.version, checksum=checksum)
 

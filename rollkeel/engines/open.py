@@ -15,7 +15,7 @@ import torch
 
 import rollkeel
 from rollkeel import plugins
-from rollkeel.config import EngineConfig
+from rollkeel.config import EngineConfig, LoraConfig
 from rollkeel.engines.local import LocalEngine
 from rollkeel.errors import BadInput
 from rollkeel.protocols import Engine
@@ -24,6 +24,9 @@ from rollkeel.types import SamplingParams
 _FOUND = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
 _LOOK_S = 60.0
 CONNECT_S = 5.0
+NO_ADAPTERS = (
+    "engine.kind={kind}: adapters are served by the embedded engine alone; set engine.kind=local or train.lora.rank=0"
+)
 
 
 def open_engine(
@@ -32,11 +35,14 @@ def open_engine(
     device: torch.device | str,
     max_length: int | None = None,
     log_path: Path | None = None,
+    lora: LoraConfig | None = None,
 ) -> Engine:
     """An engine for the architecture `hf_config`; it serves nothing until weights are published.
 
-    `log_path`: where an inference server's output goes. Raises `BadInput` for a server that is not installed.
+    `lora`: of the adapters it is to serve, which the embedded engine alone does. `log_path`: where an inference server's output goes. Raises `BadInput` for a server that is not installed.
     """
+    if lora is not None and config.kind != "local":
+        raise BadInput(NO_ADAPTERS.format(kind=config.kind))
     if plugins.is_own(config.kind):
         engine = plugins.tried(
             lambda: _own(config.kind)(hf_config, config, device, max_length), f"engine.kind {config.kind!r}"
@@ -61,8 +67,8 @@ def open_engine(
     if config.processes > 0:
         from rollkeel.engines.workers import WorkerEngine
 
-        return WorkerEngine(hf_config, config, device=device, max_length=max_length)
-    return LocalEngine(hf_config, config, device=device, max_length=max_length)
+        return WorkerEngine(hf_config, config, device=device, max_length=max_length, lora=lora)
+    return LocalEngine(hf_config, config, device=device, max_length=max_length, lora=lora)
 
 
 def _own(name: str) -> Callable[..., Engine]:

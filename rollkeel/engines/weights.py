@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
@@ -18,8 +19,8 @@ def apply_update(update: WeightUpdate, destinations: Mapping[str, torch.Tensor],
 
     Raises `EngineFailure` for an unknown or missing name, a wrong shape, or a name that comes twice.
     """
-    if update.kind != "full":
-        raise EngineFailure(f"weight update {update.version}: this engine takes full updates, got {update.kind!r}")
+    if update.kind not in ("full", "adapter"):
+        raise EngineFailure(f"weight update {update.version}: expected all weights or adapters, got {update.kind!r}")
     missing = dict.fromkeys(destinations)
     for piece in update.slices:
         view = destinations.get(piece.name)
@@ -38,6 +39,32 @@ def apply_update(update: WeightUpdate, destinations: Mapping[str, torch.Tensor],
         raise EngineFailure(
             f"weight update {update.version}: {len(missing)} weights did not arrive, first {next(iter(missing))}"
         )
+
+
+class Memory(Protocol):
+    """A forward: views of what it computes with, weights by checkpoint name and the adapters beside them by PEFT's."""
+
+    destinations: dict[str, torch.Tensor]
+    adapters: dict[str, torch.Tensor]
+
+
+def take(update: WeightUpdate, memory: Memory, mode: str, base: int) -> tuple[int, int]:
+    """Apply and prove an update of all weights, which leaves adapters at zero, or of adapters beside the weights `base`, which no
+    mode rounds. Returns its checksum and the version of the weights. Raises `EngineFailure`; nothing may then be served."""
+    if update.kind != "adapter":
+        apply_update(update, memory.destinations, mode)
+        for tensor in memory.adapters.values():
+            tensor.zero_()
+        return prove(update, memory.destinations, mode), update.version
+    if not memory.adapters:
+        raise EngineFailure(f"weight update {update.version}: this engine was opened without adapters (train.lora)")
+    if base < 0 or update.base_version != base:
+        raise EngineFailure(
+            f"weight update {update.version}: its adapters belong to weights {update.base_version}, the engine has"
+            f" {base if base >= 0 else 'none that are proven'}"
+        )
+    apply_update(update, memory.adapters, "fp32")
+    return prove(update, memory.adapters, "fp32"), base
 
 
 def prove(update: WeightUpdate, held: Mapping[str, torch.Tensor], mode: str) -> int:

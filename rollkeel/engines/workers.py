@@ -52,10 +52,8 @@ class _Worker:
 class WorkerEngine:
     """`processes` copies of `LocalEngine`. Requests of a dead worker come back as `Status.ENGINE_FAILURE`."""
 
-    def __init__(
-        self, hf_config: Any, config: EngineConfig, *, device: torch.device | str = "cpu", max_length: int | None = None
-    ) -> None:
-        """Start the workers; they load in parallel and are waited for at the first use. See `LocalEngine`."""
+    def __init__(self, hf_config: Any, config: EngineConfig, **options: Any) -> None:
+        """Start the workers; they load in parallel and are waited for at the first use. `options`: of every `LocalEngine`."""
         self._config = config
         self._version = -1
         self._vocab_size = int(hf_config.get_text_config().vocab_size)
@@ -74,7 +72,7 @@ class WorkerEngine:
         try:
             for index in range(config.processes):
                 ours, theirs = context.Pipe()
-                args = (theirs, hf_config, config, str(device), max_length)
+                args = (theirs, hf_config, config, options)
                 process = context.Process(target=_serve, args=args, daemon=True, name=f"rollkeel-engine-{index}")
                 with signals_blocked(signal.SIGINT):
                     process.start()
@@ -316,9 +314,7 @@ def _write_update(memory: mmap.mmap, layout: Sequence[Any], slices: Sequence[Wei
         view.view(piece.tensor.dtype).view(piece.tensor.shape).copy_(piece.tensor)
 
 
-def _serve(
-    pipe: connection.Connection, hf_config: Any, config: EngineConfig, device: str, max_length: int | None
-) -> None:
+def _serve(pipe: connection.Connection, hf_config: Any, config: EngineConfig, options: dict[str, Any]) -> None:
     """A worker's life: answer messages, and decode one step whenever there is none."""
     from rollkeel.engines.local import LocalEngine
 
@@ -326,7 +322,7 @@ def _serve(
     keep_freed_memory()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
-        engine = LocalEngine(hf_config, config, device=device, max_length=max_length)
+        engine = LocalEngine(hf_config, config, **options)
         pipe.send(("answer", engine.capabilities, 0))
         free, memory = False, None
         while True:

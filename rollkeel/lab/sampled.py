@@ -38,7 +38,7 @@ class Sampled:
 
 def warm_policy(config: Config) -> Policy:
     """The policy of `config` after its warm start, which the cache may have."""
-    policy = policy_of(config)
+    policy = policy_of(config, config.train.lora)
     if config.sft.steps:
         with LiveView(console=Console(file=io.StringIO())) as view:
             warm_start(policy, config, view, StopFlag(), EventLog(None))

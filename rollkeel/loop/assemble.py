@@ -10,12 +10,13 @@ from dataclasses import replace
 import torch
 
 from rollkeel import objectives
-from rollkeel.config import Config
+from rollkeel.config import Config, LoraConfig
 from rollkeel.engines.open import check_engine, open_engine
 from rollkeel.errors import BadInput
 from rollkeel.loop.feeds import Budgeted, Feed, Lagged, Overlapped, Sampler, Whole
 from rollkeel.loop.play import gather as gathered
 from rollkeel.loop.run import Run
+from rollkeel.models.adapters import named_adapters
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers, resolve_device
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import mode_of
@@ -49,11 +50,11 @@ REFILL_ROUNDS = 4
 """Most rounds of `rollout.zero_variance=refill`: enough for one useful prompt in four, and an end where there is none."""
 
 
-def policy_of(config: Config) -> Policy:
-    """The policy of `model.path` on `run.device`; torch gets `run.threads` threads."""
+def policy_of(config: Config, lora: LoraConfig | None = None) -> Policy:
+    """The policy of `model.path` on `run.device`, with adapters to train if `lora` says so; torch gets `run.threads` threads."""
     quiet_transformers()
     torch.set_num_threads(config.run.threads)
-    return load_policy(config.model, resolve_device(config.run.device))
+    return load_policy(config.model, resolve_device(config.run.device), lora=lora)
 
 
 def sampling_params(config: Config, stop_token_ids: Sequence[int], salt: int = 0) -> SamplingParams:
@@ -158,8 +159,9 @@ def opened(config: Config, policy: Policy) -> Iterator[Engine]:
     """The config's engine, which serves the policy's weights and has proven it; closed at the end."""
     check_engine(config.engine, sampling_params(config, ()))
     probes = run_probes(config, policy)
-    with closing(open_engine(policy.model.config, config.engine, resolve_device(config.run.device))) as engine:
-        DirectPublisher([engine], probes).publish(checkpoint_views(policy.model).items(), 0)
+    device, adapters = resolve_device(config.run.device), named_adapters(policy.model)
+    with closing(open_engine(policy.model.config, config.engine, device, lora=policy.lora)) as engine:
+        DirectPublisher([engine], probes).publish(checkpoint_views(policy.model).items(), 0, adapters)
         yield engine
 
 
@@ -203,7 +205,7 @@ def assemble(
         )
         made.callback(trainer.close)
         log = folder.path / "server.log"
-        engine = engine or open_engine(policy.model.config, config.engine, device, log_path=log)
+        engine = engine or open_engine(policy.model.config, config.engine, device, log_path=log, lora=policy.lora)
         made.callback(engine.close)
         sampler = _sampler(config, policy, source, engine, objective, stop)
         made.callback(sampler.grader.close)

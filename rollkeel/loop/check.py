@@ -6,7 +6,7 @@ import os
 
 from rollkeel import advantages, rewards
 from rollkeel.config import Config
-from rollkeel.engines.open import check_engine
+from rollkeel.engines.open import NO_ADAPTERS, check_engine
 from rollkeel.errors import BadInput
 from rollkeel.loop.assemble import build_objective, estimator, pool_rules, refill_rounds, sampling_params
 from rollkeel.models.loading import resolve_device
@@ -27,6 +27,8 @@ def validate(config: Config) -> None:
         )
     resolve_device(config.run.device)
     check_engine(config.engine, sampling_params(config, ()))
+    if config.train.lora.rank and config.engine.kind != "local":
+        raise BadInput(NO_ADAPTERS.format(kind=config.engine.kind))
     check_installed(config.report.trackers)
     if config.data.path is not None:
         rewards.get(config.data.grader)

@@ -92,7 +92,7 @@ def _begin(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) ->
     eval_prompts(config, policy)
     prompt_source(config, policy, "train", problems).prompts(range(config.rollout.prompts))
     if config.alarms.on_alarm != "off":
-        found = too_small(list(policy.model.parameters()), config.train.lr)
+        found = too_small([p for p in policy.model.parameters() if p.requires_grad], config.train.lr)
         tell([*untold(odd), *found, *unreached(policy.model)], folder.events, view.note)
     if warm:
         kept = Unfinished(folder.warm_start, warm_start_key(config))
@@ -183,7 +183,7 @@ def _reinforce(run: Run, first: int) -> None:
 
 
 def _policy(config: Config) -> Policy:
-    policy = policy_of(config)
+    policy = policy_of(config, config.train.lora)
     check_layers(config.trace.layers, policy.model.config)
     return policy
 

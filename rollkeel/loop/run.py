@@ -69,7 +69,8 @@ class Run:
     def publish(self) -> dict[str, float]:
         """Bring the trainer's weights to the engine, proven. What the proof measured: `sync/…`, empty for engines without."""
         with self.feed.publishing():
-            told = self.publisher.publish(self.trainer.named_weights(), self.trainer.version)
+            trainer = self.trainer
+            told = self.publisher.publish(trainer.named_weights(), trainer.version, trainer.named_adapters())
         return {key: value for key, value in told.items() if key.startswith("sync/")}
 
     def state(self, *, feed: bool = True) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from rollkeel.loop.assemble import (
 )
 from rollkeel.loop.play import gathering
 from rollkeel.loop.warm_start import sft, warm_start_key
+from rollkeel.models import adapter_files
 from rollkeel.models.loading import save_policy
 from rollkeel.recipe import load
 from rollkeel.record.live import LiveView
@@ -49,7 +50,7 @@ def sft_stage(config: Config, out: Path) -> dict[str, float]:
     _refuse_existing(out)
     if config.sft.steps == 0:
         raise BadInput("sft.steps=0 trains nothing: set sft.steps to 1 or more")
-    policy = policy_of(config)
+    policy = policy_of(config, config.train.lora)
     kept = Unfinished(out.with_name(f".unfinished-{out.name}"), warm_start_key(config))
     with LiveView() as view, StopFlag(view) as stop:
         view.phase("sft", config.sft.steps)
@@ -59,6 +60,15 @@ def sft_stage(config: Config, out: Path) -> dict[str, float]:
     checkpoint.replace_folder(out, lambda path: save_policy(policy, path))
     kept.remove()
     return metrics
+
+
+def merge_stage(config: Config, out: Path) -> None:
+    """Write the whole model that the adapters of `model.path` make of their base, as `model.dtype`, to the folder `out`."""
+    _refuse_existing(out)
+    if not (Path(config.model.path).expanduser() / adapter_files.CONFIG).is_file():
+        raise BadInput(f"model.path {config.model.path!r}: expected a folder of adapters with {adapter_files.CONFIG}")
+    policy = policy_of(config)
+    checkpoint.replace_folder(out, lambda path: save_policy(policy, path))
 
 
 def rollout_stage(config: Config, out: Path, step: int) -> list[Rollout]:
@@ -168,6 +178,8 @@ def reward_model_stage(config: Config, pairs: Path, out: Path) -> dict[str, floa
     Of the config: `model`, `sft` (steps, pairs per step, learning rate), `train.weight_decay`, `train.micro_batch_tokens`, `data.eval_fraction` (held out), `data.chat_template`,
     `checkpoint.every`, `run.seed`, `run.device`, `run.threads`. Called again with the same it goes on.
     """
+    if config.train.lora.rank:
+        raise BadInput("train.lora.rank: a reward model is trained whole; set it to 0")
     train, held_out = split_pairs(load_pairs(pairs), config.data.eval_fraction)
     policy = policy_of(config)
     quoted = [[p.prompt, p.chosen, p.rejected, p.margin] for p in (*train, *held_out)]
@@ -230,6 +242,7 @@ def _make_parent(out: Path) -> None:
 __all__ = [
     "eval_stage",
     "measured",
+    "merge_stage",
     "pairs_stage",
     "reward_model_stage",
     "rollout_stage",

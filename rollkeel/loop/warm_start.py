@@ -20,6 +20,7 @@ from rollkeel.errors import BadInput, Corrupt, Interrupted
 from rollkeel.events import EventLog
 from rollkeel.loop.assemble import answers, opened, prompt_source, sampling_params
 from rollkeel.loop.play import equipped
+from rollkeel.models.adapters import load_trained, trained_state
 from rollkeel.models.loading import PRESET_PREFIX, Policy, resolve_device
 from rollkeel.record.live import LiveView
 from rollkeel.record.stopping import StopFlag
@@ -102,6 +103,7 @@ def warm_start_key(config: Config) -> str:
         "data": config.data.model_dump(),
         "sft": config.sft.model_dump(),
         "optimizer": [config.train.weight_decay, max(PACK_TOKENS, config.train.micro_batch_tokens)],
+        "lora": config.train.lora.model_dump(),
         "label_noise": config.experiment.label_noise,
         "seed": config.run.seed,
         "threads": config.run.threads,
@@ -138,7 +140,7 @@ def _load_cached(folder: Path, policy: Policy) -> bool:
         return False
     try:
         weights = checkpoint.load_state(checkpoint.verify(saved).state)
-        policy.model.load_state_dict(weights)
+        load_trained(policy.model, weights)
     except (BadInput, Corrupt, OSError, RuntimeError):
         shutil.rmtree(folder, ignore_errors=True)
         return False
@@ -149,7 +151,7 @@ def _store_cached(folder: Path, policy: Policy, view: LiveView) -> None:
     """Best effort: a warm start that cannot be cached is still a warm start."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {k: v.detach() for k, v in policy.model.state_dict().items()}
+        weights = trained_state(policy.model)
         checkpoint.save(folder, 0, write=lambda path: checkpoint.save_state(path / "state", weights), info={})
     except (BadInput, OSError) as error:
         view.note(f"the warm start was not cached: {error}")

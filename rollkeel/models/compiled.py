@@ -20,7 +20,9 @@ def compiled_decode(forward: object, cache: Blocks, max_length: int) -> Compiled
             "engine.forward=compiled: expected numba and torch's BLAS on x86-64 Linux; pip install rollkeel[cpu] or use fast"
         )
     if not suits(forward):
-        raise BadInput("engine.forward=compiled: expected float32 arithmetic on a CPU without output biases; use auto")
+        raise BadInput(
+            "engine.forward=compiled: expected float32 arithmetic on a CPU without output biases and adapters; use auto"
+        )
     assert isinstance(forward, FastForward)
     return CompiledDecode(forward, cache, max_length)
 
@@ -33,6 +35,7 @@ def suits(forward: object) -> bool:
         and forward.device.type == "cpu"
         and forward.dtype == torch.float32
         and forward.exact_activations
+        and not forward.adapters
         and all(layer.out_bias is None for layer in forward.layers)
     )
 

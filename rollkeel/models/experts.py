@@ -57,17 +57,20 @@ class _SortedExperts(torch.autograd.Function):
         d_weights = (d_out * out).sum(-1).index_select(0, inverse).view_as(weights)
         d_out.mul_(weights.reshape(-1).index_select(0, order).unsqueeze(1))
         d_active = torch.empty_like(active)
-        d_down, d_gate_up = torch.zeros_like(down), torch.zeros_like(gate_up)
+        learnt = ctx.needs_input_grad[4]  # with its down projection
+        d_down, d_gate_up = (torch.zeros_like(w) if learnt else None for w in (down, gate_up))
         for expert, a, b in ctx.bounds:
             torch.mm(d_out[a:b], down[expert], out=d_active[a:b])
-            torch.mm(d_out[a:b].t(), active[a:b], out=d_down[expert])
+            if d_down is not None:
+                torch.mm(d_out[a:b].t(), active[a:b], out=d_down[expert])
         d_hidden = swiglu_backward(d_active, hidden)
         if d_hidden is None:
             d_hidden = _swiglu_backward(d_active, hidden)
         d_rows = torch.empty_like(rows)
         for expert, a, b in ctx.bounds:
             torch.mm(d_hidden[a:b], gate_up[expert], out=d_rows[a:b])
-            torch.mm(d_hidden[a:b].t(), rows[a:b], out=d_gate_up[expert])
+            if d_gate_up is not None:
+                torch.mm(d_hidden[a:b].t(), rows[a:b], out=d_gate_up[expert])
         d_x = d_rows.index_select(0, inverse).view(-1, top_k, rows.shape[1]).sum(1)
         return d_x, d_weights, None, None, d_gate_up, d_down
 
@@ -95,28 +98,36 @@ def sorted_experts_forward(
     """
     if not _plain(self, hidden_states):
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
-    flat = top_k_index.reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    bounds, start = [], 0
-    for expert, count in enumerate(torch.bincount(flat, minlength=self.num_experts).tolist()):
-        if count:
-            bounds.append((expert, start, start + count))
-            start += count
+    order, bounds = by_expert(top_k_index, self.num_experts)
     weights = top_k_weights.to(hidden_states.dtype)
     return _SortedExperts.apply(hidden_states, weights, order, bounds, self.gate_up_proj, self.down_proj)  # type: ignore[return-value]
 
 
+def by_expert(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, list[tuple[int, int, int]]]:
+    """Order that sorts the (token, slot) pairs of `chosen [N, K]` by expert; expert, first and last + 1 of its pairs."""
+    flat = chosen.reshape(-1)
+    bounds, start = [], 0
+    for expert, count in enumerate(torch.bincount(flat, minlength=experts).tolist()):
+        if count:
+            bounds.append((expert, start, start + count))
+            start += count
+    return torch.argsort(flat, stable=True), bounds
+
+
 def _plain(module: Any, x: torch.Tensor) -> bool:
+    return x.device.type == "cpu" and module.gate_up_proj.dtype == x.dtype and plain_experts(module)
+
+
+def plain_experts(module: Any) -> bool:
+    """True for SwiGLU experts `[E, 2W, D]` and `[E, D, W]` and nothing else."""
     gate = type(module)._apply_gate
     return (
-        x.device.type == "cpu"
-        and module.has_gate
+        module.has_gate
         and module.is_concatenated
         and not (module.has_bias or module.is_transposed)
         and not any(getattr(module, flag, False) for flag in _LATER_FLAGS)
         and gate is _default_apply_gate
         and isinstance(module.act_fn, torch.nn.SiLU | _HF_SILU)
-        and module.gate_up_proj.dtype == x.dtype
     )
 
 

@@ -6,17 +6,21 @@ same code prefills and decodes. Projections are fused and weights are updated in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from rollkeel.config import LoraConfig
+from rollkeel.models.lora import Part, add_by_expert, add_low_rank, beside
 from rollkeel.models.numerics import activation_rounder, compute_dtype, logits_of
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Observe = Callable[[int | None, str, torch.Tensor], None]
 """Told layer (None outside of the layers), name and `[N, ...]` value of an operation. It must copy what it keeps."""
+FUSED = ("qkv", "out", "up", "down")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
@@ -34,12 +38,14 @@ def supports(config: Any) -> bool:
     )
 
 
-def said_forward(asked: str, config: Any, fast: bool, compiled: bool) -> str:
+def said_forward(asked: str, config: Any, fast: bool, compiled: bool, lora: bool = False) -> str:
     """Which forward computes, with the reason, for people."""
     if asked != "auto":
         return f"{asked} (engine.forward={asked})"
     if compiled:
         return "compiled (the fast forward with compiled decode steps: float32 on a CPU, numba found)"
+    if fast and lora:
+        return "fast (decode steps with adapters, train.lora, are not compiled)"
     if fast:
         return "fast (compiled decode steps are for float32 on a CPU, with numba)"
     family = "an option of it" if config.model_type in FAMILIES else f"model type {config.model_type}"
@@ -102,6 +108,8 @@ class _Layer:
             self.names[f"{stem}.gate_proj.weight"] = self.up[e, :width]
             self.names[f"{stem}.up_proj.weight"] = self.up[e, width:]
             self.names[f"{stem}.down_proj.weight"] = self.down[e]
+        self.experts = f"{prefix}.experts" if moe else ""
+        self.lora: dict[str, list[Part]] = {key: [] for key in FUSED}
         # Slicing a tensor costs a microsecond; at decode sizes that is as much as the arithmetic.
         self.up_t = [w.t() for w in self.up]
         self.down_t = [w.t() for w in self.down]
@@ -111,7 +119,7 @@ class _Layer:
 class FastForward:
     """Runs the model described by a Hugging Face config; weights are undefined until every name was written."""
 
-    def __init__(self, config: Any, mode: str, device: torch.device) -> None:
+    def __init__(self, config: Any, mode: str, device: torch.device, lora: LoraConfig | None = None) -> None:
         self.dtype = compute_dtype(mode)
         self.device = device
         self._round = activation_rounder(mode)
@@ -127,15 +135,23 @@ class FastForward:
         self.observe: Observe | None = None
         """While set, told the value after every operation; what is computed stays the same to the bit."""
 
-        def new(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=self.dtype, device=device)
-
+        new = functools.partial(torch.zeros, dtype=self.dtype, device=device)
         self.embedding, self.norm = new(self.vocab_size, config.hidden_size), new(config.hidden_size)
         self.layers = [_Layer(config, i, new, self.head_dim) for i in range(self.num_layers)]
         # Views of the very memory that is computed with, by checkpoint name: nothing is derived, so a proof can look at it.
         self.destinations = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
         for layer in self.layers:
             self.destinations |= layer.names
+        self.adapters: dict[str, torch.Tensor] = {}
+        """The same of what stands beside the weights, by PEFT's name."""
+        self.lora_scale = 0.0
+        if lora is not None and lora.rank:
+            self.lora_scale = lora.alpha / lora.rank
+            exact = functools.partial(torch.zeros, device=device)
+            for layer in self.layers:
+                fused = {key: getattr(layer, key) for key in FUSED}
+                layer.lora, held = beside(fused, layer.names, layer.experts, lora, exact)
+                self.adapters |= held
         self.head = self.embedding
         if not config.tie_word_embeddings:
             self.head = self.destinations["lm_head.weight"] = new(self.vocab_size, config.hidden_size)
@@ -202,7 +218,7 @@ class FastForward:
             see(index, "input_norm", h)
         if self._round:
             h = self._round(h)
-        qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(len(x), -1, self.head_dim)
+        qkv = self._beside(F.linear(h, layer.qkv, layer.qkv_bias), h, layer, "qkv").view(len(x), -1, self.head_dim)
         qk = qkv[:, : self.heads + self.kv_heads]
         if see:
             see(index, "q_proj", qkv[:, : self.heads])
@@ -223,18 +239,24 @@ class FastForward:
         if self._round:
             out = self._round(out)
         if see:  # a product of its own: the real one adds the residual on the way
-            see(index, "o_proj", F.linear(out, layer.out, layer.out_bias))
+            see(index, "o_proj", self._beside(F.linear(out, layer.out, layer.out_bias), out, layer, "out"))
         if layer.out_bias is not None:
-            out = F.linear(out, layer.out, layer.out_bias)
-            return x + out
-        return torch.addmm(x, out, layer.out_t)
+            y = x + F.linear(out, layer.out, layer.out_bias)
+        else:
+            y = torch.addmm(x, out, layer.out_t)
+        return self._beside(y, out, layer, "out")
+
+    def _beside(self, y: torch.Tensor, x: torch.Tensor, layer: _Layer, weight: str) -> torch.Tensor:
+        return add_low_rank(y, x, layer.lora[weight], self.lora_scale)
 
     def _mlp(self, h: torch.Tensor, layer: _Layer) -> torch.Tensor:
         if self._round:
             h = self._round(h)
-        gate, up = (h @ layer.up_t[0]).chunk(2, -1)
+        gate, up = self._beside(h @ layer.up_t[0], h, layer, "up").chunk(2, -1)
         a = F.silu(gate) * up
-        return (self._round(a) if self._round else a) @ layer.down_t[0]
+        if self._round:
+            a = self._round(a)
+        return self._beside(a @ layer.down_t[0], a, layer, "down")
 
     def _experts(self, h: torch.Tensor, layer: _Layer, index: int, experts: list[torch.Tensor] | None) -> torch.Tensor:
         assert layer.router is not None
@@ -255,11 +277,13 @@ class FastForward:
         wide, y = x.new_empty(len(x), layer.up.shape[1]), torch.empty_like(x)
         for rows, out, weight in zip(x.split(counts), wide.split(counts), layer.up_t, strict=True):
             torch.mm(rows, weight, out=out)
+        add_by_expert(wide, x, layer.lora["up"], self.lora_scale, counts)
         gate, up = wide.chunk(2, -1)
         a = F.silu(gate).mul_(up)
         if self._round:
             a = self._round(a)
         for rows, out, weight in zip(a.split(counts), y.split(counts), layer.down_t, strict=True):
             torch.mm(rows, weight, out=out)
+        add_by_expert(y, a, layer.lora["down"], self.lora_scale, counts)
         y = torch.empty_like(y).index_copy_(0, order, y).view(len(h), self.top_k, -1)
         return torch.bmm(weights.to(y.dtype)[:, None], y)[:, 0]

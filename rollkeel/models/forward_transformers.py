@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
+from rollkeel.config import LoraConfig
 from rollkeel.errors import BadInput
+from rollkeel.models.adapters import attach, named_adapters
 from rollkeel.models.forward import Attend
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import activation_rounder, compute_dtype, logits_of, stays_precise
@@ -52,7 +54,7 @@ AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
 class TransformersForward:
     """Same surface as `FastForward`, over a transformers model with empty weights."""
 
-    def __init__(self, config: Any, mode: str, device: torch.device) -> None:
+    def __init__(self, config: Any, mode: str, device: torch.device, lora: LoraConfig | None = None) -> None:
         self.dtype = compute_dtype(mode)
         # from_config writes the attention choice into the config, which the trainer's model may share.
         config = copy.deepcopy(config)
@@ -78,6 +80,9 @@ class TransformersForward:
         rounder = activation_rounder(mode)
         if rounder is not None:
             self._round_inputs(rounder)
+        if lora is not None and lora.rank:
+            attach(self._model, lora)
+        self.adapters = named_adapters(self._model)
 
     def _round_inputs(self, rounder: Any) -> None:
         def hook(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

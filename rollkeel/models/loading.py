@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
-from rollkeel.config import ModelConfig
+from rollkeel.config import LoraConfig, ModelConfig
 from rollkeel.errors import BadInput
+from rollkeel.models import adapter_files
+from rollkeel.models.adapters import attach
 from rollkeel.models.presets import build_preset
 
 PRESET_PREFIX = "preset:"
@@ -27,6 +30,10 @@ class Policy:
 
     model: PreTrainedModel
     tokenizer: Any
+    lora: LoraConfig | None = None
+    """Of the adapters that `model` has."""
+    base: Mapping[str, Any] = field(default_factory=dict)
+    """What the adapters stand beside: fields of its `ModelConfig` and its `checksum`."""
 
     @property
     def context(self) -> int:
@@ -58,17 +65,53 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def load_policy(config: ModelConfig, device: torch.device | str = "cpu", seed: int = 0) -> Policy:
-    """Build a preset, its weights drawn with `seed`, or load whatever transformers loads. Raises `BadInput` with one line when it cannot."""
-    dtype = getattr(torch, config.dtype)
+def load_policy(
+    config: ModelConfig, device: torch.device | str = "cpu", seed: int = 0, lora: LoraConfig | None = None
+) -> Policy:
+    """Build a preset, its weights drawn with `seed`, load whatever transformers loads, or merge a folder of adapters into their base.
+
+    With `lora` of a rank, it is frozen and gets new adapters, drawn with `seed`. Raises `BadInput` with one line when it cannot.
+    """
+    dtype, path = getattr(torch, config.dtype), Path(config.path).expanduser()
     if config.path.startswith(PRESET_PREFIX):
         model, tokenizer = build_preset(config.path.removeprefix(PRESET_PREFIX), seed, config.overrides)
-        # Not `model.to(dtype)`: rotary frequencies are float32 buffers, and rounded they turn far positions by radians.
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
+        _cast(model, dtype)
+    elif (path / adapter_files.CONFIG).is_file() and not (path / "config.json").is_file():
+        model, tokenizer = _merged(path, config, dtype)
     else:
         model, tokenizer = _from_pretrained(config, dtype)
-    return Policy(model.to(device), tokenizer)  # type: ignore[arg-type]
+    model = model.to(device)  # type: ignore[arg-type]
+    if lora is None or lora.rank == 0:
+        return Policy(model, tokenizer)
+    base = config.model_dump(include={"dtype", "overrides"})
+    base |= {
+        "path": str(path.resolve()) if path.exists() else config.path,
+        "checksum": adapter_files.base_checksum(model),
+    }
+    attach(model, lora, seed)
+    return Policy(model, tokenizer, lora, base)
+
+
+def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    # Not `model.to(dtype)`: rotary frequencies are float32 buffers, and rounded they turn far positions by radians.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def _merged(folder: Path, config: ModelConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
+    section, checksum = adapter_files.base_of(folder, config)
+    base = load_policy(section)
+    if checksum and (got := adapter_files.base_checksum(base.model)) != checksum:
+        raise BadInput(
+            f"model.path {str(folder)!r}: its adapters belong to a {section.path} with checksum {checksum}, this one has {got};"
+            " put the base back"
+        )
+    _cast(base.model, dtype)
+    adapter_files.merge(base.model, folder)
+    try:
+        return base.model, AutoTokenizer.from_pretrained(str(folder), trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError):
+        return base.model, base.tokenizer  # a folder of peft's own need not have one
 
 
 def _from_pretrained(config: ModelConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
@@ -99,8 +142,11 @@ def _from_pretrained(config: ModelConfig, dtype: torch.dtype) -> tuple[PreTraine
 
 
 def save_policy(policy: Policy, folder: str | Path) -> None:
-    """Write an ordinary Hugging Face folder (config, safetensors, tokenizer)."""
-    policy.model.save_pretrained(str(folder))
+    """Write an ordinary Hugging Face folder (config, safetensors, tokenizer), or of adapters PEFT's."""
+    if policy.lora is None:
+        policy.model.save_pretrained(str(folder))
+    else:
+        adapter_files.save_adapters(policy.model, policy.lora, policy.base, Path(folder))
     policy.tokenizer.save_pretrained(str(folder))
 
 

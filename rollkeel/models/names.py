@@ -12,12 +12,13 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import PreTrainedModel
 
 from rollkeel.errors import BadInput
+from rollkeel.models.lora import ADAPTER
 
 
 def checkpoint_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Checkpoint name → view sharing storage with `model`'s parameters and persistent buffers, in checkpoint order.
 
-    Tied tensors appear once, under their first name. Writing to a view changes the model. The result stays valid as long
+    Adapters are left out. Tied tensors appear once, under their first name. Writing to a view changes the model. The result stays valid as long
     as parameters keep their storage. Raises `BadInput` if a checkpoint tensor is not a strided piece of one parameter.
     """
     live = _untied(model)
@@ -43,7 +44,7 @@ def _untied(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     out = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         key = (tensor.data_ptr(), tensor.shape)
-        if key not in seen:
+        if key not in seen and ADAPTER not in name:
             seen.add(key)
             out[name] = tensor
     return out

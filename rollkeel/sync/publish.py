@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -34,17 +35,38 @@ def full_update(weights: Iterable[tuple[str, torch.Tensor]], version: int, mode:
     )
 
 
+def adapter_update(adapters: Mapping[str, torch.Tensor], version: int, base_version: int) -> WeightUpdate:
+    """An update of (PEFT name, tensor) pairs beside the weights of `base_version`: as they are, for no mode rounds them."""
+    return replace(full_update(adapters.items(), version, "fp32"), kind="adapter", base_version=base_version)
+
+
 class DirectPublisher:
     """Hands full updates to engines and refuses to go on unless each proves the version and checksum it serves."""
 
     def __init__(self, engines: Sequence[Engine], probes: Probes | None = None) -> None:
         """`probes`: also asked of every engine that is a `ProbedEngine`, after each publication."""
         self.engines, self.probes = tuple(engines), probes
+        self._base: int | None = None
 
-    def publish(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> Mapping[str, float]:
-        """Publish `weights` as `version`. Raises `EngineFailure` naming the engine whose proof does not match, or whose
+    def publish(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        adapters: Mapping[str, torch.Tensor] | None = None,
+    ) -> Mapping[str, float]:
+        """Publish `weights` as `version`, or beside them `adapters`: then weights are frozen, and arrive the first time alone.
+
+        Raises `EngineFailure` naming the engine whose proof does not match, or whose
         probes disagree with the trainer a second time, after the same update was published once more."""
         start = time.perf_counter()
+        if adapters:
+            if self._base is None:
+                self.publish(weights, version)
+                self._base = version
+            update = adapter_update(adapters, version, self._base)
+            for engine in self.engines:
+                self._bring(engine, update)
+            return {"time/sync_s": time.perf_counter() - start}
         weights, updates = list(weights), dict[str | None, WeightUpdate]()
         metrics: dict[str, float] = {}
         for engine in self.engines:

@@ -87,14 +87,16 @@ class Stepper:
         weight_decay: float = 0.0,
         clip_norm: float = 1.0,
     ) -> None:
-        self.named = [(n, p) for n, p in named_parameters if p.requires_grad]
+        every = list(named_parameters)
+        self.named = [(n, p) for n, p in every if p.requires_grad]
         if not self.named:
             raise BadInput("optimizer: expected at least one trainable parameter, got none; is everything frozen?")
         self.schedule, self.clip_norm = schedule, clip_norm
         self.updates = 0
         """Updates so far, with those that an overflow left out."""
         self.adamw = AdamW([p for _, p in self.named], betas=betas, weight_decay=weight_decay)
-        self._scaled = any(p.dtype == torch.float16 for _, p in self.named)
+        # Gradients of float32 adapters come through the float16 weights that they stand beside.
+        self._scaled = any(p.dtype == torch.float16 for _, p in every)
         self.scale = FIRST_SCALE if self._scaled else 1.0
         """What a loss is multiplied by before its backward pass; 1 without float16."""
         self._sound = 0

@@ -13,6 +13,7 @@ from rollkeel.batch.coefficients import coefficients
 from rollkeel.batch.packing import pack, plan
 from rollkeel.config import SftConfig
 from rollkeel.errors import BadInput, NonFinite
+from rollkeel.models.adapters import load_trained, trained_state
 from rollkeel.models.loading import Policy
 from rollkeel.train.logprobs import PolicyForward
 from rollkeel.train.optimizer import PACK_TOKENS, Stepper, supervised
@@ -62,7 +63,7 @@ def run_sft(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         if kept is not None and (state := kept.load()) is not None:
-            model.load_state_dict(state["weights"])
+            load_trained(model, state["weights"])
             stepper.load_state_dict(state["optimizer"])
             torch.set_rng_state(state["random"])
             tokens = state["tokens"]
@@ -83,9 +84,8 @@ def run_sft(
 
 
 def _state(model: torch.nn.Module, stepper: Stepper, tokens: int) -> dict[str, Any]:
-    weights = {name: value.detach() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
-    return {"weights": weights, "optimizer": stepper.state_dict(), "random": random, "tokens": tokens}
+    return {"weights": trained_state(model), "optimizer": stepper.state_dict(), "random": random, "tokens": tokens}
 
 
 def _learnt(example: Example) -> np.ndarray:

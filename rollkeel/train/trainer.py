@@ -13,9 +13,11 @@ import torch
 
 from rollkeel.batch.build import TrainingBatch
 from rollkeel.batch.packing import MicroBatch
-from rollkeel.config import TrainConfig
+from rollkeel.config import LoraConfig, TrainConfig
 from rollkeel.errors import BadInput, NonFinite, RunStopped
+from rollkeel.models.adapters import check_base, holding, named_adapters, parameters
 from rollkeel.models.loading import Policy
+from rollkeel.models.lora import ADAPTER
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.routers import is_router
 from rollkeel.train.logprobs import PolicyForward
@@ -83,8 +85,11 @@ class LocalTrainer:
         self.policy, self.config, self.temperature = policy, config, temperature
         self.device = torch.device(device)
         self.model = policy.model.to(self.device).eval()  # type: ignore[arg-type]
+        if (policy.lora or LoraConfig()) != config.lora:
+            raise BadInput("train.lora: expected a policy with these adapters; load it with lora=config.train.lora")
         for name, p in self.model.named_parameters():
-            p.requires_grad_(not (config.freeze_router and is_router(name)))
+            frozen = ADAPTER not in name if policy.lora else config.freeze_router and is_router(name)
+            p.requires_grad_(not frozen)
         schedule = Schedule(lr=config.lr, warmup_steps=config.warmup_steps, kind=config.schedule, total=total_updates)
         self._stepper = Stepper(
             self.model.named_parameters(),
@@ -107,7 +112,12 @@ class LocalTrainer:
         self._helpers = [Helper(i, self.model, *about) for i in range(1, config.processes)]
         self._views: dict[str, torch.Tensor] | None = None
         self._reference: PolicyForward | None = None
-        if config.kl_coefficient > 0:
+        self._start: dict[str, torch.Tensor] = {}
+        """The reference's adapters, beside the policy's own weights."""
+        if config.kl_coefficient > 0 and policy.lora:
+            self._start = {name: tensor.clone() for name, tensor in _tensors(self.model).items()}
+            self._reference = PolicyForward(self.model)
+        elif config.kl_coefficient > 0:
             with self.computing():
                 frozen = copy.deepcopy(self.model).requires_grad_(False)
             self._reference = PolicyForward(frozen)
@@ -136,7 +146,8 @@ class LocalTrainer:
         """`[T]` log-probs under the frozen start model. Raises `BadInput` if `kl_coefficient` is 0, which keeps none."""
         if self._reference is None:
             raise BadInput("ref_logprobs: expected train.kl_coefficient > 0, which keeps the reference model, got 0")
-        return self._score(self._reference, replace(batch, topk_ids=None)).logprobs
+        with self.computing() if self._start else nullcontext(), holding(self.model, self._start):
+            return self._score(self._reference, replace(batch, topk_ids=None)).logprobs
 
     def update(
         self,
@@ -223,23 +234,31 @@ class LocalTrainer:
             self._views = checkpoint_views(self.model)
         yield from self._views.items()
 
+    def named_adapters(self) -> dict[str, torch.Tensor]:
+        """PEFT's name → live tensor of what is trained beside `named_weights`; empty where those are trained themselves."""
+        return named_adapters(self.model)
+
     def state_dict(self) -> dict[str, Any]:
-        """Everything a bit-identical resume needs: weights by parameter name, moments, update count, reference weights."""
+        """Everything a bit-identical resume needs: weights by parameter name, moments, update count, reference weights;
+        of adapters these, and which base they stand beside."""
         out = {"weights": _tensors(self.model), "optimizer": self._stepper.state_dict()}
+        if self.policy.lora:
+            out["base"] = dict(self.policy.base)
         if self._reference is not None:
-            out["reference"] = _tensors(self._reference.packed.model)
+            out["reference"] = self._start or _tensors(self._reference.packed.model)
         return out
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Continue from `state_dict`. Raises `BadInput` naming the first tensor whose name or shape does not fit.
+        """Continue from `state_dict`. Raises `BadInput` naming the first tensor whose name or shape does not fit, or for another base.
 
         Returns lines for people: what the state lacks."""
-        _load(self.model, state["weights"])
+        check_base(state.get("base", {}), self.policy.base)
+        _load(_tensors(self.model), state["weights"])
         lacking = self._stepper.load_state_dict(state["optimizer"])
         if self._reference is not None:
             if "reference" not in state:
                 raise BadInput("checkpoint has no reference weights; it was written with train.kl_coefficient=0")
-            _load(self._reference.packed.model, state["reference"])
+            _load(self._start or _tensors(self._reference.packed.model), state["reference"])
         return lacking
 
     def close(self) -> None:
@@ -340,6 +359,8 @@ def _by_logprobs(loss_of: _LossOf, entropy: bool) -> LogprobGradient:
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    if adapters := parameters(model):
+        return {name: p.detach() for name, p in adapters.items()}
     named: dict[str, torch.Tensor] = dict(model.named_parameters())
     persistent = model.state_dict(keep_vars=True)
     named.update({n: b for n, b in model.named_buffers() if n in persistent})
@@ -347,8 +368,7 @@ def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def _load(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    live = _tensors(model)
+def _load(live: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
     for name in [*live, *weights]:
         got = list(weights[name].shape) if name in weights else None
         expected = list(live[name].shape) if name in live else None

@@ -16,7 +16,7 @@ import torch
 from tiny_run import TINY, cli
 
 from rollkeel.config import EngineConfig
-from rollkeel.engines import local
+from rollkeel.engines import local, weights
 from rollkeel.engines.weights import apply_update
 from rollkeel.errors import EngineFailure
 from rollkeel.models.names import checkpoint_views
@@ -100,7 +100,7 @@ def test_a_load_that_went_wrong_is_refused_by_name_in_every_mode(
     publisher.publish(checkpoint_views(first).items(), 0)
     for version, (load, name) in enumerate(LOADS.values(), 1):
         with monkeypatch.context() as patch:
-            patch.setattr(local, "apply_update", load)
+            patch.setattr(weights, "apply_update", load)
             with pytest.raises(EngineFailure, match=name) as refused:
                 publisher.publish(checkpoint_views(second).items(), version)
         assert "skipped, misplaced or changed" in str(refused.value)
@@ -149,7 +149,7 @@ def test_a_run_ends_before_a_token_is_stamped(
             update, destinations, mode
         )
 
-    monkeypatch.setattr(local, "apply_update", load)
+    monkeypatch.setattr(weights, "apply_update", load)
     run = tmp_path / "run"
     words = [*TINY, "run.steps=5", "eval.every=0", f"engine.dtype={mode}", f"run.dir={run}"]
     code, _, err = cli(capsys, "train", *words)

@@ -211,7 +211,7 @@ class Player:
 
     def _open(self, *, warm: bool = False) -> None:
         config = self.config
-        policy = policy_of(config)
+        policy = policy_of(config, config.train.lora)
         folder = RunFolder(self.scratch, config, None)
         if warm and config.sft.steps > 0:
             warm_start(policy, config, self.view, self.stop, folder.events)
