@@ -16,6 +16,11 @@ import torch
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.types import KeptKV
 
+KV_GB, KV_SHARE = 4.0, 0.4
+"""Memory of the cache where none is asked for: on a CPU, and of what is free on a GPU."""
+SPARE = 3
+"""Blocks beside those of the longest sequence: padding, and room to start."""
+
 
 class Layout(NamedTuple):
     """How KV is stored and computed: none of it changes what is sampled."""
@@ -245,6 +250,13 @@ class PagedCache:
         return cache
 
 
+def kv_memory(asked: float | None, device: torch.device) -> float:
+    """GB for keys and values. The rest of a GPU is for what a trainer allocates later."""
+    if asked is None and device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] / 2**30 * KV_SHARE
+    return asked or KV_GB
+
+
 def affordable_blocks(text: Any, memory_gb: float, block_size: int, dtype: torch.dtype, max_length: int) -> int:
     """How many KV blocks fit into `memory_gb` for the architecture `text`.
 
@@ -258,10 +270,10 @@ def affordable_blocks(text: Any, memory_gb: float, block_size: int, dtype: torch
     size = torch.finfo(dtype).bits // 8
     per_block = 2 * text.num_hidden_layers * heads * width * block_size * size
     affordable = int(memory_gb * 2**30 / per_block)
-    needed = -(-max_length // block_size) + 3
+    needed = -(-max_length // block_size) + SPARE
     if affordable < needed:
         raise BadInput(
-            f"engine.kv_memory_gb={memory_gb}: one sequence of {max_length} tokens needs "
+            f"engine.kv_memory_gb={memory_gb:.3g}: one sequence of {max_length} tokens needs "
             f"{needed * per_block / 2**30:.2f} GB; raise it or lower engine.max_length"
         )
     return affordable

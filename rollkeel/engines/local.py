@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from rollkeel.config import EngineConfig
-from rollkeel.engines.kv import BlockPool, Layout, PagedCache, Step, affordable_blocks, prefill_step
+from rollkeel.engines.kv import SPARE, BlockPool, Layout, PagedCache, Step, affordable_blocks, kv_memory, prefill_step
 from rollkeel.engines.prompts import Copy, Job, SharedPrompts, ordered
 from rollkeel.engines.requests import Running, check_requests, longest, room
 from rollkeel.engines.rng import uniforms
@@ -74,8 +74,11 @@ class LocalEngine:
             raise BadInput(f"engine.dtype={config.dtype}: would round no weight of {text.model_type}; use fp32 or bf16")
         self._block, self._prefill_tokens, prefix_sharing = layout or Layout()
         self._config, self._keep = config, config.kv == "keep"
+        memory = kv_memory(config.kv_memory_gb, self._device)
+        least = self._max_length if config.max_length or max_length else 1  # nobody asked for all of a context
+        room = affordable_blocks(text, memory, self._block, self._forward.dtype, least)
+        self._max_length = min(self._max_length, (room - SPARE) * self._block)
         max_blocks = -(-self._max_length // self._block)
-        room = affordable_blocks(text, config.kv_memory_gb, self._block, self._forward.dtype, self._max_length)
         self._pool = BlockPool(min(config.slots * (max_blocks + 1) + 1, room))
         self._cache = PagedCache(self._pool.free, self._block, self._forward.dtype, self._device)
         wanted = config.forward == "compiled" or (config.forward == "auto" and suits(self._forward))
@@ -85,12 +88,9 @@ class LocalEngine:
         self._waiting: deque[Running] = deque()
         self._active: dict[int, Running] = {}
         self._prompts = SharedPrompts(self._pool, self._block, prefix_sharing)
-        self._done: list[Segment] = []
-        self._riding: list[Job] = []
-        """Prefills that the next decode step does on the way."""
+        self._done, self._riding = list[Segment](), list[Job]()
         self._batch: tuple[torch.Tensor, SamplingRows, int, bool] | None = None
-        self._version, self._looked = -1, 0
-        self.steps = 0
+        self._version, self._looked, self.steps = -1, 0, 0
         """Decode steps so far: the clock of budgets."""
         self._capabilities = Capabilities(
             name=name,
@@ -221,6 +221,7 @@ class LocalEngine:
             entered.append((free.pop(0), running))
         few = self._compiled is not None and sum(len(ids) for _, ids, _ in (*prompts, *tails)) <= RIDERS
         if few:
+            # The next decode step does them on the way.
             self._riding, copies = ordered(prompts, copies, tails)
         else:
             self._prefill(prompts)
