@@ -169,6 +169,8 @@ def _reinforce(run: Run, first: int) -> None:
         run.view.note(
             f"sequences end at {about.max_length} tokens, what engine.kv_memory_gb holds of the model's context"
         )
+    if run.trainer.padded:
+        run.view.note(f"packed attention: padded because {run.trainer.padded}")
     described = run.objective.describe()
     events.emit("objective", **described)
     run.view.note(f"objective {in_words(described)}")

@@ -116,6 +116,11 @@ class LocalTrainer:
         return self._rounding.applied()
 
     @property
+    def padded(self) -> str:
+        """Why its passes are padded instead of packed; empty if they are packed."""
+        return self._forward.packed.padded
+
+    @property
     def version(self) -> int:
         """Version of the weights: the number of updates made so far."""
         return self._stepper.updates
