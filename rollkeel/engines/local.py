@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from rollkeel.config import EngineConfig
-from rollkeel.engines.kv import SPARE, BlockPool, Layout, PagedCache, Step, affordable_blocks, kv_memory, prefill_step
+from rollkeel.engines.kv import BlockPool, Layout, PagedCache, Step, affordable_blocks, prefill_passes, prefill_step
 from rollkeel.engines.prompts import Copy, Job, SharedPrompts, ordered
 from rollkeel.engines.requests import Running, check_requests, longest, room
 from rollkeel.engines.rng import uniforms
@@ -72,12 +72,11 @@ class LocalEngine:
             self._forward = TransformersForward(text, config.dtype, self._device)
         if weight_rounder(config.dtype) and not any(is_quantised(n, w) for n, w in self._forward.destinations.items()):
             raise BadInput(f"engine.dtype={config.dtype}: would round no weight of {text.model_type}; use fp32 or bf16")
-        self._block, self._prefill_tokens, prefix_sharing = layout or Layout()
+        self._block, *self._limits, prefix_sharing = layout or Layout()
         self._config, self._keep = config, config.kv == "keep"
-        memory = kv_memory(config.kv_memory_gb, self._device)
         least = self._max_length if config.max_length or max_length else 1  # nobody asked for all of a context
-        room = affordable_blocks(text, memory, self._block, self._forward.dtype, least)
-        self._max_length = min(self._max_length, (room - SPARE) * self._block)
+        room, fits = affordable_blocks(text, config, self._block, self._forward.dtype, least, self._device)
+        self._max_length = min(self._max_length, fits)
         max_blocks = -(-self._max_length // self._block)
         self._pool = BlockPool(min(config.slots * (max_blocks + 1) + 1, room))
         self._cache = PagedCache(self._pool.free, self._block, self._forward.dtype, self._device)
@@ -271,12 +270,8 @@ class LocalEngine:
         if self._compiled is not None and jobs:
             self._compiled.prefill(jobs)
             return
-        while jobs:
-            count = 1
-            while count < len(jobs) and (count + 1) * len(jobs[count][1]) <= self._prefill_tokens:
-                count += 1
-            group, jobs = jobs[:count], jobs[count:]
-            ids, positions, step = prefill_step(group, self._block, self._padding_block, self._device)
+        for part in prefill_passes(jobs, self._forward.heads, *self._limits):
+            ids, positions, step = prefill_step(part, self._block, self._padding_block, self._device)
             self._run(ids, positions, step, None)
 
     def _run(

@@ -243,6 +243,8 @@ def test_a_prefix_that_is_complete_comes_back_at_once(model: Any) -> None:
         {"prefill_tokens": 1},
         {"prefill_tokens": 50, "slots": 7},
         {"forward": "transformers"},
+        {"forward": "fast", "scores": 300},
+        {"forward": "transformers", "scores": 1, "prefill_tokens": 60},
         {"slots": 24, "kv_memory_gb": memory_for(9)},
         {"slots": 24, "kv_memory_gb": memory_for(13)},
         {"slots": 24, "kv_memory_gb": memory_for(35, 4), "block_size": 4},
