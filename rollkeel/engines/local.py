@@ -89,7 +89,7 @@ class LocalEngine:
         self._prompts = SharedPrompts(self._pool, self._block, prefix_sharing)
         self._done, self._riding = list[Segment](), list[Job]()
         self._batch: tuple[torch.Tensor, SamplingRows, int, bool] | None = None
-        self._version, self._looked, self.steps = -1, 0, 0
+        self._version, self._looked, self._full, self._lead, self.steps = -1, 0, 0, 0, 0
         """Decode steps so far: the clock of budgets."""
         self._capabilities = Capabilities(
             name=name,
@@ -339,8 +339,7 @@ class LocalEngine:
             hidden = torch.from_numpy(states)
         else:
             positions = slots.position[active]
-            longest = max(r.position(self.steps) for r in self._active.values())
-            table = slots.table[active, : longest // size + 1]
+            table = slots.table[active, : (self._lead + self.steps) // size + 1]
             written = table.gather(1, (positions // size)[:, None])[:, 0] * size + positions % size
             step = Step(slots=written, table=table, query_positions=positions[:, None], scatter=None)
             hidden = self._run(slots.token[active], positions, step, experts)
@@ -352,6 +351,8 @@ class LocalEngine:
     def _grow_tables(self) -> None:
         """A block for every sequence whose next token starts one; without free blocks the youngest sequence waits."""
         size = self._block
+        if self._batch is not None and self.steps < self._full:  # the step at which the first of them has no room
+            return
         for slot in list(self._active):
             running = self._active.get(slot)
             if running is None or running.position(self.steps) < len(running.blocks) * size:
@@ -364,6 +365,8 @@ class LocalEngine:
             if slot in self._active:
                 running.blocks.append(self._pool.take())
                 self._slots.table[slot, len(running.blocks) - 1] = running.blocks[-1]
+        self._full = min((r.since - r.first + len(r.blocks) * size for r in self._active.values()), default=0)
+        self._lead = max((r.first - r.since for r in self._active.values()), default=0)
 
     def _leave(self, slot: int) -> Running:
         if self._riding and self._compiled is not None:  # its blocks go to others: nothing may be written to them later
