@@ -114,8 +114,7 @@ def on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return open_engine(hf_config, config, "cpu" if config.processes else device, **options)
 
     monkeypatch.setattr(assemble, "open_engine", opened)
-    for module in (assemble, job):
-        monkeypatch.setattr(module, "resolve_device", lambda name: torch.device(DEVICE))
+    monkeypatch.setattr(assemble, "resolve_device", lambda name: torch.device(DEVICE))
     JOURNAL.clear()
 
 
