@@ -123,9 +123,10 @@ class EngineConfig(Node):
     slots: int = Field(default=128, ge=1)
     """Sequences decoded together, per process."""
     max_length: int | None = None
-    """Longest prompt + response, tokens, at most the model's context; None takes that context."""
-    kv_memory_gb: float = Field(default=4.0, gt=0)
-    """Most memory for the KV cache, per process; when it runs out the youngest sequence waits and is recomputed."""
+    """Longest prompt + response, tokens, at most the model's context; None takes that context, or what the KV memory holds of it."""
+    kv_memory_gb: float | None = Field(default=None, gt=0)
+    """Most memory for the KV cache, per process; when it runs out the youngest sequence waits and is recomputed. None takes 4 on
+    a CPU, and on a GPU two fifths of what is free."""
     forward: Literal["auto", "fast", "compiled", "transformers"] = "auto"
     """`fast` is rollkeel's own inference forward (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE), `compiled` the same with compiled
     decode steps (float32 on a CPU, extra `cpu`, compiled once), `transformers` fits the rest; `auto` takes the fastest that fits."""

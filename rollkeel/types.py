@@ -322,6 +322,8 @@ class TokenBatch:
     """`[T, K]` float, log q at `topk_ids`."""
     old_topk_logprobs: torch.Tensor | None = None
     """`[T, K]` float, log o at `topk_ids`."""
+    lengths: tuple[int, ...] | None = None
+    """Tokens of each sequence, where the caller knows: else they are read off the device."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,8 +131,9 @@ class TrainingBatch:
         old_topk_logprobs: torch.Tensor | None = None,
         ref_logprobs: torch.Tensor | None = None,
         indices: torch.Tensor | None = None,
+        sequences: Sequence[int] | None = None,
     ) -> TokenBatch:
-        """What an objective sees: the whole batch, or the tokens `indices [t]` of a micro-batch.
+        """What an objective sees: the whole batch, or the tokens `indices [t]` of its `sequences` in a micro-batch.
 
         `logprobs`, `entropy` and `topk_logprobs` are given for the selected tokens (`[T]` or `[t]`), what is old or of the
         reference for the whole batch. `sequence_ids` and `group_ids` of a micro-batch stay those of the optimizer batch.
@@ -141,7 +142,10 @@ class TrainingBatch:
         def pick(tensor: torch.Tensor | None) -> Any:
             return tensor if tensor is None or indices is None else tensor.index_select(0, indices)
 
+        if indices is None:
+            sequences = range(len(self.sequences))
         return TokenBatch(
+            lengths=None if sequences is None else tuple(len(self.positions[i]) for i in sequences),
             logprobs=logprobs,
             entropy=entropy,
             rollout_logprobs=pick(self.rollout_logprobs),

@@ -205,7 +205,7 @@ def _batch(trace: Trace, used: np.ndarray, rows: np.ndarray, groups: np.ndarray)
         return torch.from_numpy(np.ascontiguousarray(values[places], dtype=dtype))
 
     log_o = at(_known(trace.train_logprobs))
-    optional = {
+    optional: dict[str, Any] = {
         name: at(value, dtype) for name, dtype in _FIELDS.items() if (value := getattr(trace, name)) is not None
     }
     batch = TokenBatch(

@@ -6,15 +6,21 @@ gathering a sequence's blocks yields matrices ready for batched products. Addres
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from rollkeel.config import EngineConfig
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.types import KeptKV
+
+KV_GB, KV_SHARE = 4.0, 0.4
+"""Memory of the cache where none is asked for: on a CPU, and of what is free on a GPU."""
+SPARE = 3
+"""Blocks beside those of the longest sequence: padding, and room to start."""
 
 
 class Layout(NamedTuple):
@@ -24,6 +30,8 @@ class Layout(NamedTuple):
     """Tokens of a KV block."""
     prefill_tokens: int = 8192
     """Tokens, with padding, prefilled in one forward pass."""
+    scores: int = 2**28
+    """Attention scores of one forward pass over prompts, in one layer: 1 GB of them. Longer prompts come in pieces."""
     prefix_sharing: bool = True
     """Compute and store a prompt's KV once for all requests with the same prompt."""
 
@@ -245,8 +253,17 @@ class PagedCache:
         return cache
 
 
-def affordable_blocks(text: Any, memory_gb: float, block_size: int, dtype: torch.dtype, max_length: int) -> int:
-    """How many KV blocks fit into `memory_gb` for the architecture `text`.
+def kv_memory(asked: float | None, device: torch.device) -> float:
+    """GB for keys and values. The rest of a GPU is for what a trainer allocates later."""
+    if asked is None and device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] / 2**30 * KV_SHARE
+    return asked or KV_GB
+
+
+def affordable_blocks(
+    text: Any, config: EngineConfig, block_size: int, dtype: torch.dtype, max_length: int, device: torch.device
+) -> tuple[int, int]:
+    """How many KV blocks fit into the memory for the architecture `text`, and how many tokens one sequence may then have.
 
     Raises `BadInput` for a model without attention, and when not even one sequence of `max_length` tokens fits.
     """
@@ -257,18 +274,37 @@ def affordable_blocks(text: Any, memory_gb: float, block_size: int, dtype: torch
     width = max(width, getattr(text, "qk_head_dim", None) or 0)
     size = torch.finfo(dtype).bits // 8
     per_block = 2 * text.num_hidden_layers * heads * width * block_size * size
+    memory_gb = kv_memory(config.kv_memory_gb, device)
     affordable = int(memory_gb * 2**30 / per_block)
-    needed = -(-max_length // block_size) + 3
+    needed = -(-max_length // block_size) + SPARE
     if affordable < needed:
         raise BadInput(
-            f"engine.kv_memory_gb={memory_gb}: one sequence of {max_length} tokens needs "
+            f"engine.kv_memory_gb={memory_gb:.3g}: one sequence of {max_length} tokens needs "
             f"{needed * per_block / 2**30:.2f} GB; raise it or lower engine.max_length"
         )
-    return affordable
+    return affordable, (affordable - SPARE) * block_size
+
+
+Prefill = tuple[list[int], np.ndarray, int]
+"""Blocks of a sequence, tokens that it wants in them, and the position of the first."""
+
+
+def prefill_passes(jobs: Sequence[Prefill], heads: int, tokens: int, scores: int) -> Iterator[list[Prefill]]:
+    """What each forward pass computes of `jobs`, from short to long: several together, in pieces that `Layout` allows."""
+    while jobs:
+        count = 1
+        while count < len(jobs) and (count + 1) * len(jobs[count][1]) <= tokens:
+            count += 1
+        group, jobs = jobs[:count], jobs[count:]
+        keys = max(start + len(ids) for _, ids, start in group)
+        size = max(1, scores // (heads * count * keys))
+        for first in range(0, len(group[-1][1]), size):
+            piece = slice(first, first + size)
+            yield [(blocks, ids[piece], start + first) for blocks, ids, start in group if len(ids) > first]
 
 
 def prefill_step(
-    jobs: Sequence[tuple[list[int], np.ndarray, int]], size: int, padding: int, device: torch.device
+    jobs: Sequence[Prefill], size: int, padding: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, Step]:
     """Token ids `[T]`, positions `[T]` and the step of one forward pass over `jobs`: (blocks, tokens, first position) each.
 

@@ -18,15 +18,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from rollkeel.config import EngineConfig, LoraConfig
-from rollkeel.engines.kv import BlockPool, Layout, PagedCache, Step, affordable_blocks, prefill_step
+from rollkeel.engines.kv import BlockPool, Layout, PagedCache, Step, affordable_blocks, prefill_passes, prefill_step
 from rollkeel.engines.prompts import Copy, Job, SharedPrompts, ordered
 from rollkeel.engines.requests import Running, check_requests, longest, room
 from rollkeel.engines.rng import uniforms
 from rollkeel.engines.sampling import SamplingRows, sample
-from rollkeel.engines.slots import Slots
+from rollkeel.engines.slots import LOOK, Slots
 from rollkeel.engines.weights import take
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.compiled import compiled_decode, suits
@@ -70,10 +71,12 @@ class LocalEngine:
             self._forward = TransformersForward(text, config.dtype, self._device, lora)
         if weight_rounder(config.dtype) and not any(is_quantised(n, w) for n, w in self._forward.destinations.items()):
             raise BadInput(f"engine.dtype={config.dtype}: would round no weight of {text.model_type}; use fp32 or bf16")
-        self._block, self._prefill_tokens, prefix_sharing = layout or Layout()
+        self._block, *self._limits, prefix_sharing = layout or Layout()
         self._config, self._keep = config, config.kv == "keep"
+        least = self._max_length if config.max_length or max_length else 1  # nobody asked for all of a context
+        room, fits = affordable_blocks(text, config, self._block, self._forward.dtype, least, self._device)
+        self._max_length = min(self._max_length, fits)
         max_blocks = -(-self._max_length // self._block)
-        room = affordable_blocks(text, config.kv_memory_gb, self._block, self._forward.dtype, self._max_length)
         self._pool = BlockPool(min(config.slots * (max_blocks + 1) + 1, room))
         self._cache = PagedCache(self._pool.free, self._block, self._forward.dtype, self._device)
         wanted = config.forward == "compiled" or (config.forward == "auto" and suits(self._forward))
@@ -83,12 +86,10 @@ class LocalEngine:
         self._waiting: deque[Running] = deque()
         self._active: dict[int, Running] = {}
         self._prompts = SharedPrompts(self._pool, self._block, prefix_sharing)
-        self._done: list[Segment] = []
-        self._riding: list[Job] = []
-        """Prefills that the next decode step does on the way."""
+        self._done, self._riding = list[Segment](), list[Job]()
         self._batch: tuple[torch.Tensor, SamplingRows, int, bool] | None = None
         self._version = self._base = -1
-        self.steps = 0
+        self._looked, self._full, self._lead, self.steps = 0, 0, 0, 0
         """Decode steps so far: the clock of budgets."""
         self._capabilities = Capabilities(
             name=name,
@@ -141,14 +142,15 @@ class LocalEngine:
             if not (self._waiting or self._active):
                 break
             self._advance_once()
+        self._look()
         done, self._done = sorted(self._done, key=lambda segment: segment.request_id), []
         return done
 
     def progress(self) -> dict[int, int]:
         """Response tokens that each request in flight has so far, its prefix included, by id."""
         made = {r.request.id: len(r.request.prefix) + len(r.span) for r in (*self._waiting, *self._active.values())}
-        for slot, running in self._active.items():
-            made[running.request.id] += int(self._slots.made[slot])
+        for running in self._active.values():
+            made[running.request.id] += running.position(self.steps) - running.first
         return made
 
     def _advance_once(self) -> None:
@@ -158,12 +160,14 @@ class LocalEngine:
         self._decode()
 
     def interrupt(self, ids: Sequence[int] | None = None) -> None:
+        self._look()
         wanted = None if ids is None else set(ids)
         slots = [s for s, r in self._active.items() if wanted is None or r.request.id in wanted]
         kept: list[KeptKV | None] = [None] * len(slots)
         if self._keep and slots:
-            leaving, ends = [self._active[s] for s in slots], self._slots.position[slots].tolist()
-            kept = self._cache.read([(r.blocks, end, r.kv_version) for r, end in zip(leaving, ends, strict=True)])
+            leaving = [self._active[s] for s in slots]
+            kept = self._cache.read([(r.blocks, r.position(self.steps), r.kv_version) for r in leaving])
+        self._stamp(slots)
         for slot, kv in zip(slots, kept, strict=True):
             self._emit(self._leave(slot), Status.INTERRUPTED, kv)
         staying: deque[Running] = deque()
@@ -179,11 +183,10 @@ class LocalEngine:
         """Apply an update in place: of all weights, which leaves adapters at zero, or of the adapters beside them.
 
         Sequences in flight keep their tokens, and with `engine.kv=keep` their KV."""
-        for slot in sorted(self._active, reverse=True):
-            if self._keep:
-                self._stamp(slot)
-            else:
-                self._requeue(slot)
+        self._look()
+        self._stamp(list(self._active))
+        for slot in () if self._keep else sorted(self._active, reverse=True):
+            self._waiting.appendleft(self._leave(slot))
         self._prompts.evict()
         base, self._base, self._version = self._base, -1, -1
         checksum, self._base = take(update, self._forward, self._config.dtype, base)
@@ -218,6 +221,7 @@ class LocalEngine:
             entered.append((free.pop(0), running))
         few = self._compiled is not None and sum(len(ids) for _, ids, _ in (*prompts, *tails)) <= RIDERS
         if few:
+            # The next decode step does them on the way.
             self._riding, copies = ordered(prompts, copies, tails)
         else:
             self._prefill(prompts)
@@ -232,19 +236,7 @@ class LocalEngine:
             self._prefill(tails)
         if not entered:
             return
-        spans = [r.request.prefix.append(r.span) if len(r.span) else r.request.prefix for _, r in entered]
-        self._slots.place(
-            [slot for slot, _ in entered],
-            [r.request for _, r in entered],
-            drawn=[len(span) for span in spans],
-            last=[
-                int(span.token_ids[-1] if len(span) else r.request.prompt_ids[-1])
-                for span, (_, r) in zip(spans, entered, strict=True)
-            ],
-            limit=[room(r.request, len(r.span), self._max_length) for _, r in entered],
-            blocks=[r.blocks for _, r in entered],
-            padding=self._padding_block,
-        )
+        self._slots.place([s for s, _ in entered], [r for _, r in entered], self.steps, self._padding_block)
         self._active |= dict(entered)
         self._batch = None
 
@@ -279,12 +271,8 @@ class LocalEngine:
         if self._compiled is not None and jobs:
             self._compiled.prefill(jobs)
             return
-        while jobs:
-            count = 1
-            while count < len(jobs) and (count + 1) * len(jobs[count][1]) <= self._prefill_tokens:
-                count += 1
-            group, jobs = jobs[:count], jobs[count:]
-            ids, positions, step = prefill_step(group, self._block, self._padding_block, self._device)
+        for part in prefill_passes(jobs, self._forward.heads, *self._limits):
+            ids, positions, step = prefill_step(part, self._block, self._padding_block, self._device)
             self._run(ids, positions, step, None)
 
     def _run(
@@ -301,9 +289,9 @@ class LocalEngine:
 
     def _decode(self) -> None:
         """One token for every active slot."""
+        self._grow_tables()
         if not self._active:
             return
-        self._grow_tables()
         if self._batch is None:
             order = sorted(self._active)
             requests = [self._active[s].request for s in order]
@@ -314,16 +302,31 @@ class LocalEngine:
         active, rows, topk, want_experts = self._batch
         ended = self._step(active, rows, topk, [] if want_experts else None)
         self.steps += 1
-        if not ended.any():
-            return
-        for slot, (stop, length, bad) in zip(active.tolist(), ended.T.tolist(), strict=True):
+        if isinstance(ended, torch.Tensor):  # not waited for
+            over = all(r.position(self.steps) == r.last for r in self._active.values())
+            if over or self.steps - self._looked >= LOOK:
+                self._look()
+        elif ended.any():
+            self._end(active.tolist(), ended)
+
+    def _look(self) -> None:
+        """See what has ended on a device since the last look."""
+        if self._slots.ended is not None and self._looked < self.steps:
+            self._looked, slots = self.steps, sorted(self._active)
+            self._end(slots, self._slots.ended.cpu().numpy()[:, slots])
+
+    def _end(self, slots: Sequence[int], ended: np.ndarray) -> None:
+        """Let those go that `ended [3, slots]` says have stopped, are out of room, or are not finite."""
+        over = {slot: flags for slot, flags in zip(slots, ended.T.tolist(), strict=True) if any(flags)}
+        for slot, (_, _, bad) in over.items():
             if bad:
                 raise EngineFailure(
                     f"engine local: a log-prob of request {self._active[slot].request.id} is not finite under version "
                     f"{self._version}; its weights have diverged"
                 )
-            if stop or length:
-                self._finish(slot, Status.FINISHED if stop else Status.LENGTH)
+        self._stamp(list(over))
+        for slot, (stop, _, _) in over.items():
+            self._emit(self._leave(slot), Status.FINISHED if stop else Status.LENGTH)
 
     def _step(self, active: torch.Tensor, rows: SamplingRows, topk: int, experts: list[torch.Tensor] | None) -> Any:
         """Forward, draw, record; `[3, B]` bool per active slot: stopped, out of room, not finite."""
@@ -337,56 +340,56 @@ class LocalEngine:
             hidden = torch.from_numpy(states)
         else:
             positions = slots.position[active]
-            table = slots.table[active, : int(positions.max()) // size + 1]
+            table = slots.table[active, : (self._lead + self.steps) // size + 1]
             written = table.gather(1, (positions // size)[:, None])[:, 0] * size + positions % size
             step = Step(slots=written, table=table, query_positions=positions[:, None], scatter=None)
             hidden = self._run(slots.token[active], positions, step, experts)
         drawn = sample(self._forward.logits(hidden), rows, uniforms(slots.key[active], slots.drawn[active]))
         slots.record_extras(active, drawn, topk, experts)
-        return slots.record(active, drawn).cpu().numpy()
+        ended = slots.record(active, drawn)
+        return ended.numpy() if slots.ended is None else ended
 
     def _grow_tables(self) -> None:
         """A block for every sequence whose next token starts one; without free blocks the youngest sequence waits."""
         size = self._block
-        positions = self._slots.position.tolist()
+        if self._batch is not None and self.steps < self._full:  # the step at which the first of them has no room
+            return
         for slot in list(self._active):
             running = self._active.get(slot)
-            if running is None or positions[slot] < len(running.blocks) * size:
+            if running is None or running.position(self.steps) < len(running.blocks) * size:
                 continue
             if self._pool.free == 0:
+                self._look()
                 self._prompts.evict(r.request.prompt_ids for r in self._active.values())
             while self._pool.free == 0 and slot in self._active:
                 self._requeue(next(reversed(self._active)))
             if slot in self._active:
                 running.blocks.append(self._pool.take())
                 self._slots.table[slot, len(running.blocks) - 1] = running.blocks[-1]
+        self._full = min((r.since - r.first + len(r.blocks) * size for r in self._active.values()), default=0)
+        self._lead = max((r.first - r.since for r in self._active.values()), default=0)
 
     def _leave(self, slot: int) -> Running:
         if self._riding and self._compiled is not None:  # its blocks go to others: nothing may be written to them later
             self._compiled.prefill(self._riding)
             self._riding = []
-        self._stamp(slot)
         running = self._active.pop(slot)
         self._pool.release(running.blocks)
         running.blocks = []
         self._batch = None
         return running
 
-    def _stamp(self, slot: int) -> None:
-        """Move what a slot has sampled under the weights it was sampled with to its sequence."""
-        running = self._active[slot]
-        if self._slots.made[slot]:
-            try:
-                part = self._slots.take(slot, running.request, self._version, running.kv_version)
-            except ValueError as error:
-                raise EngineFailure(f"engine local: request {running.request.id}: {error}") from error
+    def _stamp(self, slots: Sequence[int]) -> None:
+        """Move what slots have sampled under the weights it was sampled with to their sequences."""
+        owners = [self._active[slot] for slot in slots]
+        for running, part in self._slots.take(slots, owners, self._version, self.steps):
             running.span = running.span.append(part)
+        for running in owners:
+            running.first, running.since = running.position(self.steps), self.steps
 
     def _requeue(self, slot: int) -> None:
+        self._stamp([slot])
         self._waiting.appendleft(self._leave(slot))
-
-    def _finish(self, slot: int, status: Status) -> None:
-        self._emit(self._leave(slot), status)
 
     def _emit(self, running: Running, status: Status, kv: KeptKV | None = None) -> None:
         self._prompts.leave(running.request.prompt_ids)

@@ -25,6 +25,23 @@ class Running:
     """KV it brought along, until it has a slot."""
     kv_version: int = -1
     """Oldest version that computed any of its KV; of no meaning in the queue."""
+    first: int = 0
+    """Position it came into its slot at, of its last token."""
+    since: int = 0
+    """The engine's decode steps by then."""
+    last: int = 0
+    """Position at which it has no room left."""
+
+    def enter(self, steps: int, max_length: int) -> int:
+        """It comes into a slot after so many decode steps of the engine; how many tokens it may be given there."""
+        limit = room(self.request, len(self.span), max_length)
+        self.first, self.since = len(self.tokens()) - 1, steps
+        self.last = self.first + limit
+        return limit
+
+    def position(self, steps: int) -> int:
+        """Position after so many decode steps of the engine, if nothing but its length has ended it."""
+        return min(self.first + steps - self.since, self.last)
 
     def tokens(self) -> np.ndarray:
         """Prompt and all that was sampled, before it came and here."""

@@ -31,6 +31,7 @@ from rollkeel.engines.backend import Backend, Generation, Refused, ServerSetting
 from rollkeel.engines.background import Background
 from rollkeel.engines.flights import Flight
 from rollkeel.engines.keeper import Keeper, Weights
+from rollkeel.engines.kv import KV_GB
 from rollkeel.engines.requests import check_requests, longest, room
 from rollkeel.engines.server import RESTARTS, SILENCE_SHARE, START_SHARE
 from rollkeel.engines.weight_folder import scratch_folder, write_weights
@@ -81,7 +82,7 @@ class ServedEngine:
                 python=python,
                 device=device,
                 threads=torch.get_num_threads(),
-                kv_memory_gb=config.kv_memory_gb,
+                kv_memory_gb=config.kv_memory_gb or KV_GB,
                 extra=config.server.options,
             )
 

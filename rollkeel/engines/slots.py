@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
+from rollkeel.engines.requests import Running
 from rollkeel.engines.rng import request_keys
 from rollkeel.engines.sampling import Sampled, SamplingRows
+from rollkeel.errors import EngineFailure
 from rollkeel.types import Request, TokenSpan
+
+LOOK = 16
+"""Decode steps between two looks at what has ended, on a device that one should not wait for."""
 
 
 class Slots:
@@ -41,33 +46,28 @@ class Slots:
         )
         self.experts: torch.Tensor | None = None
         self.topk: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.most = 0
+        """Longest `limit` so far: what only some requests ask for has places for no more tokens."""
+        self.ended = None if device.type == "cpu" else torch.zeros((3, count), dtype=torch.bool, device=device)
+        """On a device that one should not wait for: whether what was placed last has stopped, is out of room, is not finite."""
 
-    def place(
-        self,
-        slots: Sequence[int],
-        requests: Sequence[Request],
-        *,
-        last: Sequence[int],
-        drawn: Sequence[int],
-        limit: Sequence[int],
-        blocks: Sequence[Sequence[int]],
-        padding: int,
-    ) -> None:
-        """Put requests into `slots`: `last` is the final token of each, `drawn` of them were sampled, `limit` more may be.
-
-        Their keys and values lie in `blocks`; `padding` is the block behind those.
-        """
-        at, asked = torch.tensor(slots, device=self.device), [r.sampling for r in requests]
+    def place(self, slots: Sequence[int], running: Sequence[Running], steps: int, padding: int) -> None:
+        """Put `running` into `slots`, after so many decode steps of the engine; `padding` is the block behind their own."""
+        at, asked = torch.tensor(slots, device=self.device), [r.request.sampling for r in running]
+        limit = [r.enter(steps, self.max_length) for r in running]
         columns = torch.tensor(
             [
-                [len(r.prompt_ids) + n - 1, n, t, m, p.top_k, p.seed, r.id]
-                for r, p, n, t, m in zip(requests, asked, drawn, last, limit, strict=True)
+                [r.first, len(r.request.prefix) + len(r.span), int(r.tokens()[-1]), m, p.top_k, p.seed, r.request.id]
+                for r, p, m in zip(running, asked, limit, strict=True)
             ]
         ).T
         self.key[at] = request_keys(columns[5], columns[6]).to(self.device)
         position, already, token, most, top_k = columns[:5].to(self.device)
         self.position[at], self.drawn[at], self.token[at] = position, already, token
         self.limit[at], self.top_k[at], self.made[at] = most, top_k, 0
+        self.most = max(self.most, *limit)
+        if self.ended is not None:
+            self.ended[:, at] = False
         shape = torch.tensor([[p.temperature, p.top_p, p.min_p] for p in asked], device=self.device).T
         self.temperature[at], self.top_p[at], self.min_p[at] = shape
         most_stops = max(len(p.stop_token_ids) for p in asked)
@@ -78,7 +78,9 @@ class Slots:
         width = self.stop.shape[1]
         self.stop[at] = torch.tensor([[*p.stop_token_ids, *[-1] * width][:width] for p in asked], device=self.device)
         width = self.table.shape[1]
-        self.table[at] = torch.tensor([[*b, *[padding] * (width - len(b))] for b in blocks], device=self.device)
+        self.table[at] = torch.tensor(
+            [[*b, *[padding] * (width - len(b))] for b in (r.blocks for r in running)], device=self.device
+        )
 
     def rows(self, active: torch.Tensor, requests: Sequence[Request]) -> SamplingRows:
         """Sampling parameters of the active slots."""
@@ -100,54 +102,99 @@ class Slots:
         at = self.made[active]
         if topk and drawn is not None:
             values, ids = drawn.scores.log_softmax(-1).topk(topk, -1)
-            old = self.topk
-            if old is None or old[0].shape[-1] < topk:
-                shape = (*self.ids.shape, topk)
-                self.topk = (torch.zeros(shape, dtype=torch.int64), torch.zeros(shape))
-                if old is not None:  # sequences on their way keep what they have
-                    self.topk[0][..., : old[0].shape[-1]], self.topk[1][..., : old[1].shape[-1]] = old
-            assert self.topk is not None
-            self.topk[0][active.cpu(), at.cpu(), :topk] = ids.cpu()
-            self.topk[1][active.cpu(), at.cpu(), :topk] = values.cpu()
+            old = self.topk or (None, None)
+            self.topk = (self._room(old[0], topk, dtype=ids.dtype), self._room(old[1], topk, dtype=values.dtype))
+            self.topk[0][active, at, :topk], self.topk[1][active, at, :topk] = ids, values
         if experts:
             chosen = torch.stack(experts, 1).to(torch.int16)
-            if self.experts is None:
-                shape = (*self.ids.shape, *chosen.shape[1:])
-                self.experts = torch.zeros(shape, dtype=torch.int16, device=self.device)
+            self.experts = self._room(self.experts, *chosen.shape[1:], dtype=chosen.dtype)
             self.experts[active, at] = chosen
 
+    def _room(self, old: torch.Tensor | None, *width: int, dtype: torch.dtype) -> torch.Tensor:
+        """`[S, tokens, *width]` with places for every token that may come; sequences on their way keep what they have."""
+        if old is not None and old.shape[1] > self.most and old.shape[-1] >= width[-1]:
+            return old
+        tokens = self.most + 1 if old is None else max(self.most + 1, min(2 * old.shape[1], self.max_length))
+        new = torch.zeros((len(self.made), tokens, *width), dtype=dtype, device=self.device)
+        if old is not None:
+            new[:, : old.shape[1], ..., : old.shape[-1]] = old
+        return new
+
     def record(self, active: torch.Tensor, drawn: Sampled) -> torch.Tensor:
-        """Store one sampled token per active slot and advance; returns `[3, B]` bool: stopped, out of room, not finite."""
+        """Store one sampled token per active slot and advance; returns `[3, B]` bool: stopped, out of room, not finite.
+
+        With `ended`, a slot that ended in an earlier step stays where it is: its token falls on the place behind its last.
+        """
         at = self.made[active]
         self.ids[active, at] = drawn.ids
         self.logprobs[active, at] = drawn.logprobs
         self.kept[active, at] = drawn.kept_mass
         self.token[active] = drawn.ids
-        self.position[active] += 1
-        self.made[active] = at + 1
-        self.drawn[active] += 1
         stopped = (drawn.ids[:, None] == self.stop[active]).any(-1)
-        return torch.stack((stopped, at + 1 >= self.limit[active], ~drawn.logprobs.isfinite()))
+        ends = torch.stack((stopped, at + 1 >= self.limit[active], ~drawn.logprobs.isfinite()))
+        step: torch.Tensor | int = 1
+        if self.ended is not None:
+            before = self.ended[:, active]
+            goes_on = ~before.any(0)
+            self.ended[:, active] = ends = before | (ends & goes_on)
+            step = goes_on.long()
+        self.position[active] += step
+        self.made[active] = at + step
+        self.drawn[active] += step
+        return ends
 
-    def take(self, slot: int, request: Request, version: int, kv_version: int) -> TokenSpan:
-        """The tokens sampled in `slot` since admission or the last call, under weights `version` behind KV of `kv_version`."""
-        n = int(self.made[slot])
+    def take(
+        self, slots: Sequence[int], running: Sequence[Running], version: int, steps: int
+    ) -> Iterator[tuple[Running, TokenSpan]]:
+        """What was sampled in each of `slots`, which hold `running`, since admission or the last call, where that is anything.
 
-        def copy(t: torch.Tensor) -> np.ndarray:
-            return t[slot, :n].cpu().numpy().copy()
+        `version`: of the weights; `steps`: the engine's so far. A device is asked once.
+        """
+        topk_ids, topk = self.topk or (None, None)
+        # By size of an element, so that each begins where its type may.
+        held = (self.made, self.ids, topk_ids, self.logprobs, self.kept, topk, self.experts)
+        places = slots
+        if self.ended is not None and slots:
+            tokens = max(r.position(steps) - r.first for r in running)
+            held, places = _brought(held, torch.tensor(slots, device=self.device), tokens), range(len(slots))
+        made, *others = held
+        assert made is not None
+        for slot, place, owner in zip(slots, places, running, strict=True):
+            if n := int(made[place]):
+                rows = [None if t is None else t[place, :n].numpy().copy() for t in others]
+                self.made[slot] = 0
+                self.limit[slot] -= n
+                yield owner, _span(rows, owner, version)
 
-        wanted = request.sampling
-        topk = (copy(self.topk[0]), copy(self.topk[1])) if wanted.return_topk and self.topk is not None and n else None
-        span = TokenSpan(
-            token_ids=copy(self.ids),
-            logprobs=copy(self.logprobs),
-            kept_mass=copy(self.kept),
-            versions=np.full(n, version, np.int64),
-            kv_versions=np.full(n, kv_version, np.int64),
-            experts=copy(self.experts) if wanted.return_experts and self.experts is not None and n else None,
-            topk_ids=topk[0][:, : wanted.return_topk] if topk else None,
-            topk_logprobs=topk[1][:, : wanted.return_topk] if topk else None,
+
+def _brought(held: Sequence[torch.Tensor | None], slots: torch.Tensor, tokens: int) -> list[torch.Tensor | None]:
+    """The first `tokens` places of `slots` in each `[S, …]` tensor, on the CPU, in one copy."""
+    # Cut first: a row may have room for a whole context.
+    cut = (t if t is None or t.dim() < 2 else t[:, :tokens] for t in held)
+    parts = [None if t is None else t.index_select(0, slots) for t in cut]
+    given = [p.contiguous() for p in parts if p is not None]
+    flat = torch.cat([p.view(torch.uint8).flatten() for p in given]).cpu()
+    pieces = iter(flat.split([p.numel() * p.element_size() for p in given]))
+    return [None if p is None else next(pieces).view(p.dtype).view(p.shape) for p in parts]
+
+
+def _span(rows: Sequence[np.ndarray | None], owner: Running, version: int) -> TokenSpan:
+    ids, topk_ids, logprobs, kept, topk, experts = rows
+    assert ids is not None
+    assert logprobs is not None
+    assert kept is not None
+    asked = owner.request.sampling
+    k = asked.return_topk
+    try:
+        return TokenSpan(
+            token_ids=ids,
+            logprobs=logprobs,
+            kept_mass=kept,
+            versions=np.full(len(ids), version, np.int64),
+            kv_versions=np.full(len(ids), owner.kv_version, np.int64),
+            experts=experts if asked.return_experts else None,
+            topk_ids=topk_ids[:, :k] if k and topk_ids is not None else None,
+            topk_logprobs=topk[:, :k] if k and topk is not None else None,
         )
-        self.made[slot] = 0
-        self.limit[slot] -= n
-        return span
+    except ValueError as error:
+        raise EngineFailure(f"engine local: request {owner.request.id}: {error}") from error

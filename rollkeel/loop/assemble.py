@@ -235,6 +235,12 @@ def assemble(
 def _sampler(
     config: Config, policy: Policy, source: PromptSource, engine: Engine, objective: Objective, stop: StopFlag
 ) -> Sampler:
+    length = engine.capabilities.max_length
+    if config.sampling.max_new_tokens >= length:
+        raise BadInput(
+            f"sampling.max_new_tokens: expected at most {length - 1}, got {config.sampling.max_new_tokens}; prompt and response"
+            f" share the {length} tokens that the engine's KV memory holds: raise engine.kv_memory_gb"
+        )
     sampling = replace(
         sampling_params(config, policy.stop_token_ids),
         # The facts per token that the objective and the metrics need.

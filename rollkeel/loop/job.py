@@ -165,6 +165,12 @@ def _reinforce(run: Run, first: int) -> None:
     events.emit("precision", **precision(run.policy.model))
     events.emit("engine", name=about.name, dtype=about.dtype, forward=about.forward)
     run.view.note(f"engine {about.name} {about.dtype}{about.forward and f', forward {about.forward}'}")
+    if about.max_length < (run.config.engine.max_length or run.policy.context):
+        run.view.note(
+            f"sequences end at {about.max_length} tokens, what engine.kv_memory_gb holds of the model's context"
+        )
+    if run.trainer.padded:
+        run.view.note(f"packed attention: padded because {run.trainer.padded}")
     described = run.objective.describe()
     events.emit("objective", **described)
     run.view.note(f"objective {in_words(described)}")

@@ -14,7 +14,7 @@ GB = 10**9
 DEVICES = {"h100": 80 * GB, "a100": 80 * GB, "h200": 141 * GB}
 RESERVED = 0.06
 """Share of a GPU that its driver, kernels and fragments take."""
-CHUNK, KEPT_BYTES, BLOCK = 1024, 48 * 2**20, 16
+CHUNK, KEPT_BYTES, BLOCK, KV_GB = 1024, 48 * 2**20, 16, 4.0
 """Of `rollkeel.train.logprobs` and `rollkeel.engines.kv`, which tests compare with these."""
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "bf16": 2, "fp16": 2}
 """Bytes of a number; quantised engines compute with rounded float32."""
@@ -109,7 +109,7 @@ def engine(config: Config, shape: Shape, context: int, longest: int) -> dict[str
     slots, size = config.engine.slots, SIZES.get(config.engine.dtype, 4)
     copies = max(1, config.engine.processes)
     block = 2 * shape.layers * shape.keys * BLOCK * size
-    blocks = min(slots * (-(-context // BLOCK) + 1) + 1, int(config.engine.kv_memory_gb * 2**30) // block)
+    blocks = min(slots * (-(-context // BLOCK) + 1) + 1, int((config.engine.kv_memory_gb or KV_GB) * 2**30) // block)
     table = 8 * -(-context // BLOCK)
     slot = context * (16 + (2 * shape.layers * shape.chosen if config.rollout.routing != "off" else 0)) + table
     gathered = 4 * slots * longest * shape.keys * size

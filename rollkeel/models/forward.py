@@ -157,6 +157,7 @@ class FastForward:
             self.head = self.destinations["lm_head.weight"] = new(self.vocab_size, config.hidden_size)
         self._norm_of_head = torch.tensor([0] * self.heads + [1] * self.kv_heads, device=device)
         """Row of a layer's `qk_norm` for each head."""
+        self._expert_ids = torch.arange(int(getattr(config, "num_experts", 0) or 0), device=device)
         self.num_moe_layers = sum(layer.router is not None for layer in self.layers)
         self._rope(config)
 
@@ -272,8 +273,21 @@ class FastForward:
         if self._round:
             h = self._round(h)
         by_expert, order = chosen.flatten().sort(stable=True)
-        counts = torch.bincount(by_expert, minlength=len(layer.up_t)).tolist()
         x = h.index_select(0, order // self.top_k if self.top_k > 1 else order)
+        y = self._by_expert(x, by_expert, layer)
+        y = torch.empty_like(y).index_copy_(0, order, y).view(len(h), self.top_k, -1)
+        return torch.bmm(weights.to(y.dtype)[:, None], y)[:, 0]
+
+    def _by_expert(self, x: torch.Tensor, by_expert: torch.Tensor, layer: _Layer) -> torch.Tensor:
+        """What each row's expert makes of it; `by_expert [rows]` ascends."""
+        if x.device.type != "cpu" and not (
+            layer.lora["up"] or layer.lora["down"]
+        ):  # how many rows an expert has stays on the device
+            ends = torch.searchsorted(by_expert, self._expert_ids, right=True).int()
+            gate, up = F.grouped_mm(x, layer.up.transpose(1, 2), offs=ends).chunk(2, -1)
+            a = F.silu(gate) * up
+            return F.grouped_mm(self._round(a) if self._round else a, layer.down.transpose(1, 2), offs=ends)
+        counts = torch.bincount(by_expert, minlength=len(layer.up_t)).tolist()
         wide, y = x.new_empty(len(x), layer.up.shape[1]), torch.empty_like(x)
         for rows, out, weight in zip(x.split(counts), wide.split(counts), layer.up_t, strict=True):
             torch.mm(rows, weight, out=out)
@@ -285,5 +299,4 @@ class FastForward:
         for rows, out, weight in zip(a.split(counts), y.split(counts), layer.down_t, strict=True):
             torch.mm(rows, weight, out=out)
         add_by_expert(y, a, layer.lora["down"], self.lora_scale, counts)
-        y = torch.empty_like(y).index_copy_(0, order, y).view(len(h), self.top_k, -1)
-        return torch.bmm(weights.to(y.dtype)[:, None], y)[:, 0]
+        return y

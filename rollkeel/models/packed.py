@@ -9,6 +9,7 @@ recurrent layers, …) run as the padded `[S, Lmax]` batch instead; what comes o
 from __future__ import annotations
 
 import contextvars
+import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -96,7 +97,11 @@ def _cuda_varlen(
     ):  # the last query sees the last key, as causal windows are aligned
         k, v, cu_keys = k[layout.keys], v[layout.keys], layout.cu_keys
         furthest = int(cu_keys.diff().max())
-    out = varlen_attn(q, k, v, cu, cu_keys, longest, furthest, scale=scaling, window_size=(-1, 0), enable_gqa=gqa)
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
+    # torch 2.11 has no such argument, and takes fewer heads of keys without being told.
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = gqa
+    out = varlen_attn(q, k, v, cu, cu_keys, longest, furthest, **options)
     assert isinstance(out, torch.Tensor)
     return out
 
@@ -130,7 +135,9 @@ class PackedModel:
         self.num_moe_layers = len(self._expert_layers)
         self._checkpointed = decoder_layers(self.backbone, checkpointing)
         self._fused = fuse and fusable(model, self.backbone)
-        self.varlen = _replaceable(model, config) and self._probe()
+        self.padded = "" if _replaceable(model, config) else f"attention of {config.model_type} cannot be replaced"
+        """Why sequences are padded instead of packed; empty if they are packed."""
+        self.varlen = not self.padded and self._probe()
 
     def __call__(
         self,
@@ -272,7 +279,9 @@ class PackedModel:
         if packed is None:
             return False
         tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.1
-        return bool((packed - padded).norm() <= tolerance * padded.norm())
+        same = bool((packed - padded).norm() <= tolerance * padded.norm())
+        self.padded = "" if same else "packed tokens of this model come out as others"
+        return same
 
     def _probe_tokens(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         ids = (torch.arange(sum(_PROBE_LENGTHS), device=device) * 7919 + 11) % self._embedding.weight.shape[0]
@@ -282,7 +291,8 @@ class PackedModel:
         """None if the model cannot even run with the attention replaced; the padded form then serves it."""
         try:
             return self._packed(ids, positions, _PROBE_PARTS, _PROBE_PARENTS).float()
-        except (RuntimeError, TypeError, ValueError, LookupError):
+        except (RuntimeError, TypeError, ValueError, LookupError) as error:
+            self.padded = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             return None
 
 

@@ -132,6 +132,6 @@ def _refuse(
         position = where - int((tokens.sequence_ids == sequence).nonzero()[0, 0])
     rollout = f" (rollout {int(tokens.rollout_ids[where])})" if tokens.rollout_ids is not None else ""
     raise error(
-        f"objective {who}: expected {what} {name}, got {float(getattr(tokens, name)[first])} in sequence {sequence}{rollout}"
+        f"objective {who}: expected {what} {name}, got {float(getattr(tokens, name).detach()[first])} in sequence {sequence}{rollout}"
         f" at position {position} and {int(bad.sum()) - 1} more; look at that rollout in the engine or the trainer"
     )

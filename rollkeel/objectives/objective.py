@@ -23,7 +23,6 @@ from rollkeel.objectives.masks import Mask, Rule
 from rollkeel.objectives.metrics import Parts, measure
 from rollkeel.objectives.options import number
 from rollkeel.objectives.perturbations import Factor
-from rollkeel.objectives.segments import sequence_sum
 from rollkeel.objectives.statistics import Gather
 from rollkeel.objectives.surrogates import Surrogate
 from rollkeel.objectives.terms import WHOLE, Anchor, Terms, make_terms, wide
@@ -304,9 +303,9 @@ class Objective:
             check_part(keep, terms.logprobs, f"mask {mask.name}", self.name, truth=True)
         return keeps, (torch.stack(keeps).all(0) if len(keeps) > 1 else (keeps[0] if keeps else None))
 
-    def _rescaled(self, tokens: TokenBatch, keep: torch.Tensor | None) -> torch.Tensor:
+    def _rescaled(self, terms: Terms, keep: torch.Tensor | None) -> torch.Tensor:
         """Coefficients under `denominator`."""
-        coefficients = tokens.coefficients.detach()
+        coefficients = terms.tokens.coefficients.detach()
         if keep is None or self.denominator == "original":
             return coefficients
         if self._kept_over_batch:
@@ -314,8 +313,8 @@ class Objective:
                 return coefficients * self._batch["kept_scale"]
             everything, kept = _carried(coefficients, keep)
         else:
-            kept = sequence_sum(torch.where(keep, coefficients, 0.0), tokens.sequence_ids)
-            everything = sequence_sum(coefficients, tokens.sequence_ids)
+            kept = terms.sequence_sum(torch.where(keep, coefficients, 0.0))
+            everything = terms.sequence_sum(coefficients)
         return coefficients * torch.where(kept > 0, everything / kept, 0.0)
 
     def _weigh(self, terms: Terms) -> torch.Tensor | None:
@@ -340,7 +339,7 @@ class Objective:
         with torch.no_grad():
             keeps, keep = self._keep(terms)
             weight = self._weigh(terms)
-            scale = self._rescaled(tokens, keep)
+            scale = self._rescaled(terms, keep)
             for factor in self.factors:
                 scale = scale * factor.multiplier(terms)
             scale = scale if weight is None else scale * weight

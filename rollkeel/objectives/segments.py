@@ -59,7 +59,7 @@ def sequence_max(values: torch.Tensor, sequence_ids: torch.Tensor, counts: torch
     if values.numel() == 0:
         return values
     counts = lengths(sequence_ids) if counts is None else counts
-    return _repeat(torch.segment_reduce(values.detach(), "max", lengths=counts), counts, values.numel())
+    return _repeat(torch.segment_reduce(values.detach(), "max", lengths=counts, unsafe=True), counts, values.numel())
 
 
 def _repeat(per_segment: torch.Tensor, counts: torch.Tensor, total: int) -> torch.Tensor:
@@ -72,7 +72,8 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(counts)
-        total = torch.segment_reduce(values.double(), "sum", lengths=counts)
+        # `unsafe`: no look at the lengths, which a device would be waited for.
+        total = torch.segment_reduce(values.double(), "sum", lengths=counts, unsafe=True)
         return _repeat(total, counts, values.numel()).to(values.dtype)
 
     @staticmethod

@@ -76,7 +76,7 @@ def _where(statistic: Statistic, judged: Callable[[Terms], torch.Tensor]) -> Sta
 
     def value(terms: Terms) -> torch.Tensor:
         where = judged(terms)
-        if at is None:
+        if at is None or where.device.type != "cpu":  # how many places there are is not waited for
             return torch.where(where, inner(terms), -torch.inf)
         places = where.nonzero()[:, 0]
         found = wide(terms.target).new_full(where.shape, -torch.inf)

@@ -113,7 +113,8 @@ class Terms:
     @cached_property
     def lengths(self) -> torch.Tensor:
         """`[N]` int64, tokens of each sequence."""
-        return segments.lengths(self.tokens.sequence_ids)
+        ids, known = self.tokens.sequence_ids, self.tokens.lengths
+        return segments.lengths(ids) if known is None else torch.tensor(known, device=ids.device)
 
     def sequence_mean(self, values: torch.Tensor) -> torch.Tensor:
         """`[T]`: the mean over each token's sequence."""

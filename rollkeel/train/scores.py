@@ -30,7 +30,7 @@ class ScoreSheet:
     def __init__(self, batch: TrainingBatch, *, experts: bool = False) -> None:
         """`experts`: keep those too; `batch.experts` says how many layers and experts there are."""
         device = batch.rollout_logprobs.device
-        self.logprobs = torch.empty(len(batch), device=device)
+        self.logprobs = torch.zeros(len(batch), device=device)
         self.entropy = torch.empty_like(self.logprobs)
         self.topk_logprobs = None if batch.topk_ids is None else torch.empty(batch.topk_ids.shape, device=device)
         self.experts = torch.empty_like(batch.experts) if experts and batch.experts is not None else None

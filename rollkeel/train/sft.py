@@ -107,18 +107,19 @@ def _step(
     responses = [len(places) for places in positions]
     starts = np.concatenate([[0], np.cumsum(responses)]).tolist()
     weights = coefficients("token_mean", responses).to(device)
-    totals = torch.zeros(3, dtype=torch.float64)
+    totals = np.zeros(3)
     stepper.zero_grad()
     for members in plan([len(s) for s in sequences], max_tokens):
         micro = pack(members, sequences, prompts, starts, device, positions)
         scores = forward.score(micro)
         c = weights.index_select(0, micro.indices)
         loss = -(c * scores.logprobs).sum()
-        if not math.isfinite(loss.item()):
-            raise NonFinite(f"sft update {stepper.updates}: loss is {loss.item()}; weights left untouched")
+        with torch.no_grad():  # read at once: each look is a wait for the device
+            told = torch.stack([loss, (c * scores.entropy).sum(), (c * scores.logprobs.exp()).sum()]).tolist()
+        if not math.isfinite(told[0]):
+            raise NonFinite(f"sft update {stepper.updates}: loss is {told[0]}; weights left untouched")
+        totals += told
         (loss * stepper.scale).backward()
-        with torch.no_grad():
-            totals += torch.stack([loss, (c * scores.entropy).sum(), (c * scores.logprobs.exp()).sum()]).double().cpu()
     stepped = stepper.step()
     names = ("sft/loss", "sft/entropy", "sft/target_probability")
     return {**dict(zip(names, totals.tolist(), strict=True)), **stepped}

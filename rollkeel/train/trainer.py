@@ -127,6 +127,11 @@ class LocalTrainer:
         return self._rounding.applied()
 
     @property
+    def padded(self) -> str:
+        """Why its passes are padded instead of packed; empty if they are packed."""
+        return self._forward.packed.padded
+
+    @property
     def version(self) -> int:
         """Version of the weights: the number of updates made so far."""
         return self._stepper.updates
@@ -170,7 +175,7 @@ class LocalTrainer:
         log-prob, loss or gradient that is NaN or infinite: weights and optimizer state are then untouched.
         """
         batch = batch.to(self.device)
-        shared = {
+        shared: dict[str, Any] = {
             "old_logprobs": old_logprobs,
             "old_topk_logprobs": old_topk_logprobs,
             "ref_logprobs": ref_logprobs,
@@ -180,34 +185,47 @@ class LocalTrainer:
         if old_is_current:
             shared |= {"old_logprobs": sheet.logprobs, "old_topk_logprobs": sheet.topk_logprobs}
 
+        losses = list[torch.Tensor]()
+
         def loss_of(micro: MicroBatch, scores: Scores) -> torch.Tensor:
             sheet.put(micro.indices, scores)
-            self._check(batch, micro.indices, scores.logprobs)
             # An entropy nobody differentiates must not make the backward compute the logits again.
             entropy = scores.entropy if "entropy" in objective.needs else scores.entropy.detach()
-            about = {"entropy": entropy, "topk_logprobs": scores.topk_logprobs, "indices": micro.indices}
-            loss = objective.loss(batch.tokens(scores.logprobs, **about, **shared))
-            if not math.isfinite(loss.item()):
-                raise NonFinite(f"update {self.version}: loss is {loss.item()}; weights left untouched")
+            about: dict[str, Any] = {"entropy": entropy, "topk_logprobs": scores.topk_logprobs}
+            about |= {"indices": micro.indices, "sequences": micro.sequences}
+            tokens = batch.tokens(scores.logprobs, **about, **shared)
+            loss = objective.loss(tokens)
             if not loss.requires_grad:
                 raise RunStopped(
                     f"update {self.version}: the loss of objective {getattr(objective, 'name', '')} does not depend on the model;"
                     " return one that is computed from logprobs"
                 )
+            losses.append(loss.detach())
             return loss * self._stepper.scale
 
-        metrics = self._step(batch, loss_of, "entropy" in objective.needs, sheet.experts is not None)
+        metrics = self._step(batch, loss_of, sheet, losses, "entropy" in objective.needs)
         seen = sheet.scores
         with torch.no_grad():
-            about = {"entropy": seen.entropy, "topk_logprobs": seen.topk_logprobs}
+            about: dict[str, Any] = {"entropy": seen.entropy, "topk_logprobs": seen.topk_logprobs}
             output = objective(batch.tokens(seen.logprobs, **about, **shared))
         metrics.update(output.metrics)
-        metrics["policy/entropy"] = float(seen.entropy.mean())
-        metrics["policy/prob_mean"] = float(seen.logprobs.exp().mean())
+        means = torch.stack((seen.entropy.mean(), seen.logprobs.exp().mean())).tolist()
+        metrics["policy/entropy"], metrics["policy/prob_mean"] = means
         return UpdateOutput(metrics, seen.logprobs, seen.entropy, output.keep, output.weight, seen.experts)
 
-    def _step(self, batch: TrainingBatch, loss_of: _LossOf, through_entropy: bool, experts: bool) -> dict[str, float]:
-        """Forward, backward and optimizer step over all micro-batches, here and in the helpers; `optimizer/*` metrics."""
+    def _step(
+        self,
+        batch: TrainingBatch,
+        loss_of: _LossOf,
+        sheet: ScoreSheet,
+        losses: list[torch.Tensor],
+        through_entropy: bool,
+    ) -> dict[str, float]:
+        """Forward, backward and optimizer step over all micro-batches, here and in the helpers; `optimizer/*` metrics.
+
+        `sheet` and `losses` hold what `loss_of` saw: looked at once, because each look is a wait for the device.
+        """
+        experts = sheet.experts is not None
         self._stepper.zero_grad()
         try:
             own, *others = self._shares(batch, 1 + len(self._helpers), True)
@@ -218,8 +236,15 @@ class LocalTrainer:
                     for micro in own:
                         scores = self._forward.score(micro, temperature=self.temperature, experts=experts)
                         loss_of(micro, scores).backward()
+                except (BadInput, NonFinite):
+                    self._check(batch, sheet.logprobs)  # it says more than an objective can
+                    raise
                 finally:
                     self._finish_helpers()
+            self._check(batch, sheet.logprobs)
+            for loss in torch.stack(losses).tolist():
+                if not math.isfinite(loss):
+                    raise NonFinite(f"update {self.version}: loss is {loss}; weights left untouched")
             for helper in self._helpers:
                 helper.add_gradients()
             before = self._changed.look()
@@ -274,7 +299,6 @@ class LocalTrainer:
         experts = sheet.experts is not None
 
         def keep(micro: MicroBatch, scores: Scores) -> None:
-            self._check(batch, micro.indices, scores.logprobs)
             sheet.put(micro.indices, scores)
 
         policy = forward is self._forward
@@ -288,6 +312,7 @@ class LocalTrainer:
                     keep(micro, forward.score(micro, temperature=self.temperature, experts=experts))
             finally:
                 self._finish_helpers()
+        self._check(batch, sheet.logprobs)
         return sheet.scores
 
     def _shares(self, batch: TrainingBatch, count: int, policy: bool) -> list[list[MicroBatch]]:
@@ -317,7 +342,7 @@ class LocalTrainer:
         self,
         batch: TrainingBatch,
         objective: TrainableObjective,
-        shared: Mapping[str, torch.Tensor | None],
+        shared: Mapping[str, Any],
         old_is_current: bool,
     ) -> None:
         """Show the whole batch to the objective. Without a pass, the newest log-probs there are stand in for the current."""
@@ -327,18 +352,17 @@ class LocalTrainer:
         topk = scores.topk_logprobs if scores else batch.rollout_topk_logprobs if old_topk is None else old_topk
         if old_is_current:
             shared = {**shared, "old_logprobs": current, "old_topk_logprobs": topk}
-        about = {"entropy": scores.entropy if scores else None, "topk_logprobs": topk}
+        about: dict[str, Any] = {"entropy": scores.entropy if scores else None, "topk_logprobs": topk}
         with torch.no_grad():
             objective.prepare(batch.tokens(current, **about, **shared))
 
-    def _check(self, batch: TrainingBatch, indices: torch.Tensor, logprobs: torch.Tensor) -> None:
-        bad = (~torch.isfinite(logprobs.detach())).nonzero()
-        if bad.numel():
-            i = int(bad[0])
-            at = int(indices[i])
+    def _check(self, batch: TrainingBatch, logprobs: torch.Tensor) -> None:
+        bad = ~torch.isfinite(logprobs.detach())
+        if bool(bad.any()):
+            at = int(bad.nonzero()[0])
             raise NonFinite(
                 f"update {self.version}: log-prob of rollout {int(batch.rollout_ids[at])}, response token"
-                f" {int(batch.token_index[at])} is {logprobs[i].item()}; weights left untouched"
+                f" {int(batch.token_index[at])} is {logprobs[at].item()}; weights left untouched"
             )
 
 

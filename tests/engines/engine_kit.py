@@ -29,7 +29,7 @@ def model_of(preset: str = "tiny-qwen3-moe", seed: int = 0, **overrides: Any) ->
 
 def engine_of(model: Any, *, version: int = 0, max_length: int = 96, **config: Any) -> LocalEngine:
     """A `LocalEngine` that serves `model` as `version`."""
-    layout = {key: config.pop(key) for key in ("block_size", "prefill_tokens", "prefix_sharing") if key in config}
+    layout = {key: config.pop(key) for key in Layout._fields if key in config}
     engine = LocalEngine(model.config, EngineConfig(**config), max_length=max_length, layout=Layout(**layout))
     engine.update_weights(full_update(checkpoint_views(model).items(), version))
     return engine

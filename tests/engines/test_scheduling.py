@@ -170,6 +170,15 @@ def test_too_little_memory_for_one_sequence_is_refused(model: Any) -> None:
     LocalEngine(model.config, EngineConfig(kv_memory_gb=memory_for(9)), max_length=96)
 
 
+def test_a_long_context_nobody_asked_for_is_cut_to_the_memory(model: Any) -> None:
+    """Qwen3-0.6B's context takes 8.8 GB: with the default settings it was refused."""
+    engine = LocalEngine(model.config, EngineConfig(kv_memory_gb=memory_for(9)))
+    assert engine.capabilities.max_length == 96 < model.config.max_position_embeddings
+    with pytest.raises(BadInput, match="leaves no room in a context of 96"):
+        engine.submit(requests_of([np.arange(8, 104)], max_new_tokens=4))
+    assert LocalEngine(model.config, EngineConfig()).capabilities.max_length == model.config.max_position_embeddings
+
+
 @pytest.mark.parametrize("only", [None, (1, 3, 9, 77)])
 def test_interrupt_returns_what_there_is_and_leaves_the_others(model: Any, only: tuple[int, ...] | None) -> None:
     requests = requests_of(prompts_of(12), max_new_tokens=15)
@@ -234,6 +243,8 @@ def test_a_prefix_that_is_complete_comes_back_at_once(model: Any) -> None:
         {"prefill_tokens": 1},
         {"prefill_tokens": 50, "slots": 7},
         {"forward": "transformers"},
+        {"forward": "fast", "scores": 300},
+        {"forward": "transformers", "scores": 1, "prefill_tokens": 60},
         {"slots": 24, "kv_memory_gb": memory_for(9)},
         {"slots": 24, "kv_memory_gb": memory_for(13)},
         {"slots": 24, "kv_memory_gb": memory_for(35, 4), "block_size": 4},

@@ -15,11 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from test_forward import CASES, build
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.core_model_loading import Chunk, WeightConverter
 
 from rollkeel.errors import BadInput
 from rollkeel.models import checksum
 from rollkeel.models.checksum import MASK, tensor_checksum
-from rollkeel.models.names import _as_view, checkpoint_views
+from rollkeel.models.names import checkpoint_views
 from rollkeel.models.presets import PRESETS, build_preset
 
 FAMILIES = [
@@ -70,15 +72,33 @@ def test_writing_through_views_writes_every_parameter_once(name: str) -> None:
     assert all((p >= 1).all() for p in parameters.values())
 
 
-def test_an_index_that_is_no_strided_piece_is_refused_by_name() -> None:
-    base = torch.arange(12.0)
-    with pytest.raises(BadInput, match=r"weight w: not a strided piece"):
-        _as_view("w", base, torch.tensor([0, 1, 3]))
-    with pytest.raises(BadInput, match="not a strided piece"):
-        _as_view("w", base.view(3, 4).t(), torch.tensor([0, 1, 2]))
-    view = _as_view("w", base, torch.tensor([[1, 5, 9], [3, 7, 11]]))
-    assert view.tolist() == [[1, 5, 9], [3, 7, 11]]
-    assert view.data_ptr() == base[1:].data_ptr()
+def test_a_name_that_several_parameters_make_is_refused() -> None:
+    model = make("preset:tiny-qwen3")
+    apart = ["self_attn.q_proj.weight", "self_attn.k_proj.weight"]
+    model._weight_conversions = [WeightConverter("self_attn.qk_proj.weight", apart, [Chunk(dim=0)])]
+    with pytest.raises(BadInput, match=r"qk_proj.weight: not a strided piece of one parameter"):
+        checkpoint_views(model)
+
+
+LARGE = {
+    "8B": (Qwen3Config(vocab_size=151936, hidden_size=4096, num_hidden_layers=36, intermediate_size=12288,
+        num_attention_heads=32, num_key_value_heads=8), Qwen3ForCausalLM, 8.19e9, 399),
+    "4 layers of 30B-A3B": (Qwen3MoeConfig(vocab_size=151936, hidden_size=2048, num_hidden_layers=4, num_experts=128,
+        num_attention_heads=32, num_key_value_heads=4, num_experts_per_tok=8, moe_intermediate_size=768),
+        Qwen3MoeForCausalLM, 3.08e9, 1575),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_model_needs_no_number_per_weight(name: str) -> None:
+    """The first has 8 billion: an index of each would not fit here."""
+    config, kind, size, tensors = LARGE[name]
+    with torch.device("meta"):
+        model = kind(config)
+    views = checkpoint_views(model)
+    assert sum(v.numel() for v in views.values()) == sum(p.numel() for p in model.parameters())
+    assert sum(v.numel() for v in views.values()) == pytest.approx(size, rel=0.01)
+    assert len(views) == tensors
 
 
 def test_one_pass_and_ten_give_the_same_checksum(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from transformers import (
 from rollkeel.errors import BadInput
 from rollkeel.models.experts import SORTED_EXPERTS
 from rollkeel.models.layout import Layout
-from rollkeel.models.packed import PackedModel
+from rollkeel.models.packed import PackedModel, _cuda_varlen
 
 SMALL = {
     "vocab_size": 64,
@@ -102,6 +102,7 @@ def test_a_packed_sequence_equals_the_sequence_alone(family: str) -> None:
     model = build(make)
     packed = PackedModel(model)
     assert packed.varlen is replaceable
+    assert packed.padded == ("" if replaceable else f"attention of {model.config.model_type} cannot be replaced")
     ids, positions, cu = row(LENGTHS)
     weights = torch.randn(len(ids), 64, generator=torch.Generator().manual_seed(2))
     hidden = packed(ids, positions, torch.tensor(cu, dtype=torch.int32))
@@ -184,6 +185,40 @@ def test_the_model_is_left_as_it_was_found() -> None:
     assert model.training
 
 
+def test_an_attention_that_cannot_run_says_why() -> None:
+    """On CUDA a kernel that refuses its arguments once turned every pass into a padded one, without a word."""
+
+    class Refusing(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.shape[0] == 1:  # the packed row
+                raise TypeError("unexpected keyword argument 'enable_gqa'")
+            return x
+
+    model = build(CONFIGS["llama"][0])
+    model.model.layers[0].input_layernorm = torch.nn.Sequential(Refusing(), model.model.layers[0].input_layernorm)
+    packed = PackedModel(model)
+    assert not packed.varlen
+    assert packed.padded == "TypeError: unexpected keyword argument 'enable_gqa'"
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_the_kernel_gets_what_its_signature_has(older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 has no `enable_gqa`. Its kernel is not here: only the call is seen."""
+    told = list[bool]()
+
+    def of_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):  # type: ignore[no-untyped-def]
+        told.append(window_size == (-1, 0) and scale == 0.5 and max_q == max_k == 3)
+        return q
+
+    def of_2_13(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):  # type: ignore[no-untyped-def]
+        return of_2_11(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size) if enable_gqa else None
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_2_11 if older else of_2_13)
+    q, kv = torch.randn(5, 4, 8), torch.randn(5, 2, 8)
+    assert _cuda_varlen(q, kv, kv, Layout.build([3, 2], torch.device("cpu")), 0.5, True).shape == q.shape
+    assert told == [True]
+
+
 def test_the_probe_rejects_an_attention_that_mixes_sequences() -> None:
     """A recurrent layer passes every check of the config; only running it shows that it looks over the border."""
 
@@ -195,6 +230,7 @@ def test_the_probe_rejects_an_attention_that_mixes_sequences() -> None:
     model.model.layers[0].input_layernorm = torch.nn.Sequential(Leaky(), model.model.layers[0].input_layernorm)
     packed = PackedModel(model)
     assert not packed.varlen
+    assert packed.padded == "packed tokens of this model come out as others"
     ids, positions, cu = row(LENGTHS)
     with torch.no_grad():
         alone = [
