@@ -19,6 +19,7 @@ from transformers import Qwen3Config
 from rollkeel import objectives
 from rollkeel.cli import main
 from rollkeel.config import Config, EngineConfig, ModelConfig, TrainConfig
+from rollkeel.engines import kv
 from rollkeel.engines.kv import Layout, affordable_blocks
 from rollkeel.errors import BadInput
 from rollkeel.memory import plan as memory
@@ -116,12 +117,13 @@ def test_layers_of_transformers_keep_what_is_planned(
 
 
 def test_constants_are_those_of_trainer_and_engine() -> None:
-    assert (memory.CHUNK, memory.KEPT_BYTES) == (logprobs.CHUNK, logprobs.KEEP_BYTES)
+    assert (memory.CHUNK, memory.KEPT_BYTES, memory.KV_GB) == (logprobs.CHUNK, logprobs.KEEP_BYTES, kv.KV_GB)
     assert Layout().block_size == memory.BLOCK
     for name in PUBLIC:
         shape, fields = shape_of(name, {}), Qwen3Config(**PUBLIC[name])
         config = Config(engine=EngineConfig(kv_memory_gb=16.0, slots=4096, dtype="bf16"))
-        blocks = affordable_blocks(fields, 16.0, memory.BLOCK, torch.bfloat16, shape.context)
+        asked = EngineConfig(kv_memory_gb=16.0)
+        blocks, _ = affordable_blocks(fields, asked, memory.BLOCK, torch.bfloat16, shape.context, torch.device("cpu"))
         planned = memory.engine(config, shape, shape.context, 1024)["KV blocks"]
         assert planned == blocks * 2 * shape.layers * shape.keys * memory.BLOCK * 2
 
