@@ -21,13 +21,13 @@ ALONE = {"rollkeel_sandbox": 8_000, "rollkeel_doctor": 5_710}
 """Most lines of this repository's other distributions. Aim: doctor 5,000."""
 BESIDE = {"lab": 2_135, "data": 1_900, "evals": 1_620}
 """Most lines of what stands beside the core."""
-CORE, EVERYTHING = 41_000, 60_500
+CORE, EVERYTHING = 40_410, 59_760
 """Most lines of the rest, and of all. Aims: 26,000 and 50,000."""
 SETTINGS = Path(__file__).with_name("settings.txt")
 """The settings themselves, so that a new one is seen in review. Aim: fewer than these 95."""
 DENSITY = 10.29
 """Tokens per line of code. Aim: 9.0."""
-LOADED = 29_900
+LOADED = 29_530
 """Lines of ours that a plain `train default` imports. Aim: 20,000."""
 NOTHING = {
     tokenize.COMMENT,

@@ -39,6 +39,7 @@ DEADLINE_S, LEAST_S, TIMES = 600.0, 60.0, 20.0
 LogprobGradient = Callable[[MicroBatch, Scores], tuple[torch.Tensor, torch.Tensor | None]]
 """`(micro, scores)` → gradient of the loss by log-probs and entropies; None for an entropy that is not differentiated."""
 Sink = Callable[[MicroBatch, Scores], None]
+LossOf = Callable[[MicroBatch, Scores], torch.Tensor]
 
 
 def shares(micros: Sequence[MicroBatch], count: int) -> list[list[MicroBatch]]:
@@ -50,6 +51,19 @@ def shares(micros: Sequence[MicroBatch], count: int) -> list[list[MicroBatch]]:
         out[least].append(micro)
         load[least] += micro.input_ids.numel()
     return out
+
+
+def by_logprobs(loss_of: LossOf, entropy: bool) -> LogprobGradient:
+    """The loss's gradient by log-probs (and entropies) that another process computed."""
+
+    def gradient(micro: MicroBatch, scores: Scores) -> tuple[torch.Tensor, torch.Tensor | None]:
+        leaves = [scores.logprobs.requires_grad_()]
+        if entropy:
+            leaves.append(scores.entropy.requires_grad_())
+        by = torch.autograd.grad(loss_of(micro, scores), leaves)
+        return by[0], by[1] if entropy else None
+
+    return gradient
 
 
 class Helper:

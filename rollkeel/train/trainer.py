@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from rollkeel.models.names import checkpoint_views
 from rollkeel.models.routers import is_router
 from rollkeel.train.logprobs import PolicyForward
 from rollkeel.train.optimizer import ChangedShare, Schedule, Stepper
-from rollkeel.train.parallel import Helper, LogprobGradient, shares
+from rollkeel.train.parallel import Helper, LossOf, by_logprobs, shares
 from rollkeel.train.rounding import Rounding
 from rollkeel.train.scores import Scores, ScoreSheet
 from rollkeel.types import TokenBatch
@@ -216,7 +216,7 @@ class LocalTrainer:
     def _step(
         self,
         batch: TrainingBatch,
-        loss_of: _LossOf,
+        loss_of: LossOf,
         sheet: ScoreSheet,
         losses: list[torch.Tensor],
         through_entropy: bool,
@@ -231,7 +231,7 @@ class LocalTrainer:
             own, *others = self._shares(batch, 1 + len(self._helpers), True)
             with self.computing():
                 for helper, share in zip(self._helpers, others, strict=True):
-                    helper.start(share, self.temperature, _by_logprobs(loss_of, through_entropy), experts=experts)
+                    helper.start(share, self.temperature, by_logprobs(loss_of, through_entropy), experts=experts)
                 try:
                     for micro in own:
                         scores = self._forward.score(micro, temperature=self.temperature, experts=experts)
@@ -364,22 +364,6 @@ class LocalTrainer:
                 f"update {self.version}: log-prob of rollout {int(batch.rollout_ids[at])}, response token"
                 f" {int(batch.token_index[at])} is {logprobs[at].item()}; weights left untouched"
             )
-
-
-_LossOf = Callable[[MicroBatch, Scores], torch.Tensor]
-
-
-def _by_logprobs(loss_of: _LossOf, entropy: bool) -> LogprobGradient:
-    """The loss's gradient by log-probs (and entropies) that another process computed."""
-
-    def gradient(micro: MicroBatch, scores: Scores) -> tuple[torch.Tensor, torch.Tensor | None]:
-        leaves = [scores.logprobs.requires_grad_()]
-        if entropy:
-            leaves.append(scores.entropy.requires_grad_())
-        by = torch.autograd.grad(loss_of(micro, scores), leaves)
-        return by[0], by[1] if entropy else None
-
-    return gradient
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
