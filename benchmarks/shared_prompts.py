@@ -72,7 +72,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     policy = load_policy(ModelConfig(path=f"preset:{args.preset}"), "cpu")
-    config = TrainConfig(micro_batch_tokens=16_384, lr=0.0, warmup_steps=0, clip_norm=1e9)
+    config = TrainConfig(micro_batch_tokens=16_384, lr=1e-12, warmup_steps=0, clip_norm=1e9)
     trainer = LocalTrainer(policy, config, temperature=1.0, total_updates=10**6)
     batch, objective = batch_of(args.prompt, args.answer, args.members, args.groups), objectives.grpo()
     grads: dict[bool, dict[str, torch.Tensor]] = {}

@@ -172,6 +172,13 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
 
 
 _setup_privateuseone_for_python_backend(DEVICE)
+_module: Any = getattr(torch, DEVICE)
+_module.get_rng_state = lambda *_: torch.get_rng_state()
+_module.set_rng_state = lambda state, *_: torch.set_rng_state(state)
+_module.get_amp_supported_dtype = lambda: [
+    torch.bfloat16,
+    torch.float16,
+]  # what checkpoints ask of a machine's accelerator
 _LIBRARY = torch.library.Library("aten", "IMPL")
 for _name in ("empty.memory_format", "empty_strided", "arange.start_step", "arange.start", "arange"):
     _operation, _, _overload = _name.partition(".")

@@ -41,6 +41,7 @@ PROGRAMS: dict[str, tuple[list[str], str]] = {
     "routing": (["--steps", "2", "--every", "1", "--rounds", "2", *SHORT], "over the run"),
     "sandbox": (["--count", "2", "--jobs", "10"], "held after 10 jobs"),
     "sandbox_service": (["--count", "2", "--jobs", "8"], "HTTP"),
+    "shared_prompts": (["--prompt", "48", "--answer", "4", "--members", "2", "--repeats", "1"], "with shared prompts"),
     "simulator": ([*TOY, "--slots", "8"], "largest error"),
     "trace": (["--tokens", "2000", "--steps", "8", *SHORT], "diagnosis of 2,000 tokens"),
     "peer.compare": (

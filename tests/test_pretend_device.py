@@ -51,6 +51,7 @@ ONCE = {
     "record/checks.py changeable",
     "models/packed.py PackedModel._padded",
     "models/packed.py PackedModel._probe",
+    "models/packed.py PackedModel._run",  # of the padded batch that the probe compares with
     "models/packed.py PackedModel.replayable",
     "train/logprobs.py _check_head",
 }

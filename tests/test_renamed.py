@@ -25,6 +25,7 @@ OLD = Path(__file__).with_name("old_config.yaml")
 TODAY = [
     *TINY,
     "engine.dtype=int8",
+    "engine.kv_memory_gb=4",
     "experiment.label_noise=0.05",
     "experiment.lag=1",
     "experiment.advantages=negative",

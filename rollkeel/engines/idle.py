@@ -14,7 +14,7 @@ class IdleEngine:
     """Implements `rollkeel.protocols.Engine` for updates on recorded rollouts: it holds no weights and refuses requests."""
 
     version = -1
-    capabilities = Capabilities(name="none", dtype="none", max_length=0)
+    capabilities = Capabilities(name="none", dtype="none", max_length=2**31)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Raises `EngineFailure` if there is one."""

@@ -73,7 +73,7 @@ class TransformersForward:
         if self._logit_scale is not None or getattr(config, "logits_scaling", None) is not None:
             raise BadInput(f"engine: {config.model_type} scales its logits, which the embedded engine does not support")
         self.vocab_size = int(config.vocab_size)
-        self.num_layers, self.heads = int(config.num_hidden_layers), int(config.num_attention_heads)
+        self.num_layers, self.heads = int(config.num_hidden_layers), int(getattr(config, "num_attention_heads", 0))
         self._expert_layers = expert_layers(self._model)
         self.num_moe_layers = len(self._expert_layers)
         self.destinations = checkpoint_views(self._model)

@@ -119,7 +119,7 @@ def test_a_tracker_of_ones_own_may_take_numbers_alone(tmp_path: Path) -> None:
         "    def log(self, step, row): self.steps += [step]",
     ]
     (tmp_path / "half.py").write_text("\n".join(lines))
-    with pytest.raises(BadInput, match=r"expected an object with log and close, got Log without close$"):
+    with pytest.raises(BadInput, match=r"expected a class \(with log and close\) or function of \(run folder"):
         open_trackers([f"{tmp_path}/half.py:Log"], tmp_path, {})
     (tmp_path / "mine.py").write_text("\n".join([*lines, "    def close(self): pass", ""]))
     messages: list[str] = []
