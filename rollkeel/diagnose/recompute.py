@@ -7,6 +7,7 @@ and loading are no chance, though: what the engine did can be done again, and th
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,6 +72,20 @@ class Sampled:
     """`[T]` what the engine said of its tokens, before it cut the distribution; NaN for prompts."""
     temperature: float
 
+    @functools.cached_property
+    def views(self) -> Weights:
+        return checkpoint_views(self.policy.model)
+
+    @functools.cached_property
+    def stated(self) -> float:
+        """Mean distance of the record from what the stated weights in the stated dtype give."""
+        return _apart(self, self.views, self.mode)
+
+    @property
+    def strays(self) -> bool:
+        """Whether that is more than two ways of computing the same differ."""
+        return self.stated > _rounding(self.mode)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Guess:
@@ -97,10 +112,12 @@ def refine(found: Diagnosis, folder: Path) -> Diagnosis:
         if not found.in_doubt:
             steps = list[int]()
             for sampled in itertools.islice(_samples(folder), MOST):
-                if _strays(sampled):
+                if sampled.strays:
                     return found.settled(explain(sampled) or _unknown(sampled))
                 steps.append(sampled.step)
-            same = f"checkpoint{'s' * (len(steps) > 1)} of step {', '.join(map(str, steps))}, as stated, give what the engine recorded"
+            many = len(steps) > 1
+            which = f"checkpoint{'s' * many} of step {', '.join(map(str, steps))}"
+            same = f"{which}, computed as stated, give{'s' * (not many)} the log-probs that the engine recorded"
             return replace(found, observed=[*found.observed, same]) if steps else found
         sampled = next(_samples(folder), None)
     except RollkeelError as error:
@@ -108,18 +125,12 @@ def refine(found: Diagnosis, folder: Path) -> Diagnosis:
     return found if sampled is None else decided(found, sampled)
 
 
-def _strays(sampled: Sampled) -> bool:
-    """Whether the record is not what the stated weights in the stated dtype give, by more than two ways of computing differ."""
-    return _apart(sampled, checkpoint_views(sampled.policy.model), sampled.mode) > _rounding(sampled.mode)
-
-
 def _unknown(sampled: Sampled) -> Cause:
     """Weights that no guess comes near: the engine computed with others than it states, whatever they are."""
-    stated = _apart(sampled, checkpoint_views(sampled.policy.model), sampled.mode)
     return Cause(
         id="wrong_weights",
         score=0.7,
-        evidence=f"The checkpoint of step {sampled.step}, computed in {sampled.mode} as stated, gives log-probs {stated:.2g} away from those "
+        evidence=f"The checkpoint of step {sampled.step}, computed in {sampled.mode} as stated, gives log-probs {sampled.stated:.2g} away from those "
         "that the engine recorded of it, and no weights or dtype that were tried come near.",
         advice=_ADVICE["wrong_weights"],
     )
@@ -127,7 +138,7 @@ def _unknown(sampled: Sampled) -> Cause:
 
 def decided(found: Diagnosis, sampled: Sampled) -> Diagnosis:
     """With what explains the record in the place of what looked alike; without a gap that is what was stated."""
-    stated = _apart(sampled, checkpoint_views(sampled.policy.model), sampled.mode)
+    stated = sampled.stated
     if stated < limits.RECOMPUTED_LEAST:
         why = (
             f"the checkpoint of step {sampled.step}, computed in {sampled.mode} as stated, gives the log-probs that the engine recorded "
@@ -145,8 +156,7 @@ def explain(sampled: Sampled) -> Cause | None:
     A guess has to leave nothing but what the dtype explains. Weights of an earlier step need not be the very ones that an engine
     held, which had no checkpoint: it is enough that they are nearer than the stated ones and than those of any other guess.
     """
-    views = checkpoint_views(sampled.policy.model)
-    stated = _apart(sampled, views, sampled.mode)
+    views, stated = sampled.views, sampled.stated
     if stated < limits.RECOMPUTED_LEAST:
         return None
     tried: list[tuple[float, Guess]] = []
@@ -299,7 +309,7 @@ def _samples(folder: Path) -> Iterator[Sampled]:
         found = _taken(_policy(config, saved[at][1]), saved[at][0], rollouts)
         if found is None:
             return
-        if at == 0 or not _strays(found):
+        if at == 0 or not found.strays:
             yield found
             continue
         earlier = {step: _policy(config, path) for step, path in (saved[0], *saved[1:at][-MOST:])}
@@ -362,7 +372,7 @@ def _sampled_logprobs(span: TokenSpan) -> FloatArray:
 def _clean(sampled: Sampled | None) -> bool:
     if sampled is None:
         return False
-    return _apart(sampled, checkpoint_views(sampled.policy.model), sampled.mode) < _rounding(sampled.mode)
+    return sampled.stated < _rounding(sampled.mode)
 
 
 def _policy(config: Config, path: Path) -> Policy:

@@ -60,6 +60,8 @@ class Layout:
     """Flat position of every key that a part's queries see, part after part; None if those are its own."""
     cu_keys: torch.Tensor | None = None
     """`[S + 1]` int32: first of them for each part."""
+    furthest: int = 0
+    """Most keys of a part."""
 
     @staticmethod
     def build(lengths: Sequence[int], device: torch.device, parents: Sequence[int] | None = None) -> Layout:
@@ -83,12 +85,14 @@ class Layout:
         moved = tuple(b.to(device) for b in buckets)
         cu = torch.tensor(starts, dtype=torch.int32, device=device)
         keys = cu_keys = None
-        if max(parents) >= 0:
+        furthest = max(lengths)
+        if max(parents) >= 0 and device.type == "cuda":  # buckets take them on other devices
             seen = [[*([p] if p >= 0 else ()), i] for i, p in enumerate(parents)]
             keys = torch.cat([torch.arange(starts[j], starts[j + 1]) for each in seen for j in each]).to(device)
             counts = [sum(lengths[j] for j in each) for each in seen]
+            furthest = max(counts)
             cu_keys = torch.tensor(list(itertools.accumulate(counts, initial=0)), dtype=torch.int32, device=device)
-        return Layout(tuple(lengths), moved, inverse, cu, keys, cu_keys)
+        return Layout(tuple(lengths), moved, inverse, cu, keys, cu_keys, furthest)
 
 
 def _to(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:

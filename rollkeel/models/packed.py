@@ -90,18 +90,15 @@ def _cuda_varlen(
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    longest, cu, cu_keys, furthest = max(layout.lengths), layout.cu_seqlens, layout.cu_seqlens, max(layout.lengths)
+    longest, cu, cu_keys = max(layout.lengths), layout.cu_seqlens, layout.cu_seqlens
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    if (
-        layout.keys is not None and layout.cu_keys is not None
-    ):  # the last query sees the last key, as causal windows are aligned
+    if layout.keys is not None and layout.cu_keys is not None:  # of both the last sees the last: windows end together
         k, v, cu_keys = k[layout.keys], v[layout.keys], layout.cu_keys
-        furthest = int(cu_keys.diff().max())
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
     # torch 2.11 has no such argument, and takes fewer heads of keys without being told.
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = gqa
-    out = varlen_attn(q, k, v, cu, cu_keys, longest, furthest, **options)
+    out = varlen_attn(q, k, v, cu, cu_keys, longest, layout.furthest, **options)
     assert isinstance(out, torch.Tensor)
     return out
 

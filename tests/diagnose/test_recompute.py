@@ -198,7 +198,7 @@ def test_a_checkpoint_decides_where_tokens_show_nothing(
         return refine(found, tmp_path)
 
     assert not refined(honest).causes
-    assert "as stated, give what the engine recorded" in refined(honest, honest).observed[-1]
+    assert "computed as stated, give the log-probs that the engine recorded" in refined(honest, honest).observed[-1]
     assert refined() is whole
     assert refined(honest, int8).causes[0].id == "quantisation"  # an older checkpoint shows what the newest does not
     assert refined(other).causes[0].id == "wrong_weights"
