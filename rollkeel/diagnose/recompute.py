@@ -115,9 +115,8 @@ def refine(found: Diagnosis, folder: Path) -> Diagnosis:
                 if sampled.strays:
                     return found.settled(explain(sampled) or _unknown(sampled))
                 steps.append(sampled.step)
-            many = len(steps) > 1
-            which = f"checkpoint{'s' * many} of step {', '.join(map(str, steps))}"
-            same = f"{which}, computed as stated, give{'s' * (not many)} the log-probs that the engine recorded"
+            which = ", ".join(map(str, steps))
+            same = f"checkpoints (step {which}), computed as stated, give the log-probs that the engine recorded"
             return replace(found, observed=[*found.observed, same]) if steps else found
         sampled = next(_samples(folder), None)
     except RollkeelError as error:
