@@ -115,8 +115,7 @@ def refine(found: Diagnosis, folder: Path) -> Diagnosis:
                 if sampled.strays:
                     return found.settled(explain(sampled) or _unknown(sampled))
                 steps.append(sampled.step)
-            which = ", ".join(map(str, steps))
-            same = f"checkpoints (step {which}), computed as stated, give the log-probs that the engine recorded"
+            same = f"checkpoints (step {', '.join(map(str, steps))}), computed as stated, give the log-probs that the engine recorded"
             return replace(found, observed=[*found.observed, same]) if steps else found
         sampled = next(_samples(folder), None)
     except RollkeelError as error:
