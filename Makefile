@@ -7,6 +7,8 @@ ARGS ?=
 
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
+# Else each of the two workers rewrites the assertions of every test file on every run.
+export PYTHONDONTWRITEBYTECODE :=
 BIN := .venv/bin
 
 .PHONY: train test test-slow test-explore test-vllm lint bench lab-all setup clean
@@ -15,19 +17,19 @@ BIN := .venv/bin
 train: setup  ## warm start, RL with KPop on a tiny MoE, report
 	$(BIN)/rollkeel train $(RECIPE) $(ARGS)
 
-test: setup  ## everything but the slow tests
-	$(BIN)/python -m pytest -n 2 -m "not slow and not cuda and not vllm" $(ARGS)
+test: setup .venv/.triton  ## everything but the slow tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not cuda and not vllm" $(ARGS)
 
 test-slow: setup  ## the minutes-long tests
 	$(BIN)/python -m pytest -m "slow" $(ARGS)
 
-test-explore: setup  ## the property tests, on new examples each time
+test-explore: setup .venv/.triton  ## the property tests, on new examples each time
 	$(BIN)/python -m pytest -n 2 -m "hypothesis and not slow and not cuda and not vllm" --hypothesis-profile=default $(ARGS)
 
 test-vllm: setup .venv-vllm/.done  ## the engine in a real vLLM server on this machine's CPU: about ten minutes
 	$(BIN)/python -m pytest -m "vllm" $(ARGS)
 
-lint: setup  ## ruff and pyright
+lint: setup .venv/.triton  ## ruff and pyright
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright
 
 bench: setup .venv-bench/.done  ## speed and memory against a peer, in one run
@@ -47,6 +49,12 @@ DISTRIBUTIONS := . ./rollkeel_sandbox ./rollkeel_doctor
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation $(DISTRIBUTIONS:%=-e %)
 	$(BIN)/python -c "import rollkeel.models.kernels"  # compiled once, in ten seconds, instead of in the first run
+	@touch $@
+
+# The kernels for GPUs run in Triton's interpreter. It comes with a CUDA build of torch, not with one for CPUs.
+.venv/.triton: .venv/.done requirements-triton.txt
+	@test "$$(uname)" != Linux || $(BIN)/python -c "import triton" 2>/dev/null || \
+		$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements-triton.txt
 	@touch $@
 
 .venv-bench/.done: benchmarks/requirements.txt

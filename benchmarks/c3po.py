@@ -2,6 +2,7 @@
 
     python -m benchmarks.c3po                                   # a quarter of an hour on two quiet cores
     python -m benchmarks.c3po --median 8 --prompts 4 --steps 2 --warmup 1 --slots 16 --rounds 1   # does it run
+    python -m benchmarks.c3po --engine vllm --model tiny --slots 32 --rounds 1    # on a vLLM server, started for each measurement
 
 Answer lengths are lognormal (σ of the logarithm 1.0), at least one token and at most 16 × the median: `max_new_tokens` of
 each request, without stop tokens. A barrier step samples `--prompts` × 8 rollouts with as many slots as given and refills
@@ -108,6 +109,13 @@ class Forced:
         return self._engine.capabilities
 
 
+class ForcedServer(Forced):
+    """The same of a server."""
+
+    def score(self, sequences: Any) -> Any:
+        return self._engine.score(sequences)
+
+
 def config_of(args: argparse.Namespace, slots: int, budgeted: bool) -> Config:
     count = args.prompts * SAMPLES
     budget = {
@@ -123,6 +131,8 @@ def config_of(args: argparse.Namespace, slots: int, budgeted: bool) -> Config:
         f"rollout.prompts={args.prompts}",
         f"rollout.samples={SAMPLES}",
         f"rollout.budget={json.dumps(budget)}",
+        f"engine.kind={args.engine}",
+        f"engine.kv_memory_gb={1 if args.engine == 'vllm' else 'null'}",
         f"engine.slots={slots}",
         f"engine.kv={args.kv if budgeted else 'recompute'}",
         f"engine.processes={args.processes}",
@@ -142,7 +152,9 @@ def metrics_of(args: argparse.Namespace, slots: int, budgeted: bool) -> list[dic
     with tempfile.TemporaryDirectory() as path, quiet as view, StopFlag(view) as stop:
         folder = RunFolder.create(Path(path) / "run", config)
         policy = load_policy(config.model, "cpu")
-        engine: Any = Forced(open_engine(policy.model.config, config.engine, resolve_device("cpu")), args.lengths)
+        policy.model.generation_config.eos_token_id = []  # lengths alone end a request
+        forced = Forced if args.engine == "local" else ForcedServer
+        engine: Any = forced(open_engine(policy.model.config, config.engine, resolve_device("cpu")), args.lengths)
         run = assemble(config, folder, policy, view, stop, engine)
         try:
             run.publish()
@@ -189,6 +201,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=10, help="steps before them, in which the pool fills")
     parser.add_argument("--retention", type=int, default=16, help="σ of C3PO++")
     parser.add_argument("--model", choices=tuple(MODELS), default="wide")
+    parser.add_argument("--engine", choices=("local", "vllm"), default="local")
     parser.add_argument("--updates", type=int, default=1, help="optimizer updates per step")
     parser.add_argument("--kv", choices=("keep", "recompute"), default="keep", help="of parked rollouts")
     parser.add_argument("--processes", type=int, default=0, help="engine workers and trainer processes")

@@ -118,6 +118,7 @@ def main() -> None:
     )
     parser.add_argument("--kv", choices=("keep", "recompute"), default="keep")
     parser.add_argument("--model", choices=tuple(c3po.MODELS), default="wide")
+    parser.set_defaults(engine="local")
     args = parser.parse_args()
     args.processes, args.updates = 0, 1
     speeds = measured_curve(args, args.slots)

@@ -9,23 +9,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from rollkeel.config_data import DataConfig, EvalSet, Node
 from rollkeel.plugins import OrOwn
 from rollkeel.yaml_numbers import dump_yaml, parse_yaml
 
-__all__ = ["Config", "Node", "parse_yaml"]
+__all__ = ["Config", "DataConfig", "Node", "parse_yaml"]
 
 
 _PARKED = "SGLang's client never ran against a live server and is kept on the branch parked-sglang"
 
 
-class Node(BaseModel):
-    """Base of every config section: unknown keys and lossy conversions are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
 OrOff = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads an unquoted `off` as false."""
+OrRouter = BeforeValidator(lambda value: "router" if value is True else value)
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -42,9 +38,11 @@ class RunConfig(Node):
     """`sync` waits for every rollout of a step, `budgeted` is C3PO++: see `rollout.budget`, `async` samples while it trains:
     see `rollout.overlap`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where trainer and embedded engine compute; `auto` takes a GPU if there is one."""
+    """Where trainer and embedded engine compute; `auto` takes a GPU if there is one and the model has 20 million parameters or more."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of the trainer process; worker processes of the engine share as many."""
+    parity: bool = False
+    """Engine and trainer share one fixed-order arithmetic, so that ρ of fresh tokens is exactly 1: see docs/parity.md."""
 
 
 class ModelConfig(Node):
@@ -56,34 +54,9 @@ class ModelConfig(Node):
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Preset architecture fields to change, for example `{num_hidden_layers: 4}`."""
-
-
-class DataConfig(Node):
-    """Where prompts come from: a generated task, or files with prompt and answer columns."""
-
-    task: str | None = "runsum"
-    """Task family (`rollkeel tasks list`); exclusive with `path`."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Difficulty knobs of the task."""
-    path: str | None = None
-    """`.jsonl`, `.parquet`, `.csv`, a folder of `rollkeel data clean`, or a Hugging Face data set folder or id."""
-    prompt_column: str = Field(default="prompt", description="Column of a file's prompts.")
-    answer_column: str = "answer"
-    """Column of a file's gold answers; a dot goes into a column of objects: `reward_model.ground_truth`."""
-    solution_column: str | None = None
-    """Worked answers, which SFT learns; None: it learns the answers."""
-    split: str = Field(default="train", description="Split of a Hugging Face data set.")
-    grader: str = "exact"
-    """Grader of file data; generated tasks bring their own. With `code`, rows are problems with tests in one of the forms of
-    `rollkeel.tasks.tests_form`."""
-    grader_options: dict[str, Any] = Field(default_factory=dict)
-    """Options of that grader."""
-    eval_fraction: float = Field(default=0.1, ge=0, lt=1)
-    """Share of a file's rows (by content hash) held out for evaluation."""
-    sft_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of a file's other rows (by content hash) that only SFT learns from, so that RL sees prompts of its own; 0 shares all."""
-    chat_template: bool = False
-    """Wrap prompts with the tokenizer's chat template; a prompt that is a list of messages goes through it whole."""
+    context: int | None = Field(default=None, ge=2)
+    """Longest sequence, tokens; beyond the model's own, YaRN (Peng et al. 2023) extends its rotary embedding by that factor, for
+    training, the embedded engine and the server alike. None takes the model's own."""
 
 
 class SftConfig(Node):
@@ -91,10 +64,20 @@ class SftConfig(Node):
     warm starts are kept; without it that is `~/.cache/rollkeel`."""
 
     steps: int = Field(default=160, ge=0, description="Optimizer steps before RL; 0 is no warm start.")
+    epochs: int = Field(default=0, ge=0)
+    """Passes over the rows of file data, in the place of `steps`; 0 counts `steps`."""
     batch_size: int = Field(default=64, ge=1)
     """Examples per optimizer step."""
-    lr: float = Field(default=5e-3, gt=0, description="Highest learning rate; a cosine ends at a tenth of it.")
+    batch_tokens: int = Field(default=0, ge=0)
+    """Prompt + response tokens per optimizer step, in the place of `batch_size`: as many whole examples as fit, at least one."""
+    lr: float = Field(default=5e-3, gt=0, description="Highest learning rate.")
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Where the cosine ends, as a share of `lr`; 0 takes it to zero."""
     warmup_steps: int = Field(default=10, ge=0, description="Optimizer steps of linear warm-up.")
+
+    @property
+    def on(self) -> bool:
+        return bool(self.steps or self.epochs)
 
 
 class ServerConfig(Node):
@@ -127,9 +110,10 @@ class EngineConfig(Node):
     kv_memory_gb: float | None = Field(default=None, gt=0)
     """Most memory for the KV cache, per process; when it runs out the youngest sequence waits and is recomputed. None takes 4 on
     a CPU, and on a GPU two fifths of what is free."""
-    forward: Literal["auto", "fast", "compiled", "transformers"] = "auto"
+    forward: Literal["auto", "fast", "compiled", "transformers", "parity"] = "auto"
     """`fast` is rollkeel's own inference forward (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE), `compiled` the same with compiled
-    decode steps (float32 on a CPU, extra `cpu`, compiled once), `transformers` fits the rest; `auto` takes the fastest that fits."""
+    decode steps (float32 on a CPU, extra `cpu`, compiled once), `transformers` fits the rest; `auto` takes the fastest that fits; `parity` belongs to
+    `run.parity`, which sets it."""
     deadline_s: float = Field(default=600.0, gt=0)
     """Longest silence before the engine counts as hung. A server has half of it to start, and is killed and started again after
     a fifth of it without a token."""
@@ -183,7 +167,8 @@ class RolloutConfig(Node):
     """Rollouts per prompt."""
     zero_variance: Literal["keep", "drop", "refill"] | Annotated[int, Field(ge=1)] = "keep"
     """Groups whose rewards are all equal: `keep` them, `drop` them from the batch, or `refill` it with further prompts until
-    `prompts` groups have rewards that differ (DAPO's dynamic sampling), in at most 4 rounds; a number is `refill` with that many."""
+    `prompts` groups have rewards that differ (DAPO's dynamic sampling), in at most 4 rounds; a number is `refill` with that many.
+    With `run.loop=budgeted`, what equal groups took of the budget is spent again."""
     routing: Annotated[Literal["off", "record", "replay"], OrOff] = "record"
     """Experts each token was routed to: `record` them where engine and model can, for `routing/flip_rate`, or `replay` them in
     training as well (rollout routing replay, Ma et al. 2025)."""
@@ -209,7 +194,7 @@ class GradersConfig(Node):
     workers: int = Field(default=2, ge=1)
     """Processes for graders that are not trusted to return (`math`), and jobs in the sandbox at one time."""
     deadline_s: float = Field(default=10.0, gt=0)
-    """Of one grading in a worker; jobs in the sandbox have their own limits. Environments that all are silent for 6 times it are
+    """Of one grading in a worker; jobs in the sandbox have their own limits. A step of an environment that takes 6 times it is
     given up, and a step waits 90 times it for any one grading before the run stops and names it."""
     sandbox: str = "local"
     """Where `code` runs: `local`, or the address of a `rollkeel-sandbox serve`, whose token is in `ROLLKEEL_SANDBOX_TOKEN`."""
@@ -259,10 +244,10 @@ class TrainConfig(Node):
     warmup_steps: int = Field(default=10, ge=0)
     """Optimizer updates of linear warm-up."""
     schedule: Literal["constant", "cosine"] = Field(default="constant", description="Learning rate behind the warm-up.")
+    moments: Literal["float32", "int8"] = "float32"
+    """Numbers of AdamW's two moments: 8 bytes a parameter together, or 2."""
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="AdamW's decay rates of both moments.")
-    weight_decay: float = Field(
-        default=0.0, ge=0, description="AdamW's decoupled weight decay, of the warm start as well."
-    )
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's, decoupled, of the warm start as well.")
     clip_norm: float = Field(default=1.0, gt=0)
     """Largest norm of the gradient; a larger one is scaled down."""
     updates_per_step: int = Field(default=4, ge=1)
@@ -273,17 +258,32 @@ class TrainConfig(Node):
     checkpointing: Literal["none", "layer", "selective"] = "none"
     """What the backward computes again, to the same bits: nothing, every decoder layer, or every layer but attention itself. Of
     Qwen3-4B in bfloat16 that keeps 6.1, 0.2 and 0.5 MB of activations per token."""
+    compile: bool = False
+    """Run decoder layers through torch.compile, which wants a C++ compiler and a minute at the start; for models of some size."""
     processes: int = Field(default=1, ge=1)
     """Processes that run forward and backward on shared weights; CPU only."""
+    reduce: Literal["sum", "tree"] = "sum"
+    """How gradients of micro-batches are added: as they come, or along a binary tree over their numbers, with the same bits on 1, 2, 4, …
+    ranks."""
     lora: LoraConfig = LoraConfig()
-    freeze_router: bool = Field(default=False, description="Leave the routers of a mixture as they are.")
+    freeze_router: Annotated[Literal["off", "bias", "router"], OrOff, OrRouter] = "off"
+    """What to leave as it is of a mixture's routers: nothing, their biases (the correction of expert scores that balances load), or
+    the whole `router`, which `true` means too."""
     kl_coefficient: float = Field(default=0.0, ge=0)
     """γ: weight of KL(p‖ref); above 0 keeps a frozen copy of the start model."""
+    kl_every: int = Field(default=0, ge=0)
+    """Without a KL term: steps between measurements of `policy/kl_base`, the KL to the start model, on half of the rollouts;
+    above 0 keeps the copy as well."""
     kl_estimator: Literal["k1", "k2", "k3", "rk3", "uk3", "sk3"] = "k3"
     """Estimator of that KL: k1, k2 or k3 (Schulman 2020); the others multiply k3 by a ratio, see `rollkeel.objectives.kl`."""
     kl_in: Literal["loss", "reward"] = "loss"
     """`reward` takes γ·Σ_t KL_t of the old policy off a rollout's reward instead (k1 is the unbiased choice there)."""
     entropy_coefficient: float = Field(default=0.0, ge=0, description="Weight of an entropy bonus.")
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the start model is kept."""
+        return self.kl_coefficient > 0 or self.kl_every > 0
 
 
 class EvalConfig(Node):
@@ -294,11 +294,14 @@ class EvalConfig(Node):
     """k of avg@k, at the training temperature."""
     greedy: bool = True
     """Also score one greedy answer per item."""
+    sets: tuple[EvalSet, ...] = ()
+    """Further evaluations, `{benchmark, source, task or path, name, every, sampling, samples, items}` each: see docs/evaluation.md."""
 
 
 class CheckpointConfig(Node):
     every: int = Field(default=25, ge=0)
-    """Steps between checkpoints; 0 saves only at the end and on Ctrl-C."""
+    """Steps between checkpoints; 0 saves only at the end and on Ctrl-C, and only what a resume needs: weights and moments, without the
+    model in Hugging Face format beside them."""
     keep: int = Field(default=2, ge=1, description="Newest checkpoints that are kept.")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rollkeel import config
+from rollkeel import config, config_data
 from rollkeel.errors import BadInput, nearest
 
 
@@ -44,7 +44,7 @@ def schema() -> dict[str, Any]:
     made = config.Config.model_json_schema()
     for name, node in made["$defs"].items():
         for field, about in node.get("properties", {}).items():
-            if sentence := _docs().get((name, field)):
+            if sentence := _sentence(getattr(config, name, None) or getattr(config_data, name), field):
                 about["description"] = sentence
     return made
 
@@ -75,7 +75,7 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[Leaf]:
             yield from _walk(kind, f"{prefix}{name}.")
             continue
         default = field.get_default(call_default_factory=True)
-        sentence = field.description or _docs().get((model.__name__, name), "")
+        sentence = field.description or _sentence(model, name)
         yield Leaf(f"{prefix}{name}", _value(default), _type(properties[name]), " ".join(sentence.split()))
 
 
@@ -105,11 +105,20 @@ def _type(about: dict[str, Any]) -> str:
     return " ".join([about.get("type", "any"), *(f"{sign} {about[k]:g}" for k, sign in _RANGES if k in about)])
 
 
+def _sentence(model: type, field: str) -> str:
+    """The string below a field, in the class or in one that it inherits from."""
+    for kind in model.__mro__:
+        if text := _docs().get((kind.__name__, field)):
+            return text
+    return ""
+
+
 @cache
 def _docs() -> dict[tuple[str, str], str]:
     """Strings below fields, by class and field; pydantic would read them at import, for a quarter of a second."""
     found: dict[tuple[str, str], str] = {}
-    for node in ast.parse(Path(config.__file__).read_text(encoding="utf-8")).body:
+    modules = [ast.parse(Path(str(m.__file__)).read_text(encoding="utf-8")) for m in (config, config_data)]
+    for node in [node for module in modules for node in module.body]:
         body = node.body if isinstance(node, ast.ClassDef) else []
         for field, text in pairwise(body):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):

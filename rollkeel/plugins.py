@@ -221,13 +221,18 @@ def resolve(tree: Mapping[str, Any], change: Callable[[str, str], str] = lambda 
             return type(value)(changed(each, key) for each in value)
         return change(value, key) if isinstance(value, str) and is_own(value) else value
 
+    data = tree.get("data")
+    sources = data.get("sources") if isinstance(data, dict) else ()
+    several = [data, *(sources if isinstance(sources, (list, tuple)) else ())]
     for section, key in PLACES:
-        if isinstance(node := tree.get(section), dict) and key in node:
-            node[key] = changed(node[key], f"{section}.{key}")
-    options = node.get("grader_options") if isinstance(node := tree.get("data"), dict) else None
-    for part in options.get("parts", ()) if isinstance(options, dict) else ():
-        if isinstance(part, dict) and "grader" in part:
-            part["grader"] = changed(part["grader"], "data.grader_options.parts")
+        for node in several if section == "data" else [tree.get(section)]:
+            if isinstance(node, dict) and key in node:
+                node[key] = changed(node[key], f"{section}.{key}")
+    for node in several:
+        options = node.get("grader_options") if isinstance(node, dict) else None
+        for part in options.get("parts", ()) if isinstance(options, dict) else ():
+            if isinstance(part, dict) and "grader" in part:
+                part["grader"] = changed(part["grader"], "data.grader_options.parts")
 
 
 # -- the files, for a run that goes on and for what is kept under the name of what made it ------------------------------

@@ -47,14 +47,16 @@ class Engine(Protocol):
 
 @runtime_checkable
 class SteppedEngine(Engine, Protocol):
-    """An engine whose clock is decode steps, so that a schedule does not depend on timing."""
+    """An engine that is watched while it samples. The embedded one's clock is decode steps, so that a schedule does not depend
+    on timing; a server's is what its streams bring."""
 
     def advance(self, steps: int) -> list[Segment]:
-        """Run exactly `steps` decode steps, fewer once nothing is in flight; then what ended, ordered by request id."""
+        """Run exactly `steps` decode steps, fewer once nothing is in flight; then what ended, ordered by request id. A server
+        (`ProbedEngine`): wait for that many chunks of streams, for an end, or a moment."""
         ...
 
     def progress(self) -> dict[int, int]:
-        """Response tokens that each request in flight has so far, its prefix included, by id."""
+        """Response tokens that each request in flight has so far, its prefix included, by id. Of a server they may become fewer."""
         ...
 
 
@@ -85,6 +87,15 @@ class ProbedEngine(Engine, Protocol):
 
     def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         """Log-probs `[n - 1]` of tokens 1 … n−1 of each sequence under the served weights, temperature 1."""
+        ...
+
+
+@runtime_checkable
+class RestingEngine(Engine, Protocol):
+    """An engine that can give what it holds of a device to the trainer."""
+
+    def rest(self) -> None:
+        """Hold as little as possible, and serve nothing, until the next weights. Nothing may be in flight."""
         ...
 
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from rollkeel import plugins
-from rollkeel.config import Config, ObjectiveConfig, parse_yaml
+from rollkeel.config import Config, DataConfig, ObjectiveConfig, parse_yaml
+from rollkeel.config_data import SourceConfig
 from rollkeel.errors import BadInput, fault, nearest
 
+RESERVED = ("mean", "std", "shaped_mean", "undecided", "kl_penalty", "overlong_penalty", "overlong_share")
+"""Names of metrics `reward/…` that no source can have."""
 RECIPES = Path(__file__).resolve().parent / "recipes"
 
 
@@ -47,11 +50,53 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
     except ValidationError as error:
         where, said = fault(error)
         raise BadInput(f"config {'.'.join(where)}: {said}") from None
-    if (config.data.task is None) == (config.data.path is None):
-        raise BadInput("config data: expected exactly one of data.task and data.path; set the other to null")
+    _check_sources(config.data)
+    _check_sets(config)
     if "/" in config.run.name:
         raise BadInput(f"config run.name: {config.run.name!r} is a path, expected a name; run.dir takes a path")
+    if config.run.parity and config.engine.forward == "auto":
+        config = config.model_copy(update={"engine": config.engine.model_copy(update={"forward": "parity"})})
     return config
+
+
+def _check_sources(data: DataConfig) -> None:
+    given = [data.task is not None, data.path is not None, bool(data.sources)]
+    if sum(given) != 1:
+        raise BadInput(
+            "config data: expected exactly one of data.task and data.path, or data.sources alone; set the others to null"
+        )
+    seen = set[str]()
+    for number, (source, part) in enumerate(zip(data.sources, data.parts, strict=True)):
+        where = f"config data.sources.{number}"
+        if (source.task is None) == (source.path is None):
+            raise BadInput(f"{where}: expected exactly one of task and path; set one")
+        if part.chat_template != data.chat_template:
+            raise BadInput(f"{where}.chat_template: one model has one template; set data.chat_template instead")
+        if part.name in RESERVED:
+            raise BadInput(f"{where}.name: reward/{part.name} is a metric of all sources; set another name")
+        if part.name in seen:
+            raise BadInput(f"{where}: two sources are called {part.name!r}; set a name of its own")
+        for key, unset in (("grader_column", None), ("draw_by", "row")):
+            no_columns = part.grader == "code" or (key == "grader_column" and source.task is not None)
+            if getattr(source, key) != unset and no_columns:
+                raise BadInput(f"{where}.{key}: expected a file whose grader is not code; leave it out")
+        seen.add(part.name)
+
+
+def _check_sets(config: Config) -> None:
+    data = config.data
+    seen = {part.name for part in data.parts} or {data.whole(SourceConfig(task=data.task, path=data.path)).name}
+    for number, one in enumerate(config.eval.sets):
+        where = f"config eval.sets.{number}"
+        kinds = [one.benchmark, one.source, one.task, None if one.benchmark else one.path]
+        if sum(kind is not None for kind in kinds) != 1:
+            raise BadInput(f"{where}: expected exactly one of benchmark, source, task and path; set one")
+        names = [part.name for part in data.parts]
+        if one.source is not None and one.source not in names:
+            raise BadInput(f"{where}.source: no data.sources is called {one.source!r}{nearest(one.source, names)}")
+        if one.called in seen:
+            raise BadInput(f"{where}: eval/{one.called} is there already; set a name of its own")
+        seen.add(one.called)
 
 
 def find_recipe(name: str | Path) -> Path:
@@ -127,6 +172,10 @@ def _check_keys(tree: Any, model: type[BaseModel], where: str) -> None:
             raise BadInput(refusal(path, value) or unknown)
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             _check_keys({} if value is None else value, info.annotation, path)
+        inner = get_args(info.annotation)[:1]
+        if inner and isinstance(inner[0], type) and issubclass(inner[0], BaseModel) and isinstance(value, list):
+            for number, entry in enumerate(value):
+                _check_keys(entry, inner[0], f"{path}.{number}")
 
 
 def _check_values(value: Any, where: str) -> None:

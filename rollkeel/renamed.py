@@ -36,7 +36,6 @@ RENAMED: dict[str, tuple[str, Translation]] = {
 }
 CONSTANTS: dict[str, tuple[Any, str]] = {
     "model.seed": (0, ""),
-    "sft.min_lr_ratio": (0.1, ""),
     "sft.clip_norm": (1.0, ""),
     "sft.weight_decay": (0.0, "train.weight_decay"),
     "sft.micro_batch_tokens": (8192, "train.micro_batch_tokens, and at least 8192"),
@@ -67,7 +66,6 @@ CONSTANTS: dict[str, tuple[Any, str]] = {
 COUNTS = frozenset(
     {
         "model.seed",
-        "sft.min_lr_ratio",
         "sft.clip_norm",
         "sft.weight_decay",
         "sft.micro_batch_tokens",

@@ -89,6 +89,10 @@ class SamplingParams:
     """Number of most likely tokens whose log-probs are returned beside the sampled one."""
     return_experts: bool = False
     """Return the experts each token was routed to."""
+    return_prompt_experts: bool = False
+    """Those of the tokens in front too, beside `return_experts`."""
+    evaluation: bool = False
+    """Answers are graded and never trained on: an engine that cannot tell the mass which truncation keeps need not."""
 
     @property
     def truncated(self) -> bool:
@@ -121,6 +125,8 @@ class TokenSpan:
     """`[n, K]` float32, log-probs of `topk_ids`."""
     sampled: BoolArray | None = None
     """`[n]` bool: False for what an environment wrote between two turns, which nothing trains on; None if all were sampled."""
+    prompt_experts: IntArray | None = None
+    """`[m, layers, k]` int16: experts of all tokens in front but the last, which `experts` begins with; None unless asked for."""
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -154,7 +160,10 @@ class TokenSpan:
         return TokenSpan(token_ids=i, logprobs=f, kept_mass=f, versions=i, kv_versions=i)
 
     def append(self, other: TokenSpan) -> TokenSpan:
-        """This span followed by `other`; an optional array must be present on both sides or on the longer one only."""
+        """This span followed by `other`; an optional array must be present on both sides or on the longer one only.
+
+        Of what was read before `other` this span's tokens are a part: text of environments gets its experts from there.
+        """
         if len(self) == 0:
             return other
         if len(other) == 0:
@@ -168,7 +177,14 @@ class TokenSpan:
                 raise ValueError(f"TokenSpan.append: one part carries {name} and the other does not")
             return None if a is None else np.concatenate([a, b])
 
-        return TokenSpan(**{n: cat(n) for n in ("token_ids", *SPAN_FACTS)})
+        joined = {n: cat(n) for n in ("token_ids", *SPAN_FACTS)}
+        prompt, read = self.prompt_experts, other.prompt_experts
+        if read is not None:
+            before = len(read) - len(self)
+            text = np.flatnonzero(joined["experts"][: len(self), 0, 0] < 0)
+            joined["experts"][text] = read[before + text]
+            prompt = read[:before] if prompt is None else prompt
+        return TokenSpan(**joined, prompt_experts=prompt)
 
     def given(self, token_ids: IntArray, version: int) -> TokenSpan:
         """This span with an environment's tokens behind it: log-prob 0 and kept mass 1, which nobody is to look at."""
@@ -353,6 +369,8 @@ class WeightUpdate:
     """Sum of all slice checksums modulo 2**64."""
     mode: str | None = None
     """Numeric mode whose rounded weights the checksums are of: what an engine must hold. None: the tensors as they are."""
+    shared: bool = False
+    """The tensors are the memory that the engine computes with: nothing is copied, and summing them was summing that."""
 
 
 @dataclass(frozen=True, kw_only=True)

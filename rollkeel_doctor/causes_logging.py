@@ -9,7 +9,7 @@ from rollkeel_doctor.diagnosis import Cause
 from rollkeel_doctor.evidence import Evidence
 from rollkeel_doctor.outliers import around
 from rollkeel_doctor.signs import Shift
-from rollkeel_doctor.tokens import Gap, Tokens, gap
+from rollkeel_doctor.tokens import Gap, Tokens, clustered, gap
 from rollkeel_doctor.traces.trace import IntArray, Trace
 
 OWN_IDS = "Train on the engine's own token ids; never decode a response and encode it again."
@@ -140,6 +140,26 @@ def retokenised(e: Evidence) -> Cause | None:
         f"carry it: without them it is {1 + odd.excess.value:.3f}; the trainer was shown other ids than were sampled.",
         advice=OWN_IDS,
         positions=places(e.trace, widest(e.calm)),
+    )
+
+
+def never_drawn(e: Evidence) -> Cause | None:
+    """E_q[min(ρ, c)] is at most 1 whatever weights, bits and experts do: over it, log q is of other ids than the trainer was shown."""
+    calm = e.calm
+    above = clustered(np.minimum(np.exp(calm.o - calm.q), limits.RATIO_MOST) - 1, calm.sequence)
+    if not (above.value > limits.EXCESS and above.z > limits.EXCESS_Z):
+        return None
+    # Other log-probs than the sampler's, as of another temperature, are so for every token.
+    agree = np.fmin(gap(calm).spread, gap(around(calm, e.odd.chosen)[0]).spread)
+    if not agree < limits.BREAK_NOISE:
+        return None
+    return Cause(
+        id="retokenised",
+        score=0.8,
+        evidence=f"E_q[min(ρ, {limits.RATIO_MOST:g})] = {1 + above.value:.3f} (z {above.z:.0f}), which no weights, bits or experts bring over 1; "
+        f"most tokens, or those before the first odd one, agree (spread of logits {agree:.3f}): the ids are not those sampled.",
+        advice=OWN_IDS,
+        positions=places(e.trace, widest(calm)),
     )
 
 
@@ -286,7 +306,7 @@ def _hidden_truncation(e: Evidence) -> Cause | None:
 def _drawn_elsewhere(e: Evidence, wanted: str) -> Cause | None:
     """q and o agree, but tokens were drawn from neither: their surprisal is not the entropy."""
     s = e.surprisal
-    if s is None or len(e.drawn) < limits.MIN_TOKENS or left(e.drawn_gap):
+    if s is None or len(e.drawn) < limits.MIN_TOKENS or left(e.drawn_gap) or never_drawn(e):
         return None
     # A stated cut leaves out the most surprising tokens: their mass times the most that one can surprise.
     cut_off = (1 - e.kept_mass) * limits.CLAMP if e.trace.facts.truncated and e.kept_mass is not None else 0.0

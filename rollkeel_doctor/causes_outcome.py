@@ -188,15 +188,18 @@ def duplicates(e: Evidence) -> Cause | None:
     step, group = trace.step[whole], prompt[whole]
     pairs = np.unique(np.stack([step, group]), axis=1, return_inverse=True)[1]
     same = np.unique(np.stack([step, asked[last].view(np.int64)]), axis=1, return_inverse=True)[1]
-    odd = chance < limits.REPEAT_CHANCE
-    if odd.sum() >= limits.MIN_SEQUENCES and (trace.token_ids >= 0).all():
-        others = np.bincount(pairs)[pairs] - 1
-        over = (np.bincount(same)[same] - 1 - others * chance)[odd]
-        found = clustered(over, pairs[odd])
-        if found.value > limits.REPEATED and found.z > limits.EXCESS_Z:
+    others, rare = np.bincount(pairs)[pairs] - 1, 1 - chance
+    # Chance is known of all where tokens are seen to be drawn at log q, and groups are whole: short answers, which are alike, end first.
+    whole_groups = len(others) and (others == others.max()).mean() > limits.GROUPS_WHOLE
+    asked_of = chance < (1 if e.surprisal is not None and whole_groups else limits.REPEAT_CHANCE)
+    if asked_of.sum() >= limits.MIN_SEQUENCES and (trace.token_ids >= 0).all():
+        # A copy of a rollout that is certain says nothing: (n − 1) Q are expected, so that 1 − Q is all that one can be over.
+        over = ((np.bincount(same)[same] - 1 - others * chance) * rare)[asked_of]
+        found, most = clustered(over, pairs[asked_of]), float(np.square(rare[asked_of]).mean())
+        if found.value > limits.REPEATED * most and found.z > limits.EXCESS_Z:
             said = (
-                f"each of {int(odd.sum())} rollouts that are seldom drawn twice (probability under {limits.REPEAT_CHANCE:g}) has "
-                f"{found.value:.2f} (z {found.z:.0f}) more copies in its step than chance gives: rollouts are in the batch several times"
+                f"rollouts have {found.value / most:.2f} (z {found.z:.0f}) more copies in their step than their probabilities give, where one of each "
+                "has 1: rollouts are in the batch several times"
             )
     if said is None:
         return None
@@ -223,16 +226,12 @@ def _same_prompts(trace: Trace) -> str | None:
     count = np.bincount(groups[0])
     kinds = np.bincount(np.unique(groups[[0, 2]], axis=1)[0])
     many = count >= limits.SAME_PROMPT_GROUPS
-    few = kinds[many & (limits.SAME_PROMPT_GROUPS * kinds <= count)]
-    steps, one, prompts = int(many.sum()), int((few == 1).sum()), len(np.unique(prompt))
-    if steps < limits.DRIVEN_STEPS or prompts < 2 or len(few) < 0.9 * steps:
+    few, steps, prompts = kinds[many], int(many.sum()), len(np.unique(prompt))
+    if steps < limits.DRIVEN_STEPS or prompts < 2 or limits.SAME_PROMPT_GROUPS * few.sum() > count[many].sum():
         return None
-    if one >= 0.9 * steps:
-        return f"all groups of a step have the same prompt in {one} of {steps} steps"
-    if prompts < limits.SAME_PROMPT_GROUPS * few.max():
+    if (few == 1).mean() < 0.9 and prompts < limits.SAME_PROMPT_GROUPS * few.max():
         return None
-    shared = f"{few.min()} to {few.max()} prompts in {len(few)} of {steps} steps, of {prompts} in all"
-    return f"the {np.median(count[many]):.0f} groups of a step share {shared}"
+    return f"the {np.median(count[many]):.0f} groups of a step have {few.min()} to {few.max()} different prompts, of {prompts} in {steps} steps"
 
 
 def cut_off_answers(e: Evidence) -> Cause | None:

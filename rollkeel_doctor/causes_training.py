@@ -286,11 +286,11 @@ def learning_rate(e: Evidence) -> Cause | None:
 
 
 def _dead(e: Evidence, known: IntArray) -> bool:
-    """Whether the later half of the steps brings nothing, and the earlier half more than chance would put there."""
-    s, half = e.series, len(known) // 2
-    if len(known) < limits.DEAD_STEPS or (s.reward[known][half:] > s.low).any():
-        return False
-    return int((e.trace.reward > s.low).sum()) >= limits.DEAD_WINS
+    """Whether the later half of the steps brings nothing, and the steps before more than chance would put there."""
+    s, wins = e.series, int((e.trace.reward > e.series.low).sum())
+    last = np.flatnonzero(s.reward[known] > s.low).max(initial=-1) + 1
+    later_half = len(known) >= limits.DEAD_STEPS and 2 * last <= len(known)
+    return bool(later_half and (last / len(known)) ** wins < limits.DEAD_CHANCE)
 
 
 def _moves(s: Series) -> list[str]:

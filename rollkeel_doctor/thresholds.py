@@ -66,6 +66,7 @@ SHIFT_EXACT = 0.03  # Share of |log ρ| below which a whole shift leaves nothing
 OUTLIER = 1.0
 """Nats of |log ρ| from which a token is one that the trainer was not shown as it was sampled; fp8 has 0.1 % of them."""
 OUTLIER_REST = 0.2  # … while the median of |log ρ| over all tokens stays below this share of the outliers' median.
+RATIO_MOST = 4.0  # ρ of no token counts for more: re-tokenised runs have a mean of 1.2 to 1.3, others at most 1.002.
 ABSURD_K3 = 10.0
 """k3 over odd tokens alone from which no engine ever sampled them: rounding, routing and other weights have 0.5 to 4,
 re-tokenised runs 34 and more."""
@@ -183,7 +184,7 @@ TREND_Z = 3.0
 REWARD_FALL = 0.5  # Share of its best level that the reward must lose to be said to fall.
 DEAD_STEPS = 6
 """Of so many steps, at least, the later half must bring only the lowest reward for a policy to be called dead, …"""
-DEAD_WINS = 10  # … and the earlier half so many better ones: chance puts them all there once in a thousand.
+DEAD_CHANCE = 1e-3  # … and chance would put all better ones into the steps that have them less often than this.
 CLIPPED = 0.05
 """Share of tokens whose ratio left PPO's band within a step: healthy runs have up to 0.025, learning rates ten times too high
 0.08 to 0.29. The threshold is their geometric mean."""
@@ -222,6 +223,9 @@ ADVANTAGE_AGREES = 0.3
 length penalty that weighs as much, less with a critic; permuted ones have −0.1 to 0."""
 REPEAT_CHANCE = 1e-3
 """Sequences less likely than this are hardly ever drawn twice in a step, whatever temperature was forgotten: …"""
+GROUPS_WHOLE = (
+    0.9  # Share of rollouts in groups of the largest size from which answers were not picked by when they end.
+)
 REPEATED = 0.2  # … and have fewer copies than this.
 SAME_PROMPT_GROUPS = 4
 """Groups of a step that may not all have the same prompt; steps with as many groups a prompt, in a run with as many times their
@@ -254,5 +258,6 @@ guess adds its own gap to that of the fault, a right one leaves 1e-5 and in a ro
 RECOMPUTED_NEARER = 0.8
 """The same where weights of an earlier step are nearer than any others: the engine may have stood still between checkpoints."""
 RECOMPUTED_EXACT = 1e-3  # Share below which nothing else is tried.
-RECOMPUTED_LEAST = 1e-3  # Mean distance below which the record is what the stated weights and dtype give: fp32 1e-6.
+RECOMPUTED_LEAST = 1e-3  # Mean distance below which the record is what the stated weights and dtype give.
+RECOMPUTED_FP32 = 1.5e-4  # The same of stated float32, which has no rounding to differ by: at most 7e-5, mostly 3e-7.
 RECOMPUTED_ROUNDED = 5e-3  # The same in a rounded dtype: bf16 by prefill instead of decoding 3e-3 at most.

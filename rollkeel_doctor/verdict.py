@@ -20,6 +20,7 @@ from rollkeel_doctor.traces.trace import Trace
 _ORDER = {"bug": 0, "numerics": 1, "dynamics": 2}
 RECORD = ("alignment", "mask", "retokenised", "temperature", "truncation")
 WEIGHTS = ("wrong_weights", "stale_version", "stale_kv", "quantisation", "routing")
+TOLD = (*WEIGHTS, "retokenised")
 GAP = (*RECORD, "wrong_weights", "stale_version", "stale_kv", "quantisation", "routing", "policy_lag", "unexplained")
 TRAINING = (
     "reward_failures",
@@ -64,37 +65,18 @@ class Rule(NamedTuple):
 
 OF_TOKENS = (
     Rule(logging.positive, "A value above 0 is no log-prob, so that nothing else can be read from it.", ends=True),
-    Rule(
-        logging.mask, "Tokens that nobody sampled are evidence of this alone: all later rows are asked of the others."
-    ),
+    Rule(logging.mask, "Tokens that nobody sampled are evidence of this alone: later rows ask of the others."),
     Rule(logging.alignment, "So are sequences whose log-probs fit other tokens."),
-    Rule(
-        logging.wide, "A forgotten temperature makes a gap so wide that some sequences look moved by chance.", ends=True
-    ),
-    Rule(
-        logging.retokenised,
-        "Ids that were not sampled spoil what follows; the rest shows the same less clearly.",
-        ends=True,
-    ),
+    Rule(logging.wide, "The gap of a forgotten temperature makes some sequences look moved by chance.", ends=True),
+    Rule(logging.retokenised, "Ids that were not sampled spoil what follows.", ends=True),
     Rule(logging.temperature, "What another temperature leaves of the gap is its own.", _readable, ends=True),
     Rule(logging.truncation, "What a cut leaves of the gap is its own.", _readable, ends=True),
+    Rule(logging.never_drawn, "No gap of weights does what other ids do.", _readable, ends=True),
     Rule(weights.stale_kv, "Tokens behind a change of version tell old KV from old weights.", _apart),
-    Rule(
-        weights.never_sampled, "Weights, bits and experts are so for every token; this is so for few.", _apart, WEIGHTS
-    ),
-    Rule(
-        weights.routing,
-        "Flips may carry a gap that the dtype would explain as well.",
-        _at_rest,
-        (*WEIGHTS, "retokenised"),
-    ),
-    Rule(
-        weights.over_time,
-        "What came after a clean start is not how the engine was loaded.",
-        _apart,
-        (*WEIGHTS, "retokenised"),
-    ),
-    Rule(weights.from_the_start, "All that is left for a gap no dtype makes.", _apart, (*WEIGHTS, "retokenised")),
+    Rule(weights.never_sampled, "Weights, bits and experts are so for every token; this is for few.", _apart, WEIGHTS),
+    Rule(weights.routing, "Flips may carry a gap that the dtype would explain as well.", _at_rest, TOLD),
+    Rule(weights.over_time, "What came after a clean start is not how the engine was loaded.", _apart, TOLD),
+    Rule(weights.from_the_start, "All that is left for a gap no dtype makes.", _apart, TOLD),
     Rule(weights.harmful, "What the dtype explains harms only where the reward was lost.", _alike, WEIGHTS),
     Rule(weights.policy_lag, "Age adds to what fresh tokens show.", _readable),
     Rule(logging.unexplained, "An E_q[ρ] off 1 is reported where nothing explains it.", _readable, GAP),
@@ -102,12 +84,9 @@ OF_TOKENS = (
 OF_RUN = (
     Rule(training.reward_failures, "Rewards that are wrong explain whatever came of them, and are wrong all the same."),
     Rule(outcome.rewarded_empty, "So are rewards of answers that say nothing, whatever they led to."),
-    Rule(
-        outcome.wrong_advantages,
-        "What is wrong with a batch is wrong whatever its rewards are: these four hide nothing.",
-    ),
+    Rule(outcome.wrong_advantages, "A wrong batch is wrong whatever its rewards are: these four hide nothing."),
     Rule(outcome.nothing_trained, "Weights that stay where they are need no other cause, and may have one."),
-    Rule(outcome.duplicates, "Copies leave rewards and advantages as they are."),
+    Rule(outcome.duplicates, "Chance is reckoned with log q, so that these have to be right.", unless=RECORD),
     Rule(outcome.cut_off_answers, "A cut answer may still be right, so that no reward tells."),
     Rule(training.learning_rate, "What took the entropy without any reward took the reward too.", _undriven),
     Rule(

@@ -23,13 +23,14 @@ from rollkeel_sandbox import schemas as s
 from rollkeel_sandbox.codec import decode_job, encode_result
 from rollkeel_sandbox.describe import describe
 from rollkeel_sandbox.errors import SandboxError
-from rollkeel_sandbox.guard import MAX_BODY_BYTES, Guard, error_body
+from rollkeel_sandbox.guard import MAX_BODY_BYTES, Guard
 from rollkeel_sandbox.job import Job, Refused
 from rollkeel_sandbox.kinds import MissingTool
 from rollkeel_sandbox.partition import Closing, Full
 from rollkeel_sandbox.records import Conflict, State, Unknown, View
 from rollkeel_sandbox.service import Service
 from rollkeel_sandbox.sessions import Sessions
+from rollkeel_sandbox.tokens import error_body
 
 MAX_WAIT_S = 60.0
 Id = Annotated[str, Path(pattern=s.ID_PATTERN)]

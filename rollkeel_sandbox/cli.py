@@ -44,6 +44,7 @@ def run(
     stdin: Annotated[Path | None, typer.Option(help="File that it reads as standard input (nothing).")] = None,
     minimum: Annotated[str, typer.Option(help="Refuse below this level: restricted, namespaces, full.")] = "namespaces",
     backend: Annotated[str, typer.Option(help="auto, native, bubblewrap, gvisor.")] = "auto",
+    image: Annotated[Path | None, typer.Option(help="Container image (OCI layout, docker save) to run it in.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON instead.")] = False,
 ) -> int:
     """Run one file and print what it printed. Exit code: the program's own, 124 for a limit, 128 + number for a signal."""
@@ -64,7 +65,7 @@ def run(
         args=tuple(arguments or ()),
         limits=limits,
     )
-    with Sandbox(workers=1, minimum=Level[minimum.upper()], warm=False, backend=backend) as sandbox:
+    with Sandbox(workers=1, minimum=Level[minimum.upper()], warm=False, backend=backend, image=image) as sandbox:
         sandbox.require()
         result = sandbox.run(job)
     if as_json:
@@ -125,6 +126,9 @@ def serve(
     queue: Annotated[int, typer.Option(min=1, help="Jobs that wait in a partition at most.")] = 1000,
     minimum: Annotated[str, typer.Option(help="Refuse below this level: restricted, namespaces, full.")] = "namespaces",
     backend: Annotated[str, typer.Option(help="auto, native, bubblewrap, gvisor.")] = "auto",
+    image: Annotated[
+        Path | None, typer.Option(help="Container image (OCI layout, docker save) to run jobs in.")
+    ] = None,
     state: Annotated[Path | None, typer.Option(help="Folder for what must outlive a restart.")] = None,
     terminals: Annotated[int, typer.Option(min=0, help="Terminal sessions open at most.")] = 8,
     max_request_mb: Annotated[int, typer.Option(min=1, max=1024, help="Largest request.")] = 64,
@@ -140,6 +144,44 @@ def serve(
     if minimum not in LEVELS[1:]:
         raise BadInput(f"--minimum {minimum!r}: no such level{nearest(minimum, LEVELS[1:])}")
     return service.serve(service.Options(**options))
+
+
+@app.command()
+def front(
+    nodes: Annotated[str, typer.Option(help="URL,URL,… of `serve`, or a TOML file with partitions.")],
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8786,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token (one is made and kept).")] = None,
+    node_token_file: Annotated[Path | None, typer.Option(help="File with the nodes' token, if it is another.")] = None,
+    max_request_mb: Annotated[int, typer.Option(min=1, max=1024, help="Largest request.")] = 64,
+    check_s: Annotated[float, typer.Option("--check", min=0.05, help="Seconds between checks of a node.")] = 1.0,
+    drain_s: Annotated[float, typer.Option("--drain", min=0, help="Seconds that requests have left at Ctrl-C.")] = 10.0,
+) -> int:
+    """One address for several `serve`: to the least loaded node, around the dead and the frozen ones."""
+    options: dict[str, Any] = locals()
+    from rollkeel_sandbox import gate
+
+    return gate.serve(gate.Options(**options))
+
+
+@app.command()
+def manifest(
+    image: Annotated[str, typer.Option(help="Container image with rollkeel-sandbox[service] in it.")],
+    runtime: Annotated[str, typer.Option(help="runsc (gVisor) or kata.")] = "runsc",
+    name: Annotated[str, typer.Option(help="What all objects' names begin with.")] = "sandbox",
+    nodes: Annotated[int, typer.Option(min=1, max=1000, help="Pods that run jobs.")] = 3,
+    workers: Annotated[int, typer.Option(min=1, help="Jobs at a time in each, and its CPUs.")] = 4,
+    memory_mb: Annotated[int, typer.Option("--memory", min=256, help="MB of each.")] = 4096,
+    minimum: Annotated[str, typer.Option(help="Refuse below this level: restricted, namespaces, full.")] = "namespaces",
+) -> int:
+    """Print Kubernetes objects for nodes on gVisor or Kata behind a front, for `kubectl apply -f -`."""
+    options: dict[str, Any] = locals()
+    from rollkeel_sandbox import manifest as made
+
+    if minimum not in LEVELS[1:]:
+        raise BadInput(f"--minimum {minimum!r}: no such level{nearest(minimum, LEVELS[1:])}")
+    print(json.dumps(made.manifest(made.Options(**options)), indent=1))
+    return 0
 
 
 def main() -> None:

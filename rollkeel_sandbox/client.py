@@ -148,7 +148,7 @@ class Slot:
 class ForkServer:
     """A running fork server for one plan and one set of preloaded modules."""
 
-    def __init__(self, plan: Plan, preload: str, scratch_base: str, group: str = "") -> None:
+    def __init__(self, plan: Plan, preload: str, scratch_base: str, group: str = "", image: str = "") -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process: subprocess.Popen[bytes] = spawn.python("server", theirs.fileno())
@@ -158,7 +158,7 @@ class ForkServer:
         """It has ended, and every process of its cages is known to have ended before."""
         try:
             config = {"caller": os.getpid(), "plan": plan.to_json(), "preload": preload, "scratch_base": scratch_base}
-            config["group"] = group
+            config |= {"group": group, "image": image}
             self._control.send(json.dumps(config).encode())
             self._control.settimeout(START_DEADLINE_S)
             answer = json.loads(self._control.recv(1 << 16) or b'{"failed": "it died while starting"}')

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rollkeel_sandbox.broker import Worker
@@ -48,11 +49,12 @@ class Crew:
         workers: int,
         minimum: Level,
         backend: str,
+        image: Path | None = None,
         *,
         beat: Callable[[Worker], None],
         finish: Callable[[Worker, Order, Outcome], None],
     ) -> None:
-        self._permits, self._minimum, self._backend = workers + SLACK, minimum, backend
+        self._permits, self._minimum, self._backend, self._image = workers + SLACK, minimum, backend, image
         self._beat, self._finish = beat, finish
         self._lock = threading.Lock()
         self._boxes: dict[Worker, queue.SimpleQueue[Order | None]] = {}
@@ -123,7 +125,9 @@ class Crew:
         return Outcome(result=replace(result, attempts=order.attempt))
 
     def _new_sandbox(self) -> Sandbox:
-        return Sandbox(workers=self._permits, minimum=self._minimum, backend=self._backend, attempts=1)
+        return Sandbox(
+            workers=self._permits, minimum=self._minimum, backend=self._backend, attempts=1, image=self._image
+        )
 
     def _spawn(self, target: Callable[..., None], *args: Any) -> None:
         name = "-".join(("sandbox", *map(str, args[0] if args else ())))

@@ -8,67 +8,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
-import os
-import secrets
-import stat
-from pathlib import Path
 from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from rollkeel_sandbox.errors import BadInput
+from rollkeel_sandbox.tokens import error_body
 
 MAX_BODY_BYTES = 64 << 20
 BODY_S = 120.0
 """Seconds within which a request's body must have come."""
 DISCARD_BYTES, DISCARD_S = 1 << 28, 10.0
-TOKEN_VARIABLE = "ROLLKEEL_SANDBOX_TOKEN"
-SHORTEST_TOKEN = 16
 Refusal = tuple[int, str, str]
 """Status, a word for programs, a line for people."""
-
-
-def load_token(file: Path | None, folder: Path | None) -> tuple[str, str]:
-    """The token, and where it is in words: of `file`, of the environment, or of `folder`, where it is made once.
-
-    Raises `BadInput` for a file that is missing, open to others or too short.
-    """
-    if file is None and (given := os.environ.get(TOKEN_VARIABLE)):
-        return _checked(given.strip(), f"the environment ({TOKEN_VARIABLE})"), f"in the environment ({TOKEN_VARIABLE})"
-    made = (folder / "token") if folder else None
-    path = file or made
-    if path and path.exists():
-        if stat.S_IMODE(path.stat().st_mode) & 0o077:
-            raise BadInput(f"{path}: it holds a token and others may read it; chmod 600 it")
-        return _checked(path.read_text(encoding="utf-8").strip(), str(path)), f"in {path}"
-    if file:
-        raise BadInput(f"{file}: no such file; write a token of at least {SHORTEST_TOKEN} characters into it")
-    token = secrets.token_urlsafe(32)
-    if made is None:
-        return token, f"{token} (made for this run, shown once)"
-    try:
-        made.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as out:
-            out.write(token + "\n")
-    except OSError as error:
-        raise BadInput(f"sandbox: state folder {folder}: {error.strerror}; name another with --state") from None
-    return token, f"{token} (shown once; kept in {made})"
-
-
-def _checked(token: str, where: str) -> str:
-    if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
-        raise BadInput(
-            f"{where}: expected a token of at least {SHORTEST_TOKEN} printable ASCII characters without spaces"
-        )
-    return token
-
-
-def error_body(message: str, code: str, **more: Any) -> bytes:
-    """One line of JSON."""
-    return json.dumps({"error": " ".join(message.split()), "code": code, **more}).encode()
 
 
 class Guard:

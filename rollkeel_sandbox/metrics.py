@@ -56,39 +56,77 @@ class Timings:
 def text(figures: Mapping[str, Any]) -> str:
     """`Service.metrics()` for Prometheus."""
     lines: list[str] = []
-
-    def family(name: str, kind: str, help_: str, rows: Iterable[tuple[dict[str, str], float]]) -> None:
-        lines.extend((f"# HELP {PREFIX}_{name} {help_}", f"# TYPE {PREFIX}_{name} {kind}"))
-        lines.extend(_line(name, labels, value) for labels, value in rows)
-
     parts: Mapping[str, Any] = figures["partitions"]
     for name, help_ in (("queued", "Jobs that wait."), ("running", "Jobs that run."), ("workers", "Workers.")):
-        family(name, "gauge", help_, [({"partition": p}, row[name]) for p, row in parts.items()])
+        lines += _family(name, "gauge", help_, [({"partition": p}, row[name]) for p, row in parts.items()])
     for name, help_ in (
         ("accepted", "Jobs taken."),
         ("refused", "Jobs refused because the queue was full."),
         ("retried", "Jobs run once more because their worker was lost."),
         ("replaced", "Workers given up for another."),
     ):
-        family(f"{name}_total", "counter", help_, [({"partition": p}, row[name]) for p, row in parts.items()])
-    family(
+        lines += _family(f"{name}_total", "counter", help_, [({"partition": p}, row[name]) for p, row in parts.items()])
+    lines += _family(
         "ended_total",
         "counter",
         "Jobs that have left, by status or by why they have none.",
         [({"partition": p, "status": s}, n) for p, row in parts.items() for s, n in row["ended"].items()],
     )
-    lines.extend(_latencies(parts))
-    family("kept_results", "gauge", "Results that can still be asked for.", [({}, figures["kept_results"])])
-    family("terminals", "gauge", "Open terminal sessions.", [({}, figures["terminals"])])
-    family("level", "gauge", "Isolation: 0 none, 1 restricted, 2 namespaces, 3 full.", [({}, figures["level"])])
-    family("start_time_seconds", "gauge", "Unix time of the start.", [({}, figures["started"])])
+    said = f"Seconds of the last {KEPT} jobs with a result: in the queue, running, both."
+    lines += _latencies(parts, "latency_seconds", said)
+    lines += _family("kept_results", "gauge", "Results that can still be asked for.", [({}, figures["kept_results"])])
+    lines += _family("terminals", "gauge", "Open terminal sessions.", [({}, figures["terminals"])])
+    lines += _family(
+        "level", "gauge", "Isolation: 0 none, 1 restricted, 2 namespaces, 3 full.", [({}, figures["level"])]
+    )
+    lines += _family("start_time_seconds", "gauge", "Unix time of the start.", [({}, figures["started"])])
     return "\n".join(lines) + "\n"
 
 
-def _latencies(parts: Mapping[str, Any]) -> Iterable[str]:
-    name = "latency_seconds"
-    yield f"# HELP {PREFIX}_{name} Seconds of the last {KEPT} jobs with a result: in the queue, running, both."
-    yield f"# TYPE {PREFIX}_{name} summary"
+def front_text(figures: Mapping[str, Any]) -> str:
+    """`Front.report()` for Prometheus."""
+    lines: list[str] = []
+    parts, nodes = figures["partitions"], figures["nodes"]
+    for name, kind, help_ in (
+        ("outstanding", "gauge", "Jobs that nodes have."),
+        ("taken", "counter", "Jobs taken."),
+        ("refused", "counter", "Jobs refused as no node had room."),
+    ):
+        rows = [({"partition": p}, row[name]) for p, row in parts.items()]
+        lines += _family(f"front_{name}{'_total' * (kind == 'counter')}", kind, help_, rows)
+    latency = {p: {"latency": {"total": row["latency"]}} for p, row in parts.items()}
+    lines += _latencies(latency, "front_latency_seconds", f"Seconds of the last {KEPT} requests with a result.")
+    for name, kind, help_ in (
+        ("up", "gauge", "1 for a node in use, 0 for one that is isolated."),
+        ("outstanding", "gauge", "Jobs that this front has there."),
+        ("foreign", "gauge", "Jobs of others there."),
+        ("workers", "gauge", "Workers."),
+        ("deadline_seconds", "gauge", "Deadline of the next check, by the measured times."),
+        ("sent", "counter", "Jobs sent there."),
+        ("failed", "counter", "Jobs that broke off or were late."),
+        ("isolated", "counter", "Times that the node was isolated."),
+    ):
+        rows = [({"node": url}, row[name]) for url, row in nodes.items()]
+        lines += _family(f"front_node_{name}{'_total' * (kind == 'counter')}", kind, help_, rows)
+    answers = [({"status": str(status)}, count) for status, count in figures["answers"].items()]
+    lines += _family("front_answers_total", "counter", "Answers by HTTP status.", answers)
+    for name, help_ in (
+        ("reissued", "Requests sent to a second node."),
+        ("killed", "Jobs that lost two nodes."),
+        ("lost_sessions", "Terminal sessions whose node was lost."),
+    ):
+        lines += _family(f"front_{name}_total", "counter", help_, [({}, figures[name])])
+    lines += _family("front_terminals", "gauge", "Open terminal sessions.", [({}, figures["terminals"])])
+    return "\n".join(lines) + "\n"
+
+
+def _family(name: str, kind: str, help_: str, rows: Iterable[tuple[dict[str, str], float]]) -> list[str]:
+    first = [f"# HELP {PREFIX}_{name} {help_}", f"# TYPE {PREFIX}_{name} {kind}"]
+    return first + [_line(name, labels, value) for labels, value in rows]
+
+
+def _latencies(parts: Mapping[str, Any], name: str, help_: str) -> Iterable[str]:
+    yield from _family(name, "summary", help_, ())
     for partition, row in parts.items():
         for stage, summary in row["latency"].items():
             labels = {"partition": partition, "stage": stage}

@@ -20,8 +20,8 @@ from rollkeel_sandbox.client import CageFailure
 from rollkeel_sandbox.codec import decode_result, encode_job
 from rollkeel_sandbox.errors import BadInput, RunStopped
 from rollkeel_sandbox.job import Closes, Job, Level, Refused, Result, Status
+from rollkeel_sandbox.tokens import TOKEN_VARIABLE
 
-TOKEN_VARIABLE = "ROLLKEEL_SANDBOX_TOKEN"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 SLACK_S = 60.0
 """Beyond what a job may take at most, after which a silent server counts as hung and is asked again."""

@@ -29,6 +29,8 @@ LINKS = {
 SCRATCH_FOLDERS = ("box", "tmp", "shm")
 _NEVER = ("/", "/home", "/root", "/etc", "/var", "/proc", "/sys", "/dev", "/tmp", "/run")
 _INSTALLED = ("bin", "lib", "lib64", "libexec", "include", "share", "jmods", "conf", "pyvenv.cfg")
+_OURS = {"dev", "proc", "sys", "tmp", SCRATCH[1:]}
+"""Folders of an image that are not used."""
 _MOUNT_POINTS = ("/mnt", "/media", "/srv", "/opt", "/run", "/var")
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV, _ATTR_NOEXEC = 1, 2, 4, 8
 
@@ -82,6 +84,26 @@ def links_and_binds(paths: Sequence[str]) -> tuple[dict[str, str], list[Bind]]:
     return {link: to for link, to in links.items() if not any(b.target.startswith(f"{link}/") for b in binds)}, binds
 
 
+def image_tree(image: str, own: Sequence[str]) -> tuple[dict[str, str], list[Bind]]:
+    """The same for the root of a container image: all of it but what is the sandbox's own, and this Python at its place.
+
+    Raises `OSError` where both want the same folder.
+    """
+    links, binds = links_and_binds(own)
+    for name in sorted(set(os.listdir(image)) - _OURS):
+        path, source = f"/{name}", os.path.join(image, name)
+        if any(bind.target.startswith(f"{path}/") for bind in binds):
+            if path in SYSTEM:
+                raise OSError(
+                    f"this Python is installed below {path}, where the image has its own; use one from elsewhere"
+                )
+        elif os.path.islink(source):
+            links[path] = os.readlink(source)
+        else:
+            binds.append(Bind(source, at=path))
+    return links, binds
+
+
 def rules(paths: Sequence[str], *, private: bool) -> list[landlock.Rule]:
     """Landlock's view of the same tree, as far as it is the same for all jobs."""
     out: list[landlock.Rule] = [(path, landlock.READ) for path in paths]
@@ -95,9 +117,9 @@ JOB_FOLDERS = (landlock.WRITE, ("read_file", "read_dir", "write_file"))
 everybody's processes."""
 
 
-def enter(paths: Sequence[str]) -> None:
+def enter(paths: Sequence[str], image: str = "") -> None:
     """Build the tree in this process's mount namespace and make it the root; the old root is gone afterwards."""
-    links, binds = links_and_binds(paths)
+    links, binds = image_tree(image, paths) if image else links_and_binds(paths)
     libc.mount("none", "/", flags=libc.MS_REC | libc.MS_PRIVATE)
     base = _mount_point([b.source for b in binds])
     libc.mount("tmpfs", base, "tmpfs", libc.MS_NOSUID | libc.MS_NODEV, "size=1m,mode=755")

@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from rollkeel_sandbox import cgroup, enclosure, kinds, tree
 from rollkeel_sandbox.boxes import Box, Boxes
@@ -57,6 +58,7 @@ class Sandbox(Closes):
     show what they are for; it lowers the level as a missing layer would. `backend`: `native` builds its own cages,
     `bubblewrap` and `gvisor` have those programs build one for each job; `auto` is native, or the one with the highest level
     where native gives less than `namespaces`. `attempts`: how often a job is run that loses its cage.
+    `image`: an OCI layout, or a tar of `docker save`, whose files jobs see instead of the machine's; for the native backend's private root.
     """
 
     def __init__(
@@ -68,11 +70,13 @@ class Sandbox(Closes):
         warm: bool = True,
         backend: str = "auto",
         attempts: int = ATTEMPTS,
+        image: Path | None = None,
     ) -> None:
         if workers < 1:
             raise BadInput(f"sandbox: expected at least one worker, got {workers}")
         self.plan = choose_plan(backend, tuple(without))
         self.level = self.plan.level
+        self._image = _unpacked(image, self.plan) if image else None
         self.minimum = minimum
         self._warm, self._attempts, self._workers = warm, attempts, workers
         self._permits = threading.BoundedSemaphore(workers)
@@ -93,7 +97,7 @@ class Sandbox(Closes):
         when this machine cannot run such programs; never for what a program does."""
         if job.untrusted and self.level < self.minimum:
             return Result(status=Status.REFUSED, level=self.level, reason=self._why_refused(), attempts=0)
-        kinds.require(job.kind)
+        self.require_tools(job.kind)
         handle = handle or Handle()
         with self._permits:
             attempt, unbuilt, reason = 1, 0, ""
@@ -135,6 +139,15 @@ class Sandbox(Closes):
         """Raise `Refused` if untrusted jobs would be."""
         if self.level < self.minimum:
             raise Refused(self._why_refused())
+
+    def require_tools(self, kind: str) -> None:
+        """Raise `MissingTool` when programs of this kind cannot be run, here or in the image."""
+        if self._image:
+            from rollkeel_sandbox import images  # few have one
+
+            images.require(self._image, kind)
+        else:
+            kinds.require(kind)
 
     def close(self) -> None:
         """End the fork servers and everything that still runs in them."""
@@ -193,7 +206,7 @@ class Sandbox(Closes):
     def _start_server(self, preload: str) -> ForkServer | Boxes:
         if isinstance(self.plan, Enclosure):
             return Boxes(self.plan.backend, own_uids=self.plan.identity == OWN)
-        return ForkServer(self.plan, preload, self._base, self._group)
+        return ForkServer(self.plan, preload, self._base, self._group, str(self._image or ""))
 
     def _replace(self, server: ForkServer | Boxes, preload: str) -> None:
         """End a server; uids of cages that were lost come back if all their processes are surely dead."""
@@ -275,3 +288,13 @@ def choose_plan(backend: str, without: tuple[str, ...]) -> Plan | Enclosure:
     if backend == "native" or without or plan.level >= Level.NAMESPACES:
         return plan
     return max([plan, *map(enclosure.probe, enclosure.PROGRAMS)], key=lambda p: p.level)
+
+
+def _unpacked(image: Path, plan: Plan | Enclosure) -> Path:
+    if isinstance(plan, Enclosure) or "mount" not in plan.namespaces:
+        raise Refused(
+            "sandbox: an image needs the native backend's private root, which cannot be had here; see rollkeel-sandbox doctor"
+        )
+    from rollkeel_sandbox import images
+
+    return images.unpack(image)

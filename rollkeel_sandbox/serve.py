@@ -16,6 +16,7 @@ from rollkeel_sandbox.job import Level
 from rollkeel_sandbox.partition import Partition
 from rollkeel_sandbox.service import Service
 from rollkeel_sandbox.sessions import Sessions, factory
+from rollkeel_sandbox.tokens import load_token
 
 KEEP_ALIVE_S = 75
 BACKLOG = 1024
@@ -35,6 +36,7 @@ class Options:
     queue: int = 1000
     minimum: str = "namespaces"
     backend: str = "auto"
+    image: Path | None = None
     state: Path | None = None
     """None: a folder of the cache named by the port; nothing is kept with port 0."""
     terminals: int = 8
@@ -62,16 +64,15 @@ def serve(options: Options) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise BadInput(f"sandbox serve: needs {error.name}; pip install 'rollkeel-sandbox[service]'") from None
-    from rollkeel_sandbox.guard import load_token
 
     wanted = partitions(options)
     if options.stdio:
         return _stdio(options, wanted)
-    with _listen(options.host, options.port) as sock:
+    with listen(options.host, options.port) as sock:
         port = sock.getsockname()[1]
-        state = options.state or (_default_state(port) if options.port else None)
+        state = options.state or (default_state(port) if options.port else None)
         token, where = load_token(options.token_file, state)
-        with Service(wanted, minimum=Level[options.minimum.upper()], backend=options.backend, state=state) as service:
+        with _service(options, wanted, state) as service:
             sessions = Sessions(factory(service), most=options.terminals)
             service.gauges["terminals"] = sessions.count
             shown = f"[{options.host}]" if ":" in options.host else options.host
@@ -84,6 +85,11 @@ def serve(options: Options) -> int:
             print("\n".join(lines), flush=True)
             _run(options, service, sessions, token, sock)
     return 0
+
+
+def _service(options: Options, wanted: list[Partition], state: Path | None) -> Service:
+    minimum = Level[options.minimum.upper()]
+    return Service(wanted, minimum=minimum, backend=options.backend, image=options.image, state=state)
 
 
 def _run(options: Options, service: Service, sessions: Sessions, token: str, sock: socket.socket) -> None:
@@ -109,7 +115,7 @@ def _run(options: Options, service: Service, sessions: Sessions, token: str, soc
         timeout_graceful_shutdown=max(1, round(options.drain_s)),
         limit_concurrency=MAX_CONNECTIONS,
     )
-    _allow_descriptors()
+    allow_descriptors()
     # The server passes a signal on to whoever had it before; that it has ended well is told by the exit code instead.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
@@ -124,9 +130,7 @@ def _run(options: Options, service: Service, sessions: Sessions, token: str, soc
 def _stdio(options: Options, wanted: list[Partition]) -> int:
     from rollkeel_sandbox.mcp import make
 
-    with Service(
-        wanted, minimum=Level[options.minimum.upper()], backend=options.backend, state=options.state
-    ) as service:
+    with _service(options, wanted, options.state) as service:
         print(f"sandbox: MCP on stdio; isolation level: {service.level.name.lower()}", file=sys.stderr, flush=True)
         sessions = Sessions(factory(service), most=options.terminals)
         try:
@@ -136,13 +140,14 @@ def _stdio(options: Options, wanted: list[Partition]) -> int:
     return 0
 
 
-def _allow_descriptors() -> None:
+def allow_descriptors() -> None:
     """A connection takes one and a running job some: as many as this user may have."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """Raises `BadInput`."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -154,6 +159,6 @@ def _listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def _default_state(port: int) -> Path:
+def default_state(port: int) -> Path:
     root = os.environ.get("ROLLKEEL_CACHE")
     return (Path(root) if root else Path.home() / ".cache" / "rollkeel") / f"sandbox-{port}"

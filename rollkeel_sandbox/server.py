@@ -37,7 +37,8 @@ DESCRIPTOR = struct.Struct("=i")
 def main(control_fd: int, package_root: str) -> NoReturn:
     """Entry point of the launcher; the first message on the control socket says what to be."""
     libc.default_signals()
-    control = socket.socket(fileno=control_fd)
+    control = socket.socket(fileno=os.dup(control_fd))  # a busy caller's number may lie among those from KEPT_FD on
+    os.close(control_fd)
     config = json.loads(control.recv(MAX_MESSAGE))
     caller = os.pidfd_open(config["caller"])
     if os.getppid() != config["caller"]:
@@ -110,12 +111,14 @@ def _prepare(plan: Plan, config: dict[str, Any], package_root: str) -> Cage:
     for name in MODULES[config["preload"]]:
         if importlib.util.find_spec(name):
             importlib.import_module(name)
-    paths = readable_paths()
+    image = config["image"]
+    paths = root.interpreter_paths() if image else readable_paths()
     group = -1
     if plan.cgroup:  # before it is out of sight
         group = fcntl.fcntl(os.open(config["group"], os.O_PATH | os.O_DIRECTORY), fcntl.F_DUPFD_CLOEXEC, KEPT_FD)
     if "mount" in plan.namespaces:
-        root.enter(paths)
+        root.enter(paths, image)
+        paths = (*paths, *(f"/{name}" for name in os.listdir("/") if image)) if image else paths
     if plan.capabilities:
         identity.forswear()
     seccomp = Filter(libc.machine(), plan) if plan.seccomp else None

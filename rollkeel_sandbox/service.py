@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollkeel_sandbox import kinds
 from rollkeel_sandbox.broker import Abandon, Action, Broker, End, Fate, Interrupt, Open, Start, Worker
 from rollkeel_sandbox.codec import digest
 from rollkeel_sandbox.crew import Crew, Order, Outcome
@@ -48,6 +47,7 @@ class Service(Closes):
         *,
         minimum: Level = Level.NAMESPACES,
         backend: str = "auto",
+        image: Path | None = None,
         state: Path | None = None,
         grace_s: float = GRACE_S,
         keep_s: float = 900.0,
@@ -65,7 +65,7 @@ class Service(Closes):
         self.gauges: dict[str, Callable[[], int]] = {}
         """Further figures for `metrics`, by name."""
         workers = sum(p.workers for p in partitions)
-        self._crew = Crew(workers, minimum, backend, beat=self._beat, finish=self._finish)
+        self._crew = Crew(workers, minimum, backend, image, beat=self._beat, finish=self._finish)
         with self._step() as now:
             self._apply(self._broker.open(now), now)
             for record in self._records.recover(now):
@@ -184,13 +184,14 @@ class Service(Closes):
             return record.view()
 
     def health(self) -> dict[str, Any]:
-        """`ok`; `draining`; `fault`: one line or empty; `level`; `workers`: see `Broker.workers`."""
+        """`ok`; `draining`; `fault`: one line or empty; `level`; `started`; `workers`, `partitions`: see `Broker`."""
         with self._lock:
             workers = self._broker.workers(time.monotonic())
             fault = self._records.fault
             ok = not (self.draining or fault)
-            level = self.level.name.lower()
-            return {"ok": ok, "draining": self.draining, "fault": fault, "level": level, "workers": workers}
+            said = {"ok": ok, "draining": self.draining, "fault": fault, "level": self.level.name.lower()}
+            rows = {p.name: self._broker.figures(p.name) for p in self.partitions}
+            return said | {"workers": workers, "partitions": rows, "started": self._timings.started}
 
     def metrics(self) -> dict[str, Any]:
         """By partition: gauges `queued`, `running`, `workers`; counts since the start; `latency` in seconds by stage."""
@@ -250,7 +251,7 @@ class Service(Closes):
                 self._records.add(record)
 
     def _possible(self, job: Job) -> None:
-        kinds.require(job.kind)
+        self._crew.sandbox.require_tools(job.kind)
         if job.untrusted:
             self._crew.sandbox.require()
 

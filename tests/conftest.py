@@ -3,9 +3,10 @@ whose examples depend on nothing but the code; `make test-explore` draws new one
 
 import multiprocessing.util
 import os
+import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,48 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _interpret_kernels() -> None:
+    """Triton reads this once, when it is imported. It makes no test take kernels: those of tests/models/gpu ask for them."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
+_interpret_kernels()
+
+
+MOST_CPU_S = 20.0
+"""Of a test that `make test` runs. Ten seconds are meant: processor time, too, grows by half and more where cores are shared."""
+OVER = {"test_every_stage_runs_at_toy_size_without_what_a_bare_machine_lacks": 60.0}
+BEGUN = pytest.StashKey[float]()
+
+
+def _cpu_s() -> float:
+    """Of this process and of those that it started and that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[BEGUN] = _cpu_s()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """A test that grew too long fails, so that all of them stay quick. What it shares with others counts for the first."""
+    report = yield
+    if report.when == "teardown" and report.passed and not any(map(item.get_closest_marker, ("slow", "cuda", "vllm"))):
+        took, most = _cpu_s() - item.stash[BEGUN], OVER.get(item.name, MOST_CPU_S)
+        if took > most:
+            report.outcome, report.longrepr = (
+                "failed",
+                f"took {took:.1f} s of CPU, more than {most:g}: shorten it or mark it slow",
+            )
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

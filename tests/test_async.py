@@ -11,13 +11,13 @@ import json
 import random
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Command
 from tiny_run import DEADLINE_S, STEPS, TINY, assert_same, cli, events, rows, start, wait_for, weights
 
 from rollkeel.errors import BadInput, EngineFailure, GraderFailure
@@ -271,7 +271,7 @@ def test_the_recipe_learns(tmp_path: Path) -> None:
     assert max(row["staleness/max"] for row in found[1:]) == 4
 
 
-def wait_for_rows(path: Path, process: subprocess.Popen[str], count: int) -> None:
+def wait_for_rows(path: Path, process: Command, count: int) -> None:
     """Until the metrics have `count` rows."""
     file, end = path / "metrics.jsonl", time.monotonic() + 1800
     while not file.is_file() or file.read_bytes().count(b"\n") < count:

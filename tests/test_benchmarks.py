@@ -1,7 +1,7 @@
 """Every program under `benchmarks/` runs, at toy size: a number that nobody can make again is worth nothing.
 
 Not covered: what the numbers are, TRL's side of the comparison (an environment of its own), and `benchmarks/doctor`, whose parts
-tests/doctor/test_fault_corpus.py runs.
+tests/doctor/test_fault_corpus.py runs, and `benchmarks/gpu`, whose stages tests/test_gpu_suite.py runs.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ PROGRAMS: dict[str, tuple[list[str], str]] = {
     "lab": (["--only", "toy", "--seeds", "1", "--out", "{folder}/lab"], "### `toy`"),
     "objectives": (["--tokens", "256", "--repeats", "1", "--steps", "1", "--only", "kpop"], "kpop"),
     "overlap": ([*TOY, "--rounds", "0", "--workload", "tail"], "tail"),
+    "parity": (["dense", "--steps", "2", *SHORT], "with parity"),
     "publication": (["--layers", "1", "--width", "64", "--rounds", "1"], "int4"),
     "routing": (["--steps", "2", "--every", "1", "--rounds", "2", *SHORT], "over the run"),
     "sandbox": (["--count", "2", "--jobs", "10"], "held after 10 jobs"),
+    "sandbox_front": (["--requests", "400"], "load before"),
     "sandbox_service": (["--count", "2", "--jobs", "8"], "HTTP"),
     "shared_prompts": (["--prompt", "48", "--answer", "4", "--members", "2", "--repeats", "1"], "with shared prompts"),
     "simulator": ([*TOY, "--slots", "8"], "largest error"),
@@ -50,7 +52,18 @@ PROGRAMS: dict[str, tuple[list[str], str]] = {
     ),
 }
 """Program → its arguments, and something that it prints."""
-WITHOUT = {"data_rows", "doctor", "peer", "peer.model", "peer.rollkeel_side", "peer.trl_side", "peer.workload"}
+SLOW = {"overlap", "sandbox", "sandbox_service", "trace"}
+WITHOUT = {
+    "data_rows",
+    "doctor",
+    "gpu",
+    "peer",
+    "peer.model",
+    "peer.rollkeel_side",
+    "peer.trl_side",
+    "peer.workload",
+    "sandbox_stub",
+}
 """Parts of the others, and what the opening of this file names."""
 
 
@@ -104,7 +117,7 @@ def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("benchmarks.peer.compare.subprocess", SimpleNamespace(run=side, DEVNULL=subprocess.DEVNULL))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in PROGRAMS])
 def test_it_runs(name: str, toys: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words, printed = PROGRAMS[name]
     out = run(name, [word.replace("{folder}", str(tmp_path)) for word in words], monkeypatch)
@@ -115,4 +128,4 @@ def test_no_program_is_left_out() -> None:
     found = {
         module.name.removeprefix("benchmarks.") for module in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.")
     }
-    assert {name for name in found if not name.startswith("doctor.")} == {*PROGRAMS, *WITHOUT}
+    assert {name for name in found if not name.startswith(("doctor.", "gpu."))} == {*PROGRAMS, *WITHOUT}

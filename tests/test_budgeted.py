@@ -165,8 +165,8 @@ def test_partial_groups_are_trained_at_once_with_a_leave_one_out_baseline(tmp_pa
     ("words", "message"),
     [
         (
-            ["rollout.zero_variance=2"],
-            r"rollout\.zero_variance: expected keep or drop with run\.loop=budgeted, .*, got 2",
+            ["rollout.zero_variance=2", "rollout.budget.group=partial"],
+            r"rollout\.zero_variance: expected keep or drop with rollout\.budget\.group=partial, .*, got 2",
         ),
         (["rollout.budget.train_capacity=3"], "train_capacity must be 0"),
         (["rollout.budget.group=whole"], "rollout.budget.group"),
@@ -177,6 +177,21 @@ def test_what_cannot_work_is_refused_before_anything_is_written(words: list[str]
         run(tmp_path / "run", *words)
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("count", ["finished", "generated"])
+def test_refill_spends_the_budget_on_groups_that_teach(tmp_path: Path, count: str) -> None:
+    words = [f"rollout.budget.count={count}", "rollout.zero_variance=3", "run.steps=5"]
+    refilled = run(tmp_path / "run", *words)[1:]
+    assert {row["rollout/dynamic_rounds"] for row in refilled} <= {1.0, 2.0, 3.0}
+    assert max(row["rollout/dynamic_rounds"] for row in refilled) > 1
+    assert sum(row["rollout/dynamic_discarded"] for row in refilled) > 0
+    for step, row in enumerate(refilled, 1):
+        assert row["rollout/budget_tokens"] >= 36 - row["rollout/overshoot"]
+        rewards: dict[int, set[float | None]] = {}
+        for r in stored(tmp_path / "run", step):
+            rewards.setdefault(r.group, set()).add(r.reward)
+        assert sum(len(seen) == 1 for seen in rewards.values()) == row["rollout/dynamic_discarded"]
 
 
 def test_broken_graders_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def detached(patch: Patch) -> None:
 
 
 def no_step(patch: Patch) -> None:
-    patch.setattr(AdamW, "step", lambda self, lr: None)
+    patch.setattr(AdamW, "step", lambda self, *_: None)
 
 
 def nothing(patch: Patch) -> None:

@@ -257,3 +257,25 @@ def test_config_cannot_be_changed_by_accident() -> None:
 def test_merge_writes_into_a_saved_tree() -> None:
     saved = yaml.safe_load(load("default").to_yaml())
     assert from_tree(merge(saved, ["run.steps=200"])).run.steps == 200
+
+
+def test_auto_leaves_a_gpu_to_models_of_some_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch costs more than a tiny model's arithmetic. A name whose sizes are not known is not tiny; a bad one is told later."""
+    import torch
+
+    from rollkeel.loop.assemble import device_of
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    words = {
+        (): "cpu",
+        ("run.device=cuda",): "cuda",
+        ("model.path=Qwen/Qwen3-0.6B",): "cuda",
+        ("model.path=Qwen/Qwen3-0.6B", "run.device=cpu"): "cpu",
+        ("model.path=someone/unknown",): "cuda",
+        ("model.overrides={hidden_size: 2048, vocab_size: 20000}",): "cuda",
+        ("model.overrides.hidden_size=x",): "cuda",
+        ("model.path=Qwen/Qwen3-0.6B", "run.parity=true"): "cpu",
+    }
+    assert {w: device_of(load(None, w)).type for w in words} == words
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_of(load(None, ["model.path=Qwen/Qwen3-0.6B"])).type == "cpu"

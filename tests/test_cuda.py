@@ -7,7 +7,9 @@ several GPUs, or bit-identical repeats, which CUDA does not promise.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +17,16 @@ import torch
 
 from rollkeel.config import EngineConfig, ModelConfig, TrainConfig
 from rollkeel.engines.local import LocalEngine
+from rollkeel.loop import steps
 from rollkeel.models.loading import load_policy
+from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import product
 from rollkeel.recipe import load
 from rollkeel.sync.publish import DirectPublisher
 from rollkeel.train.adamw import AdamW, master
 from rollkeel.train.trainer import LocalTrainer
-from rollkeel.types import Request, SamplingParams
+from rollkeel.types import Request, SamplingParams, Segment
+from tests.sync.test_one_copy import Writes, opened
 
 pytestmark = [
     pytest.mark.cuda,
@@ -57,6 +62,42 @@ def test_engine_and_trainer_agree_in_fp32(preset: str) -> None:
             worst, tokens = max(worst, float(np.quantile(gap, 0.99))), tokens + len(gap)
     assert tokens > 1000
     assert worst < 1e-4
+
+
+class Eager:
+    """Runs a step from Python each time."""
+
+    def capture(self, step: Callable[[], object]) -> Callable[[], object]:
+        return step
+
+
+@pytest.mark.parametrize(
+    ("preset", "dtype"), [("tiny-qwen3", "fp32"), ("tiny-qwen3-tied", "bf16"), ("tiny-qwen3-moe", "bf16")]
+)
+@pytest.mark.parametrize("asked", [{}, {"temperature": 0.8, "top_p": 0.9, "return_topk": 3}])
+def test_a_graph_is_the_step(preset: str, dtype: Any, asked: dict[str, Any]) -> None:
+    """To the bit, over rollouts that join and leave, with new weights on the way."""
+    policy = load_policy(ModelConfig(path=f"preset:{preset}", overrides={"initializer_range": 0.2}), "cuda")
+    runs, said = list[list[Segment]](), ""
+    for graphs in (None, Eager()):
+        config = EngineConfig(slots=16, forward="fast", dtype=dtype)
+        engine = LocalEngine(policy.model.config, config, device="cuda", max_length=256, graphs=graphs)
+        publisher, rng = DirectPublisher([engine]), np.random.default_rng(0)
+        publisher.publish(checkpoint_views(policy.model).items(), 0)
+        for i in range(40):
+            sampling = SamplingParams(max_new_tokens=5 * i + 1, seed=1, stop_token_ids=(8, 9, 10), **asked)
+            engine.submit([Request(id=i, prompt_ids=rng.integers(11, 264, 1 + i), sampling=sampling)])
+        out = engine.advance(40)
+        publisher.publish([(name, w * 1.01) for name, w in checkpoint_views(policy.model).items()], 1)
+        while engine.busy:
+            out += engine.advance(16)
+        runs.append(sorted(out, key=lambda s: s.request_id))
+        said = said or engine.capabilities.forward
+    assert "CUDA graphs" in said or torch.cuda.get_device_capability()[0] < 9
+    for played, stepped in zip(*runs, strict=True):
+        for name in ("token_ids", "logprobs", "kept_mass", "versions", "topk_logprobs"):
+            mine, theirs = getattr(played.span, name), getattr(stepped.span, name)
+            assert mine is theirs is None or np.array_equal(mine, theirs), (played.request_id, name)
 
 
 def test_a_run_trains_on_the_gpu(tmp_path: Path) -> None:
@@ -104,3 +145,21 @@ def test_a_low_precision_run_trains_on_the_gpu(model: str, engine: str, tmp_path
     train(load("default", [*words, "run.device=cuda", f"run.dir={tmp_path / 'run'}"]))
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["step"] == 2
+
+
+@pytest.mark.parametrize(("model", "engine"), [("float32", "fp32"), ("bfloat16", "bf16")])
+@pytest.mark.parametrize("words", [[], ["model.path=preset:tiny-qwen3-tied"], ["train.lora.rank=4"]])
+def test_trainer_and_engine_hold_the_weights_once(model: str, engine: str, words: list[str], tmp_path: Path) -> None:
+    """While the engine is opened they wait in host memory, so that the GPU never holds them twice."""
+    words = [f"model.dtype={model}", f"engine.dtype={engine}", *words]
+    with opened(tmp_path, "run.device=cuda", "run.steps=2", *words) as run:
+        assert run.apart == ""
+        assert isinstance(run.engine, LocalEngine)
+        run.publish()
+        with Writes(run.engine.weights) as seen:
+            run.publish()
+        assert seen.bytes == 0
+        steps.train(run, 0)
+        views = checkpoint_views(run.trainer.model)
+        assert {n: v.data_ptr() for n, v in views.items()} == {n: v.data_ptr() for n, v in run.engine.weights.items()}
+        assert all(p.is_cuda for p in run.trainer.model.parameters())

@@ -53,6 +53,21 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_kl_to_the_start_is_watched_without_a_term_and_changes_nothing(tmp_path: Path) -> None:
+    """A term of 1e-12 measures every token and trains the same; the monitor sees the first half of them."""
+    off, two = "train.kl_coefficient=0", ("run.steps=4", "rollout.prompts=32", "train.updates_per_step=1")
+    plain = run(tmp_path / "plain", off, *two)
+    watched = run(tmp_path / "watched", off, "train.kl_every=2", *two)
+    term = run(tmp_path / "term", "train.kl_coefficient=1e-12", *two)
+    assert [("policy/kl_base" in row) for row in watched] == [False, False, True, False, True]  # the first is step 0
+    assert weights(tmp_path / "watched") == weights(tmp_path / "plain")
+    for step in (2, 4):
+        kl = watched[step].pop("policy/kl_base")
+        assert watched[step] == plain[step]
+        assert kl > 1e-3
+        assert kl == pytest.approx(term[step]["policy/kl_base"], rel=0.5)
+
+
 def test_same_config_and_seed_give_the_same_bits_and_another_seed_does_not(plain: Path, tmp_path: Path) -> None:
     assert run(tmp_path / "again") == rows(plain)
     assert weights(tmp_path / "again") == weights(plain)

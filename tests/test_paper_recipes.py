@@ -19,7 +19,9 @@ import pytest
 
 from rollkeel import objectives
 from rollkeel.config import Config
+from rollkeel.config_data import EvalSet
 from rollkeel.loop.check import validate
+from rollkeel.loop.eval_sets import evaluation_params
 from rollkeel.recipe import RECIPES, load
 from rollkeel.rewards import Graders
 from rollkeel.tasks.source import FileProblems
@@ -32,13 +34,13 @@ Says = tuple[str, str, dict[str, Any]]
 SAYS: list[Says] = [
     ("ring_1t_sft", "Ring-1T §2.2", {"sft.lr": 2e-4, "sft.warmup_steps": 30, "train.weight_decay": 0.1, "train.micro_batch_tokens": 65536}),
     ("ring_1t_sft", "an RL stage follows in its own recipe", {"run.steps": 0, "experiment.label_noise": 0.0}),
-    ("ring_1t_*_rl", "Ring-1T §2.3.4", {"train.betas": (0.9, 0.999), "train.weight_decay": 0.01, "train.kl_coefficient": 0.0, "train.freeze_router": True}),
+    ("ring_1t_*_rl", "Ring-1T §2.3.4", {"train.betas": (0.9, 0.999), "train.weight_decay": 0.01, "train.kl_coefficient": 0.0, "train.freeze_router": "bias"}),
     ("ring_1t_reasoning_rl", "Ring-1T §2.3.4", {"train.lr": 2e-6, "rollout.prompts": 480, "rollout.samples": 8, "sampling.max_new_tokens": 65536}),
     ("ring_1t_reasoning_rl", "Ring-1T §2.3.2, §2.3.4: IcePop, α 0.5, β 5", {"objective.name": "icepop", "objective.low": 0.5, "objective.high": 5.0}),
     ("ring_1t_reasoning_rl", "Ring-1T §2.3.3, §2.3.4: C3PO++, Algorithm 1", {"run.loop": "budgeted", "rollout.budget.count": "finished"}),
     ("ring_1t_reasoning_rl", "Ring-1T §2.1: verifiable outcomes", {"data.grader": "math"}),
     ("ring_1t_general_rl", "Ring-1T §2.3.4", {"train.lr": 3e-6, "rollout.prompts": 80, "rollout.samples": 8, "sampling.max_new_tokens": 32768, "objective.name": "grpo"}),
-    ("ring_1t_general_rl", "Ring-1T §2.1: RLHF", {"data.grader": "reward_model"}),
+    ("ring_1t_sft", "as in reasoning RL", {"data.grader": "math"}),
     ("stability_study_*", "stability study §4.1", {"rollout.prompts": 128, "rollout.samples": 16, "train.updates_per_step": 4, "sampling.max_new_tokens": 8192}),
     ("stability_study_*", "stability study §4.1", {"engine.kind": "vllm", "model.path": "Qwen/Qwen3-30B-A3B", "data.path": "dapo-math-17k.parquet", "data.grader": "math"}),
     ("stability_study_grpo", "stability study §4.1", {"objective.name": "grpo", "objective.clip_low": 0.2, "objective.clip_high": 0.2}),
@@ -48,6 +50,7 @@ SAYS: list[Says] = [
     ("stability_study_distortion", "stability study §4.4", {"objective.name": "gspo", "objective.clip_low": 3e-4, "objective.clip_high": 4e-4}),
     ("stability_study_noise", "stability study §5.1", {"objective.name": "gspo", "objective.clip_low": 3e-4, "objective.clip_high": 4e-4}),
     ("stability_study_*", "ours: not given", {"train.lr": 1e-6}),
+    ("stability_study_*", "stability study §4.1: AIME24 as validation", {"eval.sets": (EvalSet(benchmark="aime24"),)}),
     ("dppo_*", "DPPO §5, App. F", {"objective.name": "dppo_binary_tv", "model.dtype": "bfloat16", "data.grader": "math"}),
     ("dppo_stability", "DPPO App. D", {"rollout.prompts": 64, "rollout.samples": 8, "engine.max_length": 8000, "train.updates_per_step": 4}),
     ("dppo_stability", "DPPO §5.1", {"model.path": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "objective.delta": 0.15, "objective.cap": None}),
@@ -65,6 +68,19 @@ SAYS: list[Says] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", [name for name in RL if name.startswith("dppo") and name != "dppo_stability"])
+def test_dppo_evaluates_as_its_table_1_says(name: str) -> None:
+    """Temperature 0.7, top-p 0.95, 32 answers; every 10 steps in the columns "Dense Base" and "MoE Base LoRA", else every 5."""
+    config = load(f"papers/{name}", ["engine.kind=local"])
+    assert [one.benchmark for one in config.eval.sets] == ["aime24", "aime25"]
+    for one in config.eval.sets:
+        sampling = evaluation_params(config, one, ())
+        assert (sampling.temperature, sampling.top_p) == (0.7, 0.95)
+        assert sampling.max_new_tokens == config.sampling.max_new_tokens
+        assert (one.samples or config.eval.samples) == 32
+        assert (one.every or config.eval.every) == (10 if name in ("dppo_dense_base", "dppo_moe_base_lora") else 5)
+
+
 def built(config: Config) -> objectives.Objective:
     return objectives.build(config.objective.name, config.objective.options)
 
@@ -74,7 +90,7 @@ def setting(config: Config, name: str) -> Any:
         return built(config).describe()[name.removeprefix("objective.")]
     value: Any = config
     for part in name.split("."):
-        value = getattr(value, part)
+        value = value[int(part)] if part.isdecimal() else getattr(value, part)
     return value
 
 
@@ -87,13 +103,12 @@ def test_every_file_is_checked_here() -> None:
 def test_file_says_where_it_comes_from_and_what_is_missing(file: Path) -> None:
     head = file.read_text(encoding="utf-8").split("\nrun:")[0]
     assert all(line.startswith("#") for line in head.splitlines())
-    rewards = [] if file.stem == "ring_1t_sft" else ["Rewards:"]
     for phrase in (
         "Says:",
         "Too large to run here",
         "The schema cannot express",
         f"rollkeel train papers/{file.stem}",
-        *rewards,
+        "Rewards:",
     ):
         assert phrase in head
     assert any(paper in head for paper in ("Ring-1T report", "Stability study", "DPPO paper", "AC-MIS-PO paper"))
@@ -147,15 +162,20 @@ PUBLISHED: dict[str, tuple[str, str, list[str], list[str]]] = {
         ["So the sum is $\\boxed{\\frac{2}{3}}$.", "\\boxed{-\\frac{3}{2}}"],
     ),
 }  # fmt: skip
-FORM = {"dppo_stability": "math", "ac_mis_po": "deepscaler", "ring_1t_reasoning_rl": "math"}
+FORM = {"dppo_stability": "math", "ac_mis_po": "deepscaler", "ring_1t_reasoning_rl": "math", "ring_1t_sft": "math"}
 
 
 def asked(name: str, folder: Path, question: str, answer: str, text: str) -> Rollout:
     """A response to the one row of a file, graded by what the recipe's resolved config says."""
     data = load(f"papers/{name}").data
     file = folder / "rows.jsonl"
-    file.write_text(json.dumps({data.answer_column: answer, data.prompt_column: question}) + "\n", encoding="utf-8")
-    data = load(f"papers/{name}", [f"data.path={file}", "data.eval_fraction=0.0"]).data
+    row = {data.answer_column: answer, data.prompt_column: question, data.solution_column or "solution": "So it is."}
+    file.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    return answered(load(f"papers/{name}", [f"data.path={file}", "data.eval_fraction=0.0"]).data, text)
+
+
+def answered(data: Any, text: str) -> Rollout:
+    """A response to the first row of a file."""
     problem = FileProblems(data, 0, "train").problem(0)
     prompt = Prompt(
         id="0",
@@ -178,7 +198,7 @@ def graders() -> Iterator[Graders]:
         yield made
 
 
-@pytest.mark.parametrize("name", [name for name in RL if name != "ring_1t_general_rl"])
+@pytest.mark.parametrize("name", [file.stem for file in FILES if file.stem != "ring_1t_general_rl"])
 def test_a_right_worked_answer_is_rewarded_and_a_wrong_one_is_not(name: str, graders: Graders, tmp_path: Path) -> None:
     pytest.importorskip("math_verify")
     question, answer, right, wrong = PUBLISHED[FORM.get(name, "dapo")]
@@ -190,15 +210,46 @@ def test_a_right_worked_answer_is_rewarded_and_a_wrong_one_is_not(name: str, gra
     assert [(r.text, r.reward, r.detail) for r in found if r.reward != float(r.text in right + boxed)] == []
 
 
-def test_general_rl_is_rewarded_by_the_reward_model_that_the_recipe_names(tmp_path: Path) -> None:
+GENERAL: dict[str, tuple[dict[str, Any], str, str]] = {
+    "questions": ({"prompt": "How do I say no?"}, "Be kind about it.", "Just leave."),
+    "instructions": (
+        {
+            "messages": [{"role": "user", "content": "Describe spring. Use no commas."}],
+            "ground_truth": json.dumps({"func_name": "validate_no_commas"}),
+        },
+        "Green leaves and mild rain.",
+        "Green leaves, mild rain.",
+    ),
+    "translations": (
+        {"translation": {"de": "Die Katze saß auf der Matte.", "en": "The cat sat on the mat."}},
+        "The cat sat on the mat.",
+        "<think>The cat sat on the mat.",
+    ),
+}
+"""A row of each source as it is published, a right response and a wrong one."""
+
+
+@pytest.mark.parametrize(
+    ("source", "grader"),
+    [("questions", "reward_model"), ("instructions", "constraints"), ("translations", "translation")],
+)
+def test_general_rl_rewards_each_source_by_its_own_grader(source: str, grader: str, tmp_path: Path) -> None:
+    if grader == "translation":
+        pytest.importorskip("sacrebleu")
+
     class Model:
         def score(self, texts: list[str]) -> list[float]:
             return [float("kind" in text) for text in texts]
 
     opened: list[str] = []
+    parts = {part.called: part for part in load("papers/ring_1t_general_rl").data.parts}
+    assert list(parts) == list(GENERAL)
+    row, *texts = GENERAL[source]
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    here = parts[source].model_copy(update={"path": str(file), "eval_fraction": 0.0})
     with Graders(load_model=lambda path: opened.append(path) or Model()) as made:
-        found = made.grade(
-            [asked("ring_1t_general_rl", tmp_path, "Help.", "Help.", text) for text in (" Be kind.", " No.")]
-        )
-    assert [r.reward for r in found] == [1.0, 0.0]
-    assert opened == [load("papers/ring_1t_general_rl").data.grader_options["path"]]
+        found = made.grade([answered(here, text) for text in texts])
+    assert [r.reward for r in found] == [1.0, 0.0], [r.detail for r in found]
+    assert found[0].prompt.grader.name == grader
+    assert opened == ([parts[source].grader_options["path"]] if source == "questions" else [])

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_run import cli, killed_in, rows, weights
+from tiny_run import assert_same, cli, killed_in, rows, weights
 
 from rollkeel.diagnose.replay.step import replay_step
 from rollkeel.diagnose.replayed import first_difference
@@ -22,6 +22,7 @@ from rollkeel.record.rollout_store import per_token, read_step, to_rollouts
 from rollkeel.tasks import get
 from rollkeel.tasks.base import TaskItem
 from rollkeel.tasks.environment import Environment, play
+from rollkeel.types import Rollout
 from rollkeel_doctor.traces.run import read_run_trace
 
 STEPS = 3
@@ -109,8 +110,72 @@ def test_a_step_can_be_replayed_and_the_doctor_sees_no_leak(whole: Path, capsys:
     assert not causes & {"mask", "alignment", "retokenised"}
 
 
-@pytest.mark.parametrize("loop", ["budgeted", "async"])
-def test_loops_that_cannot_play_say_so(loop: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = cli(capsys, "train", *PLAYED, f"run.loop={loop}", f"run.dir={tmp_path / 'run'}")
-    assert (code, err.count("\n")) == (2, 1)
-    assert "run.loop: expected sync with data.task=sudoku_turns" in err
+BUDGETED = ["run.loop=budgeted", "rollout.budget={tokens: 150, capacity: 20, retention: 9}", "engine.slots=9"]
+ASYNC = [
+    "run.loop=async",
+    "rollout.overlap.max_staleness=4",
+    "engine.processes=1",
+    "engine.slots=1",
+    "engine.forward=fast",
+    "engine.deadline_s=60",
+]
+
+
+def run(path: Path, *words: str) -> list[dict[str, Any]]:
+    train(load(None, [*PLAYED, *words, f"run.dir={path}"]))
+    return rows(path)
+
+
+def episodes(path: Path) -> dict[int, Rollout]:
+    """Those that were trained, by id: group × samples + member in every loop, while nothing is issued again."""
+    files = sorted((path / "rollouts").iterdir())
+    return {r.id: r for file in files for r in to_rollouts(read_step(file))}
+
+
+def turns_cut(path: Path) -> int:
+    """Episodes that weights of several versions sampled."""
+    return sum(len(set(r.span.versions[r.span.own].tolist())) > 1 for r in episodes(path).values())
+
+
+@pytest.mark.parametrize("loop", ["budgeted", "generated", "async"])
+def test_every_loop_samples_the_tokens_of_the_synchronous_one(loop: str, tmp_path: Path) -> None:
+    """Weights that hardly move, so that the version that samples a token is all that differs."""
+    still = ["train.lr=1e-8", "train.kl_coefficient=0", "run.steps=6", "checkpoint.every=2", "eval.every=3"]
+    whole, other = tmp_path / "sync", tmp_path / loop
+    run(whole, *still)
+    words = {"async": ASYNC, "budgeted": BUDGETED, "generated": [*BUDGETED, "rollout.budget.count=generated"]}[loop]
+    found = run(other, *still, *words)
+    one, two = episodes(whole), episodes(other)
+    assert len(two) > 60
+    if loop != "async":  # where time decides which weights sample a turn
+        assert turns_cut(other) > 10
+        assert sum(row["pool/resumed"] for row in found[1:]) > 10
+        assert len({r.span.own_count for r in two.values()}) > 3
+    for i in one.keys() & two.keys():
+        a, b = one[i], two[i]
+        assert a.span.token_ids.tolist() == b.span.token_ids.tolist(), i
+        assert a.span.own.tolist() == b.span.own.tolist()
+        assert np.abs(a.span.logprobs - b.span.logprobs).max() < 1e-4
+        assert (a.status, a.reward, a.text, a.detail) == (b.status, b.reward, b.text, b.detail)
+    assert len(one.keys() & two.keys()) > 60
+
+
+def test_a_killed_budgeted_run_plays_parked_episodes_again(tmp_path: Path) -> None:
+    run(tmp_path / "whole", *BUDGETED)
+    assert turns_cut(tmp_path / "whole") > 5
+    killed = killed_in(tmp_path, [*PLAYED, *BUDGETED], "rollout", 2, 0.0)
+    train(load(killed / "config.yaml"), resume=killed)
+    assert_same(killed, tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_replays_its_turns_bit_for_bit(tmp_path: Path) -> None:
+    """With an evaluation and checkpoints between, at which episodes are parked."""
+    words = [*ASYNC, "engine.processes=2", "run.steps=5", "eval.every=2"]
+    run(tmp_path / "a", *words)
+    lines = [json.loads(line) for line in (tmp_path / "a" / "schedule.jsonl").read_text().splitlines()]
+    kinds = [call["call"] for line in lines for call in line["calls"]]
+    assert kinds.count("turns") > 10
+    assert kinds.count("interrupt") == 5
+    run(tmp_path / "b", *words, f"experiment.schedule={tmp_path / 'a' / 'schedule.jsonl'}")
+    assert_same(tmp_path / "b", tmp_path / "a")

@@ -18,12 +18,14 @@ from pretend import DEVICE, JOURNAL
 
 from rollkeel import advantages, objectives
 from rollkeel.batch.build import TrainingBatch, build_batch
-from rollkeel.config import EngineConfig, ModelConfig, TrainConfig
+from rollkeel.config import EngineConfig, LoraConfig, ModelConfig, TrainConfig
 from rollkeel.engines.local import LocalEngine
 from rollkeel.engines.slots import LOOK
 from rollkeel.loop import assemble, job
 from rollkeel.loop.learn import OldScores, seen_of, updates_metrics, watch
+from rollkeel.models.adapters import named_adapters, parameters
 from rollkeel.models.loading import Policy, load_policy
+from rollkeel.models.packed import PackedModel
 from rollkeel.recipe import load
 from rollkeel.sync.publish import DirectPublisher
 from rollkeel.train.trainer import LocalTrainer
@@ -59,6 +61,7 @@ ONCE = {
 KEPT = {
     "models/checksum.py tensor_checksum",
     "models/loading.py save_policy",
+    "models/adapter_files.py save_adapters",
     "train/state.py _encode",
     "engines/kv.py PagedCache.read",
     "engines/workers.py _write_update",
@@ -96,14 +99,16 @@ UPDATE = {
     "train/optimizer.py Stepper.step",
     "train/trainer.py LocalTrainer._check",
     "train/trainer.py LocalTrainer.update",
-    "train/trainer.py LocalTrainer._step",
+    "train/mesh.py Mesh.losses",
 }
 """A few times in an update."""
 MICRO = {"objectives/checks.py check_tokens", "train/sft.py _step"}
 """Once in a micro-batch."""
 DECODE = {"engines/local.py LocalEngine._look", "engines/slots.py _brought"}
 """Once in `LOOK` decode steps: what has ended, and its tokens."""
-ALLOWED = ONCE | KEPT | STEP | UPDATE | MICRO | DECODE
+ENDED = {"engines/kv.py PagedCache.noted"}
+"""Once for a rollout that ends, where the experts of its prompt are to be replayed."""
+ALLOWED = ONCE | KEPT | STEP | UPDATE | MICRO | DECODE | ENDED
 
 
 @pytest.fixture(autouse=True)
@@ -140,23 +145,57 @@ RUNS = {
     "async": ["run.loop=async", "engine.processes=1", "engine.dtype=int8", "run.steps=2"],
     "replayed": ["rollout.routing=replay", "model.dtype=bfloat16", "engine.dtype=bf16", "train.updates_per_step=1"],
     "truncated": ["objective.name=dppo_topk_kl", "sampling.top_p=0.9", "train.kl_coefficient=0.1", "train.kl_in=reward", "engine.dtype=int8"],
+    "half": ["model.path=preset:tiny-qwen3-tied", "model.dtype=float16", "engine.dtype=fp16", "sft.steps=1"],
+    "lora": ["train.lora.rank=4", "train.lora.experts=true", "run.steps=2", "checkpoint.every=1", "train.kl_coefficient=0.1"],
     "rounded": ["experiment.rounding=int8", "engine.dtype=int8", "train.kl_coefficient=0.1", "train.entropy_coefficient=0.01", "trace.tensors_every=1"],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_stays_on_its_device(name: str, tmp_path: Path) -> None:
-    job.train(load("default", [*TINY, *RUNS[name], f"run.dir={tmp_path / 'run'}"]))
+LOOPS = {
+    "sync": [],
+    "lag": ["experiment.lag=1"],
+    "budgeted": ["run.loop=budgeted", "rollout.budget={tokens: 40, capacity: 4}"],
+    "kept": ["run.loop=budgeted", "rollout.budget={tokens: 40, capacity: 4}", "engine.kv=keep"],
+    "async": ["run.loop=async", "engine.processes=1"],
+}
+MODELS = ("tiny-qwen3", "tiny-qwen3-tied", "tiny-qwen3-moe")
+NUMBERS = {
+    "fp32": [],
+    "bf16": ["model.dtype=bfloat16", "engine.dtype=bf16"],
+    "fp16": ["model.dtype=float16", "engine.dtype=fp16"],
+    "int8": ["engine.dtype=int8"],
+    "lora": ["train.lora.rank=4", "train.lora.experts=true"],
+}
+
+
+def ran(loop: str, settings: list[str], folder: Path) -> None:
+    job.train(load("default", [*TINY, *settings, f"run.dir={folder}"]))
     clean()
     drawn = JOURNAL.operations["nextafter"]  # once in a decode step
-    assert name == "async" or drawn >= 64
-    if name not in ("budgeted", "kept", "async"):  # a budget is counted at every step
+    assert loop == "async" or drawn >= 64
+    if loop not in ("budgeted", "kept", "async"):  # a budget is counted at every step
         assert sum(reads(*DECODE).values()) <= drawn / 8
 
 
-def policy(name: str, device: str, **overrides: Any) -> Policy:
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_stays_on_its_device(name: str, tmp_path: Path) -> None:
+    ran(name, RUNS[name], tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_every_loop_with_every_model_and_dtype(loop: str, model: str, numbers: str, tmp_path: Path) -> None:
+    settings = [f"model.path=preset:{model}", "run.steps=2", "sft.steps=1", *LOOPS[loop], *NUMBERS[numbers]]
+    if numbers == "lora" and model != "tiny-qwen3-moe":
+        settings.remove("train.lora.experts=true")
+    ran(loop, settings, tmp_path / "run")
+
+
+def policy(name: str, device: str, lora: LoraConfig | None = None, **overrides: Any) -> Policy:
     fields = {"hidden_size": 32, "initializer_range": 0.3, **overrides}
-    return load_policy(ModelConfig(path=f"preset:{name}", overrides=fields), device)
+    return load_policy(ModelConfig(path=f"preset:{name}", overrides=fields), device, lora=lora)
 
 
 def sampled(device: str, preset: str, part: int) -> list[Segment]:
@@ -193,6 +232,43 @@ def test_tokens_are_those_of_the_cpu(preset: str, part: int) -> None:
             assert (one is None) == (other is None)
             np.testing.assert_allclose([] if one is None else one[:n], [] if other is None else other[:n], atol=1e-5)
     clean()
+
+
+def adapted(device: str) -> tuple[dict[str, torch.Tensor], list[Segment]]:
+    """Gradients of adapters beside routed experts, and what an engine samples with the same adapters."""
+    lora = LoraConfig(rank=4, experts=True)
+    made = policy("tiny-qwen3-moe", device, num_hidden_layers=1, hidden_size=16, lora=lora)
+    for name, p in parameters(made.model).items():
+        drawn = torch.rand(p.shape, generator=torch.Generator().manual_seed(len(name)))
+        p.data.copy_((drawn - 0.5).to(device))
+    engine = LocalEngine(made.model.config, EngineConfig(slots=8), device=device, max_length=40, lora=lora)
+    adapters = named_adapters(made.model)
+    DirectPublisher([engine]).publish(assemble.checkpoint_views(made.model).items(), 0, adapters)
+    rng = np.random.default_rng(0)
+    asked = SamplingParams(max_new_tokens=6)
+    engine.submit([Request(id=i, prompt_ids=rng.integers(8, 264, 4 + i), sampling=asked) for i in range(4)])
+    ended: list[Segment] = []
+    while engine.busy:
+        ended += engine.poll(9)
+    ids, positions = torch.from_numpy(rng.integers(8, 264, 24)), torch.arange(12).repeat(2)
+    hidden = PackedModel(made.model)(ids.to(device), positions.to(device), [0, 12, 24])
+    (hidden.cpu() * torch.linspace(-1, 1, hidden.numel()).view(hidden.shape)).sum().backward()
+    grads = {name: p.grad.cpu() for name, p in parameters(made.model).items() if p.grad is not None}
+    return grads, sorted(ended, key=lambda s: s.request_id)
+
+
+def test_adapters_of_experts_are_those_of_the_cpu() -> None:
+    """There the adapters of all experts are one product, too."""
+    (here, mine), (there, theirs) = adapted("cpu"), adapted(DEVICE)
+    assert here.keys() == there.keys()
+    assert any("experts" in name for name in here)
+    for name, grad in here.items():
+        assert grad.abs().sum() > 0
+        assert (there[name] - grad).norm() < 1e-5 * grad.norm()
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.span.token_ids.tolist() == other.span.token_ids.tolist()
+        np.testing.assert_allclose(one.span.logprobs, other.span.logprobs, atol=1e-5)
+    assert reads("models/adapters.py _experts", "models/forward.py FastForward._by_expert") == Counter()
 
 
 @pytest.fixture(scope="module")

@@ -65,6 +65,7 @@ def test_killed_run_continues_bit_for_bit(stage: str, step: int, delay_s: float,
     assert_same(run, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_killed_run_of_low_precision_continues_bit_for_bit(dtype: str, tmp_path: Path) -> None:
     """Masters and loss scale are in the checkpoint, and nowhere else."""
@@ -338,3 +339,21 @@ def test_resume_with_another_model_or_objective_changes_nothing(
         assert (code, err.count("\n")) == (2, 1), err
         assert message in err
         assert files(copy, ".lock") == before
+
+
+def test_without_checkpoints_on_the_way_a_run_keeps_only_what_a_resume_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A small disk: nothing at the start, and at the end no second copy of the model. A killed run of that kind starts over."""
+    words, other, run = [*TINY, "eval.every=2"], tmp_path / "other", tmp_path / "run"
+    train(load(None, [*words, "run.steps=4", f"run.dir={other}"]))
+    train(load(None, [*words, "run.steps=2", "checkpoint.every=0", f"run.dir={run}"]))
+    (saved,) = (run / "checkpoints").iterdir()
+    assert sorted(path.name for path in saved.iterdir()) == ["manifest.json", "state"]
+    assert cli(capsys, "train", "--resume", run)[0] == 0
+    assert cli(capsys, "train", "--resume", run, "run.steps=4")[0] == 0
+    assert_same(run, other)
+    shutil.rmtree(run / "checkpoints")
+    shutil.rmtree(run / "model")
+    assert cli(capsys, "train", "--resume", run)[0] == 0
+    assert_same(run, other)

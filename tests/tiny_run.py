@@ -6,14 +6,13 @@ import json
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import Command
 
 from rollkeel.cli import main
 
@@ -84,14 +83,9 @@ def cli(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, st
     return code, out, err
 
 
-def start(*words: str | Path) -> subprocess.Popen[str]:
+def start(*words: str | Path) -> Command:
     """`rollkeel WORDS` in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "rollkeel", *map(str, words)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return Command(*words)
 
 
 def assert_same(run: Path, whole: Path) -> None:
@@ -106,7 +100,7 @@ def assert_same(run: Path, whole: Path) -> None:
     assert left == []
 
 
-def wait_for(run: Path, process: subprocess.Popen[str], stage: str, step: int) -> None:
+def wait_for(run: Path, process: Command, stage: str, step: int) -> None:
     """Until the log says that `stage` of `step` (or of a later one) has begun."""
     log, seen, end = run / "events.jsonl", 0, time.monotonic() + DEADLINE_S
     while time.monotonic() < end:

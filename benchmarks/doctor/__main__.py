@@ -4,7 +4,7 @@
     python -m benchmarks.doctor measure --split dev  --corpus FOLDER      # is every fault real? one line per run
     python -m benchmarks.doctor score   --split test --corpus FOLDER      # build, ask the doctor, print the matrix
 
-`full` has whole runs of the recipes and what is silent; `elsewhere`, `afield` and `abroad` are other kinds of runs (--seeds 1 --healthy-seeds 2).
+`full` has whole runs of the recipes and what is silent; `elsewhere`, `afield`, `abroad` and `overseas` are other kinds of runs (--seeds 1 --healthy-seeds 2).
 `dev` to `dev5` are there to set thresholds by; `test` has another task, other models, other instances and magnitudes, and is
 scored once, with thresholds that were committed before. `--split healthy` is all splits' runs with nothing wrong in them. Exit
 code of `score` is 1 if under 95 % of the real faults (see `measure`) are named first, or any healthy run is said to have a bug.

@@ -15,10 +15,11 @@ from benchmarks.doctor.elsewhere import ELSEWHERE
 from benchmarks.doctor.faults import BASES, FAULTS
 from benchmarks.doctor.full import FULL, QUICK
 from benchmarks.doctor.healthy import KINDS
+from benchmarks.doctor.overseas import OVERSEAS
 from benchmarks.doctor.workloads import BRIEF, make, words_of
 
 HEALTHY = "healthy"
-TABLES = {"full": FULL, "elsewhere": ELSEWHERE, "afield": AFIELD, "abroad": ABROAD}
+TABLES = {"full": FULL, "elsewhere": ELSEWHERE, "afield": AFIELD, "abroad": ABROAD, "overseas": OVERSEAS}
 """Splits whose runs are each told in whole."""
 OWN_START = ("retokenised", "length_truncation", "entropy_collapse")
 """Faults whose warm start is another one."""

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.doctor.alterations import Alter, inserted, part, with_output
-from rollkeel.engines import local
+from rollkeel.engines import decode, local
 from rollkeel.engines import weights as engine_weights
 from rollkeel.loop import assemble, steps
 from rollkeel.models import loading, numerics, presets
@@ -47,14 +47,20 @@ def altered(alter: Alter, seed: int) -> Iterator[None]:
 @contextmanager
 def raw_logprobs() -> Iterator[None]:
     """The engine logs log-softmax of the logits as they came out of the model, whatever the temperature."""
-    honest = local.sample
+    honest = decode.Decode.__init__
 
-    def sample(logits: torch.Tensor, rows: Any, uniform: torch.Tensor) -> Any:
-        drawn = honest(logits, rows, uniform)
-        raw = logits.log_softmax(-1).gather(1, drawn.ids[:, None])[:, 0].clamp_max(0.0)
-        return replace(drawn, logprobs=raw)
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        honest(self, *args, **options)
+        draw = self._sample
 
-    with mock.patch.object(local, "sample", sample):
+        def sample(logits: torch.Tensor, rows: Any, uniform: torch.Tensor) -> Any:
+            drawn = draw(logits, rows, uniform)
+            raw = logits.log_softmax(-1).gather(1, drawn.ids[:, None])[:, 0].clamp_max(0.0)
+            return replace(drawn, logprobs=raw)
+
+        self._sample = sample
+
+    with mock.patch.object(decode.Decode, "__init__", init):
         yield
 
 

@@ -120,6 +120,8 @@ def memory_mb(field: str, pid: int | str = "self") -> float:
     `getrusage` will not do: a child starts with its parent's peak there, and `VmHWM` begins anew at exec.
     """
     for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("State:") and line.split()[1] == "Z":
+            return 0.0  # ended, and not waited for yet
         if line.startswith(field + ":"):
             return int(line.split()[1]) / 1024
     raise RuntimeError(f"/proc/{pid}/status: expected a line {field}, found none; this benchmark needs Linux")

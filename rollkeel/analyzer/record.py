@@ -16,16 +16,23 @@ from rollkeel.types import Rollout
 
 
 def record_tensors(
-    path: Path, model: Any, rollouts: Sequence[Rollout], *, step: int, version: int, layers: Sequence[int] = ()
+    path: Path,
+    model: Any,
+    rollouts: Sequence[Rollout],
+    *,
+    step: int,
+    version: int,
+    layers: Sequence[int] = (),
+    parity: bool = False,
 ) -> None:
     """Write what `model` computes for these rollouts (prompt and response) to `path`, atomically.
 
-    `layers`: of these only, all when empty. Weights, gradients and random numbers stay as they are. Raises `BadInput` if
+    `layers`: of these only, all when empty; `parity`: in the arithmetic of `run.parity`. Weights, gradients and random numbers stay as they are. Raises `BadInput` if
     the disk is full.
     """
     sequences = tuple(np.concatenate([r.prompt.token_ids, r.span.token_ids]) for r in rollouts)
     tokens = Tokens(sequences, tuple(len(r.prompt.token_ids) for r in rollouts))
-    found = TrainerSide(model).capture(tokens, layers)
+    found = TrainerSide(model, parity=parity).capture(tokens, layers)
     ids = ",".join(str(r.id) for r in rollouts)
     save_capture(path, replace(found, facts={"step": str(step), "version": str(version), "rollouts": ids}))
 

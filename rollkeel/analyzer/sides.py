@@ -49,26 +49,19 @@ class Side(Protocol):
 class TrainerSide:
     """The trainer's packed forward."""
 
-    def __init__(self, model: Any, name: str | None = None) -> None:
-        self.model, self.mode = model, mode_of(model.dtype)
+    def __init__(self, model: Any, name: str | None = None, *, parity: bool = False) -> None:
+        """`parity`: in the arithmetic of `run.parity`, which needs no second look by another path."""
+        self.model, self.mode, self.parity = model, mode_of(model.dtype), parity
         self.name = name or f"trainer {self.mode}"
 
     @torch.no_grad()
     def capture(self, tokens: Tokens, layers: Sequence[int] = (), progress: Progress | None = None) -> Capture:
         """See `Side.capture`."""
         tell(progress, f"{self.name}: one packed pass")
-        packed = PackedModel(self.model, fuse=False)
         device = self.model.get_input_embeddings().weight.device
         ids, positions = tokens.ids.to(device), tokens.positions.to(device)
         recorder = Recorder(len(tokens), layers)
-        config = self.model.config.get_text_config()
-        if supports(config) and packed.varlen:
-            watched = operations_watched(self.model, packed.backbone, recorder)
-        else:
-            see = recorder if packed.varlen else _unpadded(recorder, tokens)
-            watched = modules_watched(self.model, packed.backbone, see)
-        with watched:
-            hidden = packed(ids, positions, tokens.starts)
+        hidden = self._hidden(ids, positions, tokens, recorder)
         head, places = head_of(self.model), tokens.predicted.nonzero()[:, 0].to(device)
         if (None, "final_norm") not in recorder.values:
             recorder(None, "final_norm", hidden)
@@ -81,18 +74,35 @@ class TrainerSide:
             bias=head.bias,
             scale=head.scale,
             softcap=head.softcap,
+            parity=self.parity,
         )
         logprobs = torch.full((len(tokens),), float("nan"))
         logprobs[tokens.predicted] = found.cpu()
         return Capture(
             name=self.name,
             mode=self.mode,
-            model_type=config.model_type,
+            model_type=self.model.config.get_text_config().model_type,
             tokens=tokens,
             values=recorder.values,
             logprobs=logprobs,
-            path_logprobs=spread(tokens, SequenceScorer(self.model, chunk=CHUNK)(tokens.sequences)),
+            path_logprobs=None
+            if self.parity
+            else spread(tokens, SequenceScorer(self.model, chunk=CHUNK)(tokens.sequences)),
         )
+
+    def _hidden(self, ids: torch.Tensor, positions: torch.Tensor, tokens: Tokens, recorder: Recorder) -> torch.Tensor:
+        if self.parity:
+            from rollkeel.models.parity_packed import ParityModel
+
+            return ParityModel(self.model)(ids, positions, tokens.starts, see=recorder)
+        packed = PackedModel(self.model, fuse=False)
+        if supports(self.model.config.get_text_config()) and packed.varlen:
+            watched = operations_watched(self.model, packed.backbone, recorder)
+        else:
+            see = recorder if packed.varlen else _unpadded(recorder, tokens)
+            watched = modules_watched(self.model, packed.backbone, see)
+        with watched:
+            return packed(ids, positions, tokens.starts)
 
 
 def _unpadded(recorder: Recorder, tokens: Tokens) -> Callable[[int | None, str, torch.Tensor], None]:
@@ -107,11 +117,19 @@ def _unpadded(recorder: Recorder, tokens: Tokens) -> Callable[[int | None, str, 
 
 
 def engine_forward(
-    hf_config: Any, weights: Iterable[tuple[str, torch.Tensor]], mode: str, device: torch.device | str = "cpu"
+    hf_config: Any,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    mode: str,
+    device: torch.device | str = "cpu",
+    *,
+    parity: bool = False,
 ) -> FastForward | TransformersForward:
     """The embedded engine's forward holding published `weights` (checkpoint name, tensor), rounded as `mode` rounds."""
     text = hf_config.get_text_config()
-    forward = (FastForward if supports(text) else TransformersForward)(text, mode, torch.device(device))
+    kind = FastForward if supports(text) else TransformersForward
+    if parity:
+        from rollkeel.models.parity import ParityForward as kind
+    forward = kind(text, mode, torch.device(device))
     apply_update(full_update(weights, 0), forward.destinations, mode)
     return forward
 
@@ -171,6 +189,10 @@ def _watched(forward: Any, recorder: Recorder) -> Iterator[None]:
             yield
 
 
+def _softmax(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return logits.log_softmax(-1).gather(1, ids)
+
+
 @dataclass
 class _Given:
     """What a compiled step reads of the engine's slots."""
@@ -191,7 +213,13 @@ class _Pass:
         counts = [-(-len(s) // BLOCK) for s in tokens.sequences]
         ends = np.cumsum([1, *counts]).tolist()  # block 0 stands where a sequence has none
         self.blocks = [list(range(a, b)) for a, b in itertools.pairwise(ends)]
-        self.cache = PagedCache(ends[-1], BLOCK, forward.dtype, self.device)
+        cache, self.logprobs_of = PagedCache, _softmax
+        if getattr(forward, "fixed_order", False):
+            from rollkeel.engines.parity import ParityCache as cache
+            from rollkeel.models.parity import logprobs
+
+            self.logprobs_of = logprobs
+        self.cache = cache(ends[-1], BLOCK, forward.dtype, self.device)
         longest = max(map(len, tokens.sequences))
         self.compiled: CompiledDecode | None = compiled(forward, self.cache, longest) if compiled else None
         self.hidden: torch.Tensor | None = None
@@ -274,7 +302,7 @@ class _Pass:
             logits = self.forward.logits(hidden[part.to(self.device)]) / self.temperature
             wanted = targets[: len(part)].to(self.device)
             targets = targets[len(part) :]
-            self.logprobs[rows[part] + 1] = logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0].cpu()
+            self.logprobs[rows[part] + 1] = self.logprobs_of(logits, wanted[:, None])[:, 0].cpu()
 
 
 def tell(progress: Progress | None, text: str) -> None:

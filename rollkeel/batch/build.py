@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rollkeel.batch.coefficients import coefficients
-from rollkeel.batch.packing import MicroBatch, families, pack, plan
+from rollkeel.batch.packing import Family, MicroBatch, families, pack, plan
 from rollkeel.errors import BadInput
 from rollkeel.types import Rollout, TokenBatch
 
@@ -52,6 +52,9 @@ class TrainingBatch:
     """`[T, K]` float32, log q at `topk_ids`; −inf for a token that truncation left out."""
     experts: torch.Tensor | None = None
     """`[T, layers, k]` int16: experts the engine chose at the position that produced the token."""
+    read_experts: tuple[np.ndarray, ...] | None = None
+    """N arrays `[length, layers, k]` int16: those of tokens that were only read; −1 where the engine told none, and at the
+    positions that produced a token."""
 
     def __len__(self) -> int:
         return self.rollout_logprobs.numel()
@@ -93,7 +96,7 @@ class TrainingBatch:
                 "sequence_ids": cut["sequence_ids"] - rows.start,
                 "group_ids": groups,
             }
-            names = ("sequences", "prompt_lengths", "positions")
+            names = ("sequences", "prompt_lengths", "positions", *(("read_experts",) if self.read_experts else ()))
             out.append(replace(self, **cut, **{name: getattr(self, name)[rows] for name in names}))
         return out
 
@@ -103,7 +106,7 @@ class TrainingBatch:
         """Whole sequences packed to at most `max_tokens` tokens each (see `packing.plan`), on the batch's device.
 
         `replay`: with the experts that the engine chose, so that a pass takes them instead of its own choice. `share`: answers to
-        one prompt share it. `processes`: with more than one, pieces small enough to balance over so many.
+        one prompt share it, for passes that are not padded. `processes`: with more than one, pieces small enough to balance over so many.
         """
         starts = np.concatenate([[0], np.cumsum(self.response_lengths)]).tolist()
         made = families(self.sequences, self.prompt_lengths, max_tokens, share=share)
@@ -112,14 +115,28 @@ class TrainingBatch:
                 max_tokens, max(max(map(len, self.sequences)), -(-sum(f.tokens for f in made) // (2 * processes)))
             )
             made = families(self.sequences, self.prompt_lengths, max_tokens, share=share)
-        for members in plan([f.tokens for f in made], max_tokens):
+        for members in plan([f.tokens for f in made], max_tokens, padded=not share):
             together = [made[i] for i in members]
             micro = pack(together, self.sequences, self.prompt_lengths, starts, self.advantages.device, self.positions)
             if self.topk_ids is not None:
                 micro = replace(micro, topk_ids=self.topk_ids.index_select(0, micro.indices))
             if replay and self.experts is not None:
-                micro = replace(micro, experts=self.experts.index_select(0, micro.indices))
+                micro = self._routed(micro, together, self.experts)
             yield micro
+
+    def _routed(self, micro: MicroBatch, together: Sequence[Family], experts: torch.Tensor) -> MicroBatch:
+        """With the engine's experts; a prompt that answers share goes to those of the first of them."""
+        experts, routed = experts.index_select(0, micro.indices), micro.predict_index
+        if self.read_experts is not None:
+            parts = []
+            for family in together:
+                parts.append(self.read_experts[family.members[0]][: family.shared])
+                parts += [self.read_experts[i][family.shared :] for i in family.members]
+            read = np.concatenate(parts)
+            at = np.flatnonzero(read[:, 0, 0] >= 0)
+            experts = torch.cat((experts, torch.from_numpy(read[at]).to(experts.device)))
+            routed = torch.cat((routed, torch.from_numpy(at).to(routed.device)))
+        return replace(micro, experts=experts, routed=routed)
 
     def tokens(
         self,
@@ -226,7 +243,21 @@ def build_batch(
         topk_ids=_optional(rollouts, "topk_ids", np.int64),
         rollout_topk_logprobs=_optional(rollouts, "topk_logprobs", np.float32),
         experts=_optional(rollouts, "experts", np.int16),
+        read_experts=_read_experts(rollouts),
     )
+
+
+def _read_experts(rollouts: Sequence[Rollout]) -> tuple[np.ndarray, ...] | None:
+    """See `TrainingBatch.read_experts`; None unless every rollout tells those of its prompt."""
+    out = []
+    for r in rollouts:
+        if r.span.prompt_experts is None or r.span.experts is None:
+            return None
+        places = np.concatenate([r.span.prompt_experts, r.span.experts, r.span.experts[:1]])
+        places[r.span.own + len(r.span.prompt_experts)] = -1
+        places[-1] = -1
+        out.append(places)
+    return tuple(out)
 
 
 def _optional(rollouts: Sequence[Rollout], name: str, dtype: Any) -> torch.Tensor | None:

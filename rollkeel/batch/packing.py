@@ -6,6 +6,7 @@ stays with each member because it predicts the member's first own token, so that
 
 from __future__ import annotations
 
+from bisect import bisect, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,7 +40,9 @@ class MicroBatch:
     topk_ids: torch.Tensor | None = None
     """`[t, K]` int64: further tokens whose log-probs are wanted at each of these positions."""
     experts: torch.Tensor | None = None
-    """`[t, layers, k]`: experts that these positions are sent to; None leaves them to the model's routers."""
+    """`[r, layers, k]`: experts that the positions `routed` are sent to; None leaves all to the model's routers."""
+    routed: torch.Tensor | None = None
+    """`[r]` int64: positions in the packed row; those of `predict_index` first."""
     parents: torch.Tensor | None = None
     """`[S]` int64 on the CPU: the part that a part continues, −1 for none; None where no part does."""
 
@@ -87,24 +90,30 @@ def _family(members: Sequence[int], shared: int, tokens: int) -> Family:
     return Family(tuple(members), shared if len(members) > 1 else 0, tokens)
 
 
-def plan(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def plan(lengths: Sequence[int], max_tokens: int, *, padded: bool = False) -> list[list[int]]:
     """Micro-batches of at most `max_tokens` tokens, as lists of sequence indices; a function of the arguments alone.
 
-    Sequences are taken from short to long (ties by index), so that those that share a forward pass have similar lengths.
-    A sequence is never split; one longer than `max_tokens` is alone in its micro-batch. Raises `BadInput` for
-    `max_tokens` < 1 or an empty sequence.
+    Best fit, decreasing: the longest sequence first, each where it leaves the least room. `padded`: similar lengths share a
+    pass instead, which pads all to the longest. Inside a micro-batch sequences run from short to long (ties by index), and so
+    do micro-batches by their longest. A sequence is never split; one longer than `max_tokens` is alone. Raises `BadInput`
+    for `max_tokens` < 1 or an empty sequence.
     """
     if max_tokens < 1 or (len(lengths) and min(lengths) < 1):
         raise BadInput(f"packing: expected max_tokens ≥ 1 and lengths ≥ 1, got {max_tokens} and {list(lengths)[:8]}")
     out: list[list[int]] = []
-    room = 0
-    for i in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
-        if not out or lengths[i] > room:
+    rooms: list[tuple[int, int]] = []
+    """(Tokens left, place in `out`), ascending."""
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i), reverse=not padded)
+    for i in order:
+        at = bisect(rooms, (lengths[i], -1))
+        room, place = rooms.pop(at) if at < len(rooms) else (max_tokens, len(out))
+        if place == len(out):
             out.append([])
-            room = max_tokens
-        out[-1].append(i)
-        room -= lengths[i]
-    return out
+            if padded:
+                rooms.clear()
+        out[place].append(i)
+        insort(rooms, (room - lengths[i], place))
+    return out if padded else [members[::-1] for members in reversed(out)]
 
 
 def pack(

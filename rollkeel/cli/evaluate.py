@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rollkeel.cli.words import AsJson, Out, Words, config_of, show_result
+from rollkeel.config import Config
 from rollkeel.errors import BadInput
 from rollkeel.recipe import load
+
+if TYPE_CHECKING:
+    from rollkeel.evals.benchmarks import Loaded
 
 app = typer.Typer()
 
@@ -34,6 +38,13 @@ def evaluate(
     shuffle: Annotated[int | None, typer.Option(min=0, help="Seed of the order of choices.")] = None,
     since: Annotated[str | None, typer.Option(help="Only problems from this date on (2024-08).")] = None,
     until: Annotated[str | None, typer.Option(help="Only problems up to this date (2025-05).")] = None,
+    context: Annotated[
+        str | None,
+        typer.Option(
+            metavar="reported|N",
+            help="Tokens of prompt and response: as the Ring-1T report, or N; YaRN beyond the model's.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Accuracy of model.path on held-out items, or on public benchmarks: avg@k, pass@k, majority@k with their errors."""
@@ -45,6 +56,7 @@ def evaluate(
             "--greedy": greedy or None,
             "--limit": limit,
             "--shuffle": shuffle,
+            "--context": context,
         }
         for name, value in beside.items():
             if value is not None:
@@ -55,26 +67,37 @@ def evaluate(
         return
     if out is None:
         raise BadInput("eval --benchmark: expected --out, the folder of results; the same command goes on in it")
-    from rollkeel.evals.benchmarks import Options, get
-
-    names = list(dict.fromkeys(name.strip() for name in benchmark.split(",") if name.strip()))
-    chosen = [get(name) for name in names]
-    paths = _paths(names, path or [])
-    try:
-        options = Options(limit=limit, shuffle=shuffle, since=since, until=until)
-    except ValueError:
-        raise BadInput(f"--since, --until: expected a date like 2024-08 or 2024-08-01, got {since}, {until}") from None
-    loaded = [b.load(paths.get(b.name), options) for b in chosen]
-    for warning in (each.warning for each in loaded if each.warning):
-        typer.echo(f"rollkeel: warning: {warning}", err=True)
+    from rollkeel.evals.benchmarks import contexts_of
     from rollkeel.evals.run import run_benchmarks
     from rollkeel.evals.view import show_results
 
-    results = run_benchmarks(config, loaded, out, samples=samples, greedy=greedy)
+    chosen = _loaded(config, benchmark, path or [], limit=limit, shuffle=shuffle, since=since, until=until)
+    contexts = contexts_of([each.benchmark for each in chosen], context)
+    results = run_benchmarks(config, chosen, out, samples=samples, greedy=greedy, contexts=contexts)
     if as_json:
         print(json.dumps(results, ensure_ascii=False))
     else:
         show_results(results)
+
+
+def _loaded(config: Config, benchmark: str, path: list[str], **asked: Any) -> list[Loaded]:
+    """The benchmarks named, with a word about what they lack."""
+    from rollkeel.evals.benchmarks import Options, get
+
+    names = list(dict.fromkeys(name.strip() for name in benchmark.split(",") if name.strip()))
+    chosen = [get(name) for name in names]
+    paths = _paths(names, path)
+    try:
+        options = Options(**asked)
+    except ValueError:
+        raise BadInput(
+            f"--since, --until: expected a date like 2024-08 or 2024-08-01, got {asked['since']}, {asked['until']}"
+        ) from None
+    by_judge = options.model_copy(update={"judge": config.data.grader_options})
+    loaded = [b.load(paths.get(b.name), by_judge if b.judged else options) for b in chosen]
+    for warning in (each.warning for each in loaded if each.warning):
+        typer.echo(f"rollkeel: warning: {warning}", err=True)
+    return loaded
 
 
 def _paths(names: list[str], given: list[str]) -> dict[str, str]:
@@ -126,12 +149,12 @@ def benchmarks(name: Annotated[str | None, typer.Argument(help="Tell all about o
     from rollkeel.evals.benchmarks import BENCHMARKS, get
 
     for each in BENCHMARKS.values() if name is None else ():
-        print(f"{each.name:14} {each.items:>5} items  {each.grader:12} {each.title}")
+        print(f"{each.name:19} {each.items:>5} items  {each.grader:19} {each.title}{', judged' * each.judged}")
     if name is not None:
         b = get(name)
-        hub = f"{b.hub}{f', config {b.config}' if b.config else ''}, split {b.split}"
+        hub = f"{b.hub}{f', config {b.config}' if b.config else ''}, split {b.split}" if b.hub else "none, files alone"
         told = {"hub": hub, "files": b.where, "columns": ", ".join(b.columns), "items": b.items, "grader": b.grader}
-        told |= {"k": b.k, "reported": b.reported, "license": b.license}
+        told |= {"context": f"{b.context} tokens", "k": b.k, "reported": b.reported, "license": b.license}
         print(b.title, *(f"  {key}: {value}" for key, value in told.items()), sep="\n")
 
 
@@ -150,6 +173,49 @@ def eval_compare(
         print(json.dumps(found))
     else:
         show_comparison(found)
+
+
+@app.command()
+def retained(
+    this: Annotated[Path, typer.Argument(help="Answers of `rollkeel eval --out`, or results of `eval --benchmark`.")],
+    earlier: Annotated[list[Path], typer.Argument(help="Those of earlier stages, to the same items.")],
+    allow: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the best earlier score that may be lost.")
+    ] = 0.05,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """Whether what earlier stages learnt is still there: each domain's score against the best of theirs.
+
+    Exit code 1 if a domain lost more than --allow.
+    """
+    from rollkeel.evals.answers import retained as compared
+    from rollkeel.evals.view import show_retained
+
+    found = compared(this, earlier, allow)
+    print(json.dumps(found)) if as_json else show_retained(found)
+    if not all(row["kept"] for row in found.values()):
+        raise typer.Exit(1)
+
+
+@app.command(name="win-rate")
+def win_rate(
+    first: Annotated[Path, typer.Argument(help="Answers of `rollkeel eval --out`.")],
+    second: Annotated[Path, typer.Argument(help="Another model's, to the same prompts.")],
+    words: Words = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """How often the judge `data.grader` prefers SECOND's answers to FIRST's: blind, in both orders, with 95 % intervals.
+
+    Exit code 1 unless the interval of all is above one half.
+    """
+    config = config_of(words)
+    from rollkeel.evals.answers import win_rate as judged
+    from rollkeel.evals.view import show_win_rate
+
+    found = judged(config, first, second)
+    print(json.dumps(found)) if as_json else show_win_rate(found)
+    if found["all"]["low"] <= 0.5:
+        raise typer.Exit(1)
 
 
 @app.command(name="reward-model")

@@ -164,7 +164,9 @@ def plan(
     device: Annotated[
         Literal["h100", "h200", "a100", "cpu"], typer.Option(help="Whose memory; cpu is this machine's.")
     ] = "h100",
-    lora: Annotated[int, typer.Option(min=0, help="Rank of adapters on a frozen model; 0 trains every weight.")] = 0,
+    lora: Annotated[
+        int, typer.Option(min=0, help="Rank of adapters on every projection; 0 is what train.lora says.")
+    ] = 0,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 512,
     as_json: AsJson = False,
 ) -> None:
@@ -172,10 +174,11 @@ def plan(
 
     Exit code 1 if it does not fit; the last line says what to change.
     """
-    config = config_of(words)
+    adapters = [f"train.lora.rank={lora}", "train.lora.experts=true"] if lora else []
+    config = config_of([*(words or []), *adapters])
     from rollkeel.memory.plan import Setting, answer, lines
 
-    found = answer(config, device, Setting(cpu=device == "cpu", lora=lora, prompt=prompt))
+    found = answer(config, device, Setting(cpu=device == "cpu", prompt=prompt))
     print(json.dumps(found) if as_json else "\n".join(lines(found)))
     if not found["fits"]:
         raise typer.Exit(1)

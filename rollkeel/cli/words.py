@@ -24,10 +24,11 @@ def config_of(words: list[str] | None) -> Config:
     words = list(words or [])
     recipe = words.pop(0) if words and "=" not in words[0] else None
     config = load(recipe, words)
-    if config.data.task is not None:
-        from rollkeel import tasks
+    for part in config.data.parts or [config.data]:
+        if part.task is not None:
+            from rollkeel import tasks
 
-        tasks.get(config.data.task, config.data.options)
+            tasks.get(part.task, part.options)
     return config
 
 

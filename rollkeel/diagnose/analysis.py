@@ -19,9 +19,9 @@ from rollkeel.config import Config
 from rollkeel.engines.keeper import client_library
 from rollkeel.engines.vllm import VllmBackend
 from rollkeel.errors import BadInput, EngineFailure
-from rollkeel.loop.assemble import answers, opened, policy_of, sampling_params
+from rollkeel.loop.assemble import answers, device_of, opened, policy_of, sampling_params
 from rollkeel.models.forward import supports
-from rollkeel.models.loading import Policy, load_policy, resolve_device
+from rollkeel.models.loading import Policy, load_policy
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import MODES
 from rollkeel.recipe import from_tree, merge
@@ -85,7 +85,7 @@ def analyze(asked: Asked, progress: Progress | None = None) -> Analysis:
         return _against_server(asked, policy, tokens, specs[0], config, progress)
     other = policy
     if asked.against is not None and not asked.against.endswith(SUFFIX):
-        other = load_policy(_model(config, asked.against), resolve_device(config.run.device))
+        other = load_policy(_model(config, asked.against), device_of(config))
         other.model.eval()
         _same_architecture(policy, other, asked)
     captures: list[Capture] = []
@@ -122,7 +122,7 @@ def _weights(folder: Path) -> Path:
     if (folder / "model").is_dir():
         return folder / "model"
     saved = checkpoint.latest(folder / "checkpoints")
-    if saved is None:
+    if saved is None or not saved.model.is_dir():
         raise BadInput(
             f"run folder {folder}: expected a model or a checkpoint, found none; let it run to its first one"
         )
@@ -174,10 +174,11 @@ def _capture(
 ) -> Capture:
     kind, _, mode = spec.partition(":")
     if kind == "trainer":
-        return TrainerSide(policy.model).capture(tokens, progress=progress)
+        return TrainerSide(policy.model, parity=config.run.parity).capture(tokens, progress=progress)
     mode = mode or asked.dtype or config.engine.dtype
-    hf_config, device = policy.model.config, resolve_device(config.run.device)
-    forward = engine_forward(hf_config, checkpoint_views(policy.model).items(), mode, device)
+    hf_config, device = policy.model.config, device_of(config)
+    weights = checkpoint_views(policy.model).items()
+    forward = engine_forward(hf_config, weights, mode, device, parity=config.engine.forward == "parity")
     side = EngineSide(forward, hf_config, mode, prefill=kind == "prefill")
     return side.capture(tokens, progress=progress)
 

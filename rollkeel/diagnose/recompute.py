@@ -9,28 +9,30 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from rollkeel.analyzer.capture import Tokens
 from rollkeel.analyzer.sides import engine_forward, prefill_logprobs
 from rollkeel.config import Config
+from rollkeel.diagnose.guesses import Guess, Weights, at_start, later
 from rollkeel.errors import RollkeelError
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers
 from rollkeel.models.names import checkpoint_views
-from rollkeel.models.numerics import MODES, is_quantised, round_integers
+from rollkeel.models.numerics import MODES
 from rollkeel.record.rollout_store import read_step, to_rollouts
 from rollkeel.record.runfolder import CONFIG, RunFolder, rollout_files
 from rollkeel.train import checkpoint
-from rollkeel.types import FloatArray, Rollout, TokenSpan
+from rollkeel.types import FloatArray, Rollout
 from rollkeel_doctor import thresholds as limits
 from rollkeel_doctor.causes_weights import PROBES
 from rollkeel_doctor.diagnosis import Cause, Diagnosis
+from rollkeel_doctor.tokens import Mean, clustered
 from rollkeel_doctor.verdict import RECORD
 
 MAX_PARAMETERS = 50_000_000
@@ -38,25 +40,22 @@ MAX_PARAMETERS = 50_000_000
 MAX_TOKENS = 2048
 MOST = 3
 """Earlier checkpoints that are tried beside the first, and checkpoints that are computed where nothing is in doubt."""
+FURTHER, FURTHER_Z = 1.5, 3.0
+"""Times as far as the trainer at the same version from which an engine is said to be at another, by so many standard errors."""
 LATEST = 32
 """Steps behind a checkpoint in which its rollouts are looked for."""
-_GROUPS = (0, *range(8, 132, 4))
-"""Inputs that share a scale; 0 for a row."""
-_BITS = (4, 8, 6, 5, 3)
+Said = tuple[Rollout, FloatArray]
+"""A rollout and `[n]` log-probs recorded of its tokens, NaN for those that are not asked about."""
 _ADVICE = {
     "wrong_weights": "Load every tensor and compare what the engine holds with what it was sent.",
     "stale_version": PROBES,
     "quantisation": "Serve the dtype that is stated, or state the one that is served.",
 }
-_LAYER = re.compile(r"\.\d+\.")
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
-
-Weights = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """Sequences that one version sampled from beginning to end, and that version's weights."""
+    """Sequences that one version sampled, all or some of their tokens, and that version's weights."""
 
     policy: Policy
     step: int
@@ -67,6 +66,8 @@ class Sampled:
     """The first checkpoint's weights, as stated, gave the log-probs recorded of it: whatever is wrong came later."""
     mode: str
     """Numeric mode that the engine stated."""
+    whole: bool
+    """Every sequence was sampled by these weights from its beginning to its end, so that no older KV is behind any token."""
     tokens: Tokens
     logprobs: torch.Tensor
     """`[T]` what the engine said of its tokens, before it cut the distribution; NaN for prompts."""
@@ -87,19 +88,6 @@ class Sampled:
         return self.stated > _rounding(self.mode)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Guess:
-    """Something the engine may have done."""
-
-    cause: str
-    words: str
-    weights: Weights
-    """In the place of those it was given."""
-    mode: str
-    nearest: bool = False
-    """The weights need not be the very ones the engine held: they are of the step next to it that was kept."""
-
-
 def refine(found: Diagnosis, folder: Path) -> Diagnosis:
     """The diagnosis of a run folder, with what its checkpoints can decide.
 
@@ -110,21 +98,28 @@ def refine(found: Diagnosis, folder: Path) -> Diagnosis:
         return found
     try:
         if not found.in_doubt:
-            steps = list[int]()
+            fit = list[int]()
+            tried = list[int]()
             for sampled in itertools.islice(_samples(folder), MOST):
-                if sampled.strays:
-                    return found.settled(explain(sampled) or _unknown(sampled))
-                steps.append(sampled.step)
-            same = f"checkpoints (step {', '.join(map(str, steps))}), computed as stated, give the log-probs that the engine recorded"
-            return replace(found, observed=[*found.observed, same]) if steps else found
+                if sampled.strays and (cause := explain(sampled) or _unknown(sampled)):
+                    return found.settled(cause)
+                tried.append(sampled.step)
+                fit += [] if sampled.strays else tried[-1:]
+            if not any(tried) and (cause := stood_still(folder)):
+                return found.settled(cause)
+            same = f"checkpoints (step {', '.join(map(str, fit))}), computed as stated, give the log-probs that the engine recorded"
+            return replace(found, observed=[*found.observed, same]) if fit else found
         sampled = next(_samples(folder), None)
     except RollkeelError as error:
         return replace(found, notes=(*found.notes, f"not recomputed: {error}"))
     return found if sampled is None else decided(found, sampled)
 
 
-def _unknown(sampled: Sampled) -> Cause:
-    """Weights that no guess comes near: the engine computed with others than it states, whatever they are."""
+def _unknown(sampled: Sampled) -> Cause | None:
+    """Weights that no guess comes near: the engine computed with others than it states, whatever they are. Where older weights began
+    the sequences, old KV may be all there is to it."""
+    if not sampled.whole:
+        return None
     return Cause(
         id="wrong_weights",
         score=0.7,
@@ -134,10 +129,65 @@ def _unknown(sampled: Sampled) -> Cause:
     )
 
 
+def stood_still(folder: Path) -> Cause | None:
+    """Where no weights were kept that sampled what is recorded: whether the youngest tokens are of the version that they state.
+
+    The trainer's log-probs of that version are recorded as well, of other tokens. Both are as far from a later checkpoint as training
+    went since; an engine whose weights did not arrive is further.
+    """
+    files, saved = dict(rollout_files(folder)), dict(entry for entry in _saved(folder) if entry[0] > 0)
+    step = next((s for s in reversed(saved) if s + 1 in files), max(saved, default=0))
+    tables = {s: read_step(path) for s, path in files.items() if step and abs(s - step) <= LATEST}
+    trained = {s: _trained(table) for s, table in tables.items()}
+    now = max((version for version, _ in trained.get(step + 1, [])), default=None)
+    every = [rollout for table in tables.values() for rollout in to_rollouts(table)]
+    known = {v for pairs in trained.values() for v, _ in pairs if now is None or v <= now}
+    version = max(known & {int(v) for r in every for v in np.unique(r.span.versions)}, default=-1)
+    said = [pair for pair in _said(every, version) if (pair[0].span.versions == version).all()]
+    if not said:
+        return None
+    policy = _policy(RunFolder.open(folder, lock=False).config, saved[step])
+    own = [pair for pairs in trained.values() for v, pair in pairs if v == version]
+    engine, trainer = (_taken(policy, step, pairs, 4 * MAX_TOKENS) for pairs in (said, own))
+    if engine is None or trainer is None:
+        return None
+    far, near = _distance(engine, engine.views, engine.mode), _distance(trainer, engine.views, "fp32")
+    error = float(np.hypot(far.error, FURTHER * near.error))
+    if far.value - FURTHER * near.value - _rounding(engine.mode) < FURTHER_Z * error:
+        return None
+    at_first = 2 * _first_gap(files) > far.value
+    return Cause(
+        id="wrong_weights" if at_first else "stale_version",
+        score=0.8,
+        evidence=f"The checkpoint of step {step} gives log-probs {far.value:.2g} ± {far.error:.2g} away from what the engine recorded of version "
+        f"{version}, and {near.value:.2g} ± {near.error:.2g} from what the trainer did: the engine served other weights than it states, "
+        f"{'from the first step on' if at_first else 'which the first step does not show, so that older ones stayed'}.",
+        advice=_ADVICE["wrong_weights" if at_first else "stale_version"],
+    )
+
+
+def _first_gap(files: Mapping[int, Path]) -> float:
+    """Mean |log ρ| of the first tokens that are of the trainer's own version; 0 where there are none."""
+    for step in sorted(files)[:LATEST]:
+        pairs = [(o, _said([r], v)) for v, (r, o) in _trained(read_step(files[step]))]
+        if gaps := [np.abs(o - said[0][1]) for o, said in pairs if said]:
+            return float(np.nanmean(np.concatenate(gaps)))
+    return 0.0
+
+
+def _trained(table: pa.Table) -> list[tuple[int, Said]]:
+    """Version and log-probs of the trainer, of the rollouts that have them."""
+    if not {"train_version", "train_logprobs"} <= set(table.column_names):
+        return []
+    columns = (table[name].to_pylist() for name in ("train_version", "train_logprobs"))
+    rows = zip(to_rollouts(table), *columns, strict=True)
+    return [(v, (r, np.array(o, np.float64))) for r, v, o in rows if v is not None and o and len(r.span)]
+
+
 def decided(found: Diagnosis, sampled: Sampled) -> Diagnosis:
     """With what explains the record in the place of what looked alike; without a gap that is what was stated."""
     stated = sampled.stated
-    if stated < limits.RECOMPUTED_LEAST:
+    if stated < min(limits.RECOMPUTED_LEAST, _rounding(sampled.mode)):
         why = (
             f"the checkpoint of step {sampled.step}, computed in {sampled.mode} as stated, gives the log-probs that the engine recorded "
             f"({stated:.2g} away on average): the gap is what that dtype makes of this model"
@@ -155,10 +205,10 @@ def explain(sampled: Sampled) -> Cause | None:
     held, which had no checkpoint: it is enough that they are nearer than the stated ones and than those of any other guess.
     """
     views, stated = sampled.views, sampled.stated
-    if stated < limits.RECOMPUTED_LEAST:
+    if stated < min(limits.RECOMPUTED_LEAST, _rounding(sampled.mode)):
         return None
     tried: list[tuple[float, Guess]] = []
-    for guess in guesses(views, sampled):
+    for guess in _guesses(sampled):
         tried.append((_apart(sampled, {**views, **guess.weights}, guess.mode), guess))
         if tried[-1][0] < limits.RECOMPUTED_EXACT * stated:
             break
@@ -175,6 +225,12 @@ def explain(sampled: Sampled) -> Cause | None:
         "tried).",
         advice=_ADVICE[best.cause],
     )
+
+
+def _guesses(sampled: Sampled) -> Iterator[Guess]:
+    if not sampled.began_clean:
+        yield from at_start(sampled.views, sampled.mode, sampled.policy.model.config.get_text_config())
+    yield from later(sampled.views, sampled.mode, sampled.earlier)
 
 
 def _fits(left: float, guess: Guess, stated: float) -> bool:
@@ -196,115 +252,32 @@ def _best(fitting: Sequence[tuple[float, Guess]]) -> tuple[float, Guess] | None:
 
 def _rounding(mode: str) -> float:
     """Mean distance that two ways of computing the same in `mode` have."""
-    return limits.RECOMPUTED_LEAST if mode == "fp32" else limits.RECOMPUTED_ROUNDED
-
-
-def guesses(views: Weights, sampled: Sampled) -> Iterator[Guess]:
-    """What can have gone wrong from the start: other dtypes; norms that were never loaded; experts in another order. What
-    only later weights show: those of an earlier checkpoint; tensors that kept their first value, one, all of a kind, or all
-    of a layer."""
-    if not sampled.began_clean:
-        yield from _at_start(views, sampled)
-    oldest, first = next(iter(sampled.earlier.items()), (0, {}))
-    stuck = {n: t for n, t in first.items() if n in views and not torch.equal(t, views[n])}
-    for step, weights in sampled.earlier.items():
-        words = f"the weights of step {step} in the place of its own"
-        yield Guess(cause="stale_version", words=words, weights=weights, mode=sampled.mode, nearest=True)
-    for words, names in sets(list(stuck)):
-        if len(names) < len(stuck):
-            weights = {name: stuck[name] for name in names}
-            words = f"{words} as {f'at step {oldest}' if oldest else 'first published'}"
-            yield Guess(cause="wrong_weights", words=words, weights=weights, mode=sampled.mode, nearest=oldest > 0)
-
-
-def _at_start(views: Weights, sampled: Sampled) -> Iterator[Guess]:
-    for mode in MODES:
-        if mode != sampled.mode:
-            words = f"{mode} in the place of the stated {sampled.mode}"
-            yield Guess(cause="quantisation", words=words, weights={}, mode=mode)
-    for words, weights in coarser(views):
-        yield Guess(cause="quantisation", words=words, weights=weights, mode="fp32")
-    initial = 0.0 if "gemma" in sampled.policy.model.config.get_text_config().model_type else 1.0
-    norms = {name: torch.full_like(t, initial) for name, t in views.items() if t.ndim == 1 and "norm" in name}
-    for words, names in sets(list(norms)):
-        weights = {name: norms[name] for name in names}
-        yield Guess(cause="wrong_weights", words=f"{words} still {initial:g}", weights=weights, mode=sampled.mode)
-    for words, weights in rolled_experts(views):
-        yield Guess(cause="wrong_weights", words=words, weights=weights, mode=sampled.mode)
-
-
-def coarser(views: Weights) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Weights in integers of other bits or groups than the numeric modes have; four bits first."""
-    held = {name: tensor for name, tensor in views.items() if is_quantised(name, tensor)}
-    widths = {tensor.shape[-1] for tensor in held.values()}
-    sizes = [size for size in _GROUPS if size == 0 or any(width % size == 0 for width in widths)]
-    for bits in _BITS:
-        for size in sizes:
-            words = f"int{bits} {f'in groups of {size}' if size else 'and a scale for each row'}"
-            yield words, {n: round_integers(t, size or t.shape[-1], bits) for n, t in held.items()}
-
-
-def rolled_experts(views: Weights) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """A layer's experts each in the place of a later one, as ranks load them that begin to count elsewhere."""
-    layers: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
-    for name, tensor in views.items():
-        if match := _EXPERT.fullmatch(name):
-            layers.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = tensor
-    for layer, experts in layers.items():
-        count = len(experts)
-        for by in range(1, count):
-            moved = {
-                f"{layer}.{e}.{rest}": tensor for e in experts for rest, tensor in experts[(e + by) % count].items()
-            }
-            yield f"{layer} {by} places further than they belong", moved
-
-
-def sets(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """All names; those alike but for numbers (layer, expert); those of a layer; those alike within a layer."""
-    found: dict[tuple[str, ...], str] = {}
-    for key in (_kind, _layer, _kind_of_layer):
-        members: dict[str, list[str]] = {}
-        for name in names:
-            if word := key(name):
-                members.setdefault(word, []).append(name)
-        for word, group in members.items():
-            found.setdefault(tuple(group), word)
-    if names:
-        found.setdefault(tuple(names), "all of them")
-    yield from ((word, list(group)) for group, word in found.items())
-
-
-def _kind(name: str) -> str:
-    return _LAYER.sub(".*.", name)
-
-
-def _layer(name: str) -> str:
-    match = _LAYER.search(name)
-    return name[: match.end()] + "*" if match else ""
-
-
-def _kind_of_layer(name: str) -> str:
-    match = _LAYER.search(name)
-    return name[: match.end()] + _LAYER.sub(".*.", name[match.end() - 1 :])[1:] if match else name
+    return limits.RECOMPUTED_FP32 if mode == "fp32" else limits.RECOMPUTED_ROUNDED
 
 
 def _apart(sampled: Sampled, weights: Weights, mode: str) -> float:
     """Mean distance of the recorded log-probs from those of these weights."""
+    return _distance(sampled, weights, mode).value
+
+
+def _distance(sampled: Sampled, weights: Weights, mode: str) -> Mean:
+    """The same with its error, the tokens of a sequence taken for dependent."""
     forward = engine_forward(sampled.policy.model.config, weights.items(), mode)
-    known = ~sampled.logprobs.isnan()
-    found = prefill_logprobs(forward, sampled.tokens, sampled.temperature)[known]
-    return float((found - sampled.logprobs[known]).abs().mean())
+    off = (prefill_logprobs(forward, sampled.tokens, sampled.temperature) - sampled.logprobs).abs().numpy()
+    lengths = [len(ids) for ids in sampled.tokens.sequences]
+    known = ~np.isnan(off)
+    return clustered(off[known], np.repeat(np.arange(len(lengths)), lengths)[known])
 
 
 def _samples(folder: Path) -> Iterator[Sampled]:
     """Checkpoints whose weights sampled whole sequences that are recorded, newest first, with some of these."""
     config = RunFolder.open(folder, lock=False).config
-    saved = checkpoint.listing(folder / "checkpoints")
+    saved = _saved(folder)
     for at in reversed(range(len(saved))):
-        rollouts = _of_weights(folder, saved[at][0])
-        if not rollouts or rollouts[0].dtype not in MODES or rollouts[0].sampling.temperature <= 0:
+        said = _of_weights(folder, saved[at][0])
+        if not said:
             continue
-        found = _taken(_policy(config, saved[at][1]), saved[at][0], rollouts)
+        found = _taken(_policy(config, saved[at][1]), saved[at][0], said)
         if found is None:
             return
         if at == 0 or not found.strays:
@@ -317,10 +290,15 @@ def _samples(folder: Path) -> Iterator[Sampled]:
         yield replace(found, earlier=weights, began_clean=bool(clean))
 
 
-def _of_weights(folder: Path, step: int) -> list[Rollout]:
-    """Rollouts that the weights behind update `step` sampled alone. Where batches are older than the trainer, they come later."""
+def _saved(folder: Path) -> list[tuple[int, Path]]:
+    return [entry for entry in checkpoint.listing(folder / "checkpoints") if (entry[1] / "model").is_dir()]
+
+
+def _of_weights(folder: Path, step: int) -> list[Said]:
+    """Rollouts that the weights behind update `step` sampled alone, or a part of. Where batches are older than the trainer, they come
+    later."""
     files = {s: path for s, path in rollout_files(folder) if s > step}
-    version = None
+    version, parts = None, list[Said]()
     for path in [files[s] for s in sorted(files)[:LATEST]]:
         table = read_step(path)
         if "train_version" not in table.column_names:
@@ -330,41 +308,48 @@ def _of_weights(folder: Path, step: int) -> list[Rollout]:
             if step + 1 not in files or not known:
                 return []
             version = known[0]
-        if whole := [r for r in to_rollouts(table) if len(r.span) and (r.span.versions == version).all()]:
+        said = _said(to_rollouts(table), version)
+        if whole := [pair for pair in said if (pair[0].span.versions == version).all()]:
             return whole
-    return []
+        parts = parts or said
+    return parts
 
 
-def _taken(policy: Policy, step: int, rollouts: Sequence[Rollout]) -> Sampled | None:
+def _said(rollouts: Sequence[Rollout], version: int) -> list[Said]:
+    """What the engine said of the tokens that `version` sampled behind KV of its own, before the distribution was cut."""
+    out = list[Said]()
+    for r in rollouts:
+        span = r.span
+        its = (span.versions == version) & (span.kv_versions == version)
+        its &= True if span.sampled is None else span.sampled
+        if its.any() and r.dtype in MODES and r.sampling.temperature > 0:
+            out.append((r, np.where(its, span.logprobs + np.log(span.kept_mass), np.nan)))
+    return out
+
+
+def _taken(policy: Policy, step: int, said: Sequence[Said], most: int = MAX_TOKENS) -> Sampled | None:
     """Some of the rollouts; None for a model that is too large."""
     if sum(p.numel() for p in policy.model.parameters()) > MAX_PARAMETERS:
         return None
-    taken: list[Rollout] = []
-    for rollout in rollouts:
-        taken.append(rollout)
-        if sum(len(r.prompt.token_ids) + len(r.span) for r in taken) > MAX_TOKENS:
-            break
-    pairs = [(r.prompt.token_ids, r.span) for r in taken]
-    recorded = [np.concatenate([np.full(len(prompt), np.nan), _sampled_logprobs(span)]) for prompt, span in pairs]
+    ends = np.cumsum([len(r.prompt.token_ids) + len(r.span) for r, _ in said])
+    taken = said[: int(np.searchsorted(ends, most, side="right")) + 1]
+    first = taken[0][0]
     return Sampled(
         policy=policy,
         step=step,
         earlier={},
         began_clean=False,
-        mode=rollouts[0].dtype,
+        whole=all((r.span.versions == first.span.versions[0]).all() for r, _ in taken),
+        mode=first.dtype,
         tokens=Tokens(
-            sequences=tuple(np.concatenate([prompt, span.token_ids]) for prompt, span in pairs),
-            prompt_lengths=tuple(len(prompt) for prompt, _ in pairs),
+            sequences=tuple(np.concatenate([r.prompt.token_ids, r.span.token_ids]) for r, _ in taken),
+            prompt_lengths=tuple(len(r.prompt.token_ids) for r, _ in taken),
         ),
-        logprobs=torch.from_numpy(np.concatenate(recorded)).float(),
-        temperature=rollouts[0].sampling.temperature,
+        logprobs=torch.from_numpy(
+            np.concatenate([part for r, values in taken for part in (np.full(len(r.prompt.token_ids), np.nan), values)])
+        ).float(),
+        temperature=first.sampling.temperature,
     )
-
-
-def _sampled_logprobs(span: TokenSpan) -> FloatArray:
-    """Before the distribution was cut; NaN for what an environment wrote, which nobody sampled."""
-    whole = span.logprobs + np.log(span.kept_mass)
-    return whole if span.sampled is None else np.where(span.sampled, whole, np.nan)
 
 
 def _clean(sampled: Sampled | None) -> bool:

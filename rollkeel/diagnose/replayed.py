@@ -31,6 +31,7 @@ SAMPLED = (
     "kv_versions",
     "sampled",
     "experts",
+    "prompt_experts",
     "topk_ids",
     "topk_logprobs",
 )

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from rollkeel.config import EngineConfig
 from rollkeel.errors import EngineFailure
 from rollkeel.types import SamplingParams
 
@@ -34,6 +35,8 @@ class Generation:
     """Tokens still to sample; ≤ `sampling.max_new_tokens`."""
     seed: int
     """For the server's own generator: a function of run seed, rollout and tokens already sampled; 62 bits."""
+    experts_from: int = 0
+    """First place of `token_ids` whose experts are asked for, where any are; the last place samples the first token."""
     salt: str = ""
     """Cached prefixes may only be shared with generations of the same salt: it names the weights that compute them."""
 
@@ -47,6 +50,9 @@ class Chunk:
     """Under the distribution that sampled them (after temperature)."""
     topk_ids: Sequence[Sequence[int]] = ()
     topk_logprobs: Sequence[Sequence[float]] = ()
+    experts: np.ndarray | None = None
+    """On the last chunk, where they were asked for: `[n, layers, k]` of every token of this stream, behind those from
+    `Generation.experts_from` on."""
     finish: str = ""
     """`stop`, `length`, `abort`; empty while more is to come."""
     version_starts: Sequence[tuple[int, int]] = ()
@@ -57,9 +63,9 @@ class Chunk:
 class ServerSettings:
     """How a server is started."""
 
-    model: Path
+    model: Path = Path()
     """Hugging Face folder with config, tokenizer and the weights to begin with."""
-    port: int
+    port: int = 0
     dtype: str
     max_length: int
     slots: int
@@ -69,10 +75,20 @@ class ServerSettings:
     device: str
     threads: int = 1
     """CPU threads of the server, where it computes on a CPU."""
-    kv_memory_gb: float = 4.0
-    """Most memory for the KV cache, where the server takes a size."""
+    kv_memory_gb: float | None = None
+    """Most memory for the KV cache; None leaves it to the server."""
+    share: float | None = None
+    """Of the device's memory, the server's; None leaves it to the server."""
+    sleeps: bool = False
+    """Whether it gives the device away between rollouts and new weights."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further command line options, `name: value`; a value of True stands for a bare switch."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, **others: Any) -> ServerSettings:
+        """What `config` says, and `others`. Model, port and share are those of one life of the server."""
+        same = {"dtype": config.dtype, "slots": config.slots, "kv_memory_gb": config.kv_memory_gb}
+        return cls(**same, extra=config.server.options, **others)
 
 
 class Backend(Protocol):
@@ -81,6 +97,10 @@ class Backend(Protocol):
     name: str
     returns_topk: bool
     """Whether `Chunk.topk_ids` and `topk_logprobs` are filled on request."""
+
+    def returns_experts(self, config: EngineConfig, hf_config: Any) -> bool:
+        """Whether `Chunk.experts` is filled on request, for this model by a server started so."""
+        ...
 
     def check(self, dtype: str) -> None:
         """Raises `BadInput` for a numeric mode (`engine.dtype`) that the server cannot be started in."""
@@ -114,9 +134,21 @@ class Backend(Protocol):
         """Stop decoding so that weights can change; `keep_kv` leaves running sequences and their KV in the server."""
         ...
 
-    async def load(self, http: Any, folder: Path, version: int) -> int:
-        """Take the weights of a Hugging Face folder (safetensors) that this machine and the server both see, drop every
-        cached prefix. Returns the checksum of what the server received."""
+    async def load(self, http: Any, source: Path | str, version: int) -> int:
+        """Take the weights of a Hugging Face folder (safetensors) that this machine and the server both see, or those of a
+        message of `same_device.lent`, drop every cached prefix. Returns the checksum of what the server received."""
+        ...
+
+    async def place(self, http: Any) -> str:
+        """The one device of the server's weights as `same_device.place` names it; empty where they cannot be lent."""
+        ...
+
+    async def sleep(self, http: Any) -> None:
+        """Give the device's memory away, weights and KV with it. Nothing is in flight."""
+        ...
+
+    async def wake(self, http: Any, what: Literal["weights", "kv_cache"]) -> None:
+        """Take memory again, without what was in it: first of the weights, behind `load` of the KV cache."""
         ...
 
     async def resume(self, http: Any) -> None:

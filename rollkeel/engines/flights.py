@@ -39,6 +39,8 @@ class Flight:
     kv_versions: list[int] = field(default_factory=list)
     topk_ids: list[Sequence[int]] = field(default_factory=list)
     topk_logprobs: list[Sequence[float]] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)
+    prompt_experts: np.ndarray | None = None
     interrupted: bool = False
     fruitless: int = 0
     """Stays in a row that ended without the server's word and without a token, and when the first of them did."""
@@ -47,6 +49,8 @@ class Flight:
     """Of the present stay."""
     begun: int = 0
     """Tokens at its begin."""
+    read: int | None = None
+    """Tokens in front of its first position whose experts it is to tell too; None where nobody asks."""
     began_at: int = -1
     """Version that its begin computed KV with."""
     certain: int | None = None
@@ -62,8 +66,12 @@ class Flight:
         self.key, self.begun, self.began_at, self.certain = key, len(self.tokens), version, None
         request = self.request
         ids = [*request.prompt_ids.tolist(), *request.prefix.token_ids.tolist(), *self.tokens]
+        known = request.prefix.prompt_experts is not None and request.prefix.sampled is None
+        asks = request.sampling.return_prompt_experts and not self.tokens and not known
+        self.read = len(ids) - 1 if asks else None
         return Generation(
             key=key,
+            experts_from=len(ids) - 1 - (self.read or 0),
             token_ids=ids,
             sampling=request.sampling,
             max_new_tokens=self.room - len(self.tokens),
@@ -100,11 +108,23 @@ class Flight:
                 raise EngineFailure(
                     f"request {self.request.id}: expected {sampling.return_topk} likely tokens for each"
                 )
+        if chunk.experts is not None and sampling.return_experts:
+            read = self.read or 0
+            stay = read + len(self.tokens) + count - self.begun
+            if chunk.experts.ndim != 3 or len(chunk.experts) != stay:
+                raise EngineFailure(
+                    f"request {self.request.id}: expected experts of {stay} tokens by layer, got {chunk.experts.shape}"
+                )
+            experts = chunk.experts.astype(np.int16)
+            if self.read is not None:
+                self.prompt_experts = experts[:read]
+            self.experts += list(experts[read:])
         logprobs = [min(value, 0.0) for value in chunk.logprobs]
         greedy = sampling.temperature == 0
         self.tokens += chunk.token_ids
         self.logprobs += [0.0] * count if greedy else logprobs
-        self.kept_mass += [math.exp(x) for x in logprobs] if greedy else [1.0] * count
+        mass = math.nan if sampling.truncated else 1.0  # of an evaluation alone: nobody trains on what is not known
+        self.kept_mass += [math.exp(x) for x in logprobs] if greedy else [mass] * count
         self.versions += [version] * count
         self.kv_versions += [self.began_at] * count
         if sampling.return_topk:
@@ -116,6 +136,9 @@ class Flight:
 
         Tokens of a stay that weights changed under take the server's count. Where it contradicts, they are dropped.
         """
+        if self.request.sampling.return_experts and len(self.experts) < len(self.tokens):
+            self.cut(self.begun)  # they come at a stream's end, and this one had none
+            return "it did not tell which experts its tokens were routed to"
         first = version if self.certain is None else self.began_at
         wrong = sorted({told for told, _ in starts if not first <= told <= version})
         if self.certain is None and (not wrong or len(self.tokens) == self.begun):
@@ -132,7 +155,7 @@ class Flight:
 
     def cut(self, length: int) -> None:
         """Forget tokens from `length` on; they are sampled again."""
-        names = ("tokens", "logprobs", "kept_mass", "versions", "kv_versions", "topk_ids", "topk_logprobs")
+        names = ("tokens", "logprobs", "kept_mass", "versions", "kv_versions", "topk_ids", "topk_logprobs", "experts")
         for name in names:
             del getattr(self, name)[length:]
 
@@ -164,6 +187,8 @@ class Flight:
             kv_versions=np.array(self.kv_versions, np.int64),
             topk_ids=np.array(self.topk_ids, np.int64) if sampling.return_topk else None,
             topk_logprobs=np.minimum(np.array(self.topk_logprobs, np.float32), 0) if sampling.return_topk else None,
+            experts=np.stack(self.experts) if sampling.return_experts else None,
+            prompt_experts=self.prompt_experts,
         )
 
 

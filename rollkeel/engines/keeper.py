@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from rollkeel.config import EngineConfig
 from rollkeel.engines.backend import Backend, Refused, ServerSettings
+from rollkeel.engines.same_device import lent, place, share_of
 from rollkeel.engines.server import RESTARTS, START_SHARE, ServerProcess, free_port
+from rollkeel.engines.weight_folder import write_weights
 from rollkeel.errors import BadInput, EngineFailure
+from rollkeel.types import FloatArray, WeightUpdate
 
 READY_POLL_S = 0.1
 SETTLE_S = 1.0
@@ -33,27 +38,46 @@ SAME_SERVER = 0.05
 class Weights:
     """What the server has to serve."""
 
+    update: WeightUpdate
     folder: Path
-    version: int
-    checksum: int
+    """Where `write` puts them."""
+    number: int
+    """Publications up to it."""
     probes: Sequence[Sequence[int]] = ()
     scores: list[np.ndarray] = field(default_factory=list)
     """Log-probs of `probes` as they were accepted after publication."""
 
+    @property
+    def version(self) -> int:
+        return self.update.version
+
+    @property
+    def checksum(self) -> int:
+        return self.update.checksum
+
+    def write(self, hf_config: Any) -> None:
+        """Write the folder, unless it is there. Raises `EngineFailure` if the tensors are no longer those of the update."""
+        if not self.folder.exists():
+            write_weights(self.update, hf_config, self.folder)
+
 
 class Keeper:
-    """Starts, feeds and restarts the server of `backend`; `settings` tells how, given weights to start from and a port."""
+    """Starts, feeds and restarts the server of `backend`; `settings` tells how, but for model, port and share of the device."""
 
     def __init__(
         self,
         backend: Backend,
         config: EngineConfig,
-        settings: Callable[[Path, int], ServerSettings],
-        log: Path,
+        settings: ServerSettings,
+        hf_config: Any,
+        planned: int,
         scratch: Path,
+        log: Path | None,
     ) -> None:
+        """`planned`: bytes of `settings.device` that training holds while the server serves."""
         self._backend, self._config, self._settings = backend, config, settings
-        self._log, self._scratch = log, scratch
+        self._hf_config, self._planned, self._place = hf_config, planned, ""
+        self._log, self._scratch = log or scratch / "server.log", scratch
         self._client = client_library()
         self._process: ServerProcess | None = None
         self._restarts = 0
@@ -62,6 +86,7 @@ class Keeper:
         """Held while the server starts, or its weights change."""
         self.epoch = 0
         self.weights: Weights | None = None
+        self.asleep = False
 
     @property
     def owned(self) -> bool:
@@ -89,6 +114,21 @@ class Keeper:
     def fruitful(self) -> None:
         """A request finished: restarts are counted anew."""
         self._restarts = 0
+
+    def lends(self, update: WeightUpdate) -> bool:
+        """Whether the living server takes `update` by handles, without a folder."""
+        return self._process is not None and self._process.alive and self._place != "" and self._place == place(update)
+
+    async def sleep(self) -> bool:
+        """Have the server give its device away until the next weights; True if it did. The caller holds `lock`."""
+        if not self._settings.sleeps or self._process is None or not self._process.alive:
+            return False
+        self.asleep = True
+        try:
+            await self._timed(self._backend.sleep(self.http), CONTROL_S, "to sleep")
+        except self.errors:
+            self.kill()  # so is its memory free; it is started again with the next weights
+        return True
 
     async def publish(self, weights: Weights, keep_kv: bool) -> int:
         """Make the server serve `weights`, starting it if need be; it decodes again when this returns the checksum that the
@@ -125,6 +165,34 @@ class Keeper:
             checksum = await self._again(self.weights, f"{why}; {await self._last_words()}")
             await self._prove(self.weights, checksum)
 
+    async def score(
+        self, sequences: Sequence[Sequence[int]], version: int, recover: Callable[[int, str], Awaitable[None]]
+    ) -> list[FloatArray]:
+        """Log-probs of its weights, which are `version`; a server started again is proven by them. `recover` after a loss."""
+        weights = self.weights
+        assert weights is not None
+        places = asyncio.Semaphore(self._config.slots)
+
+        async def one(ids: Sequence[int]) -> FloatArray:
+            async with places:
+                return await self._backend.score(self.http, ids)
+
+        while True:
+            epoch = self.epoch
+            try:
+                scores = await asyncio.gather(*(one(ids) for ids in sequences))
+                break
+            except Refused:
+                raise
+            except self.errors as error:
+                await recover(epoch, str(self.failure(error)))
+                if self.epoch == epoch:
+                    raise self.failure(error) from None
+        if any(not np.isfinite(row).all() for row in scores):
+            raise EngineFailure(f"engine {self._backend.name}: a log-prob under version {version} is not finite")
+        weights.probes, weights.scores = list(sequences), list(scores)
+        return list(scores)
+
     def kill(self) -> None:
         """End a server of ours at once."""
         if self._process is not None:
@@ -154,18 +222,24 @@ class Keeper:
 
     async def _life(self, weights: Weights) -> int:
         """Start (or find) the server and give it `weights`."""
+        await asyncio.to_thread(weights.write, self._hf_config)
         if self.http is not None:
             await self.http.aclose()
+        self.asleep, self._place = False, ""
         url = self._config.server.url
         if url is None:
             port = free_port()
-            command, environment = self._backend.command(self._settings(weights.folder, port))
+            share = share_of(self._config, self._settings.device, self._planned, weights.update)
+            settings = replace(self._settings, model=weights.folder, port=port, share=share)
+            command, environment = self._backend.command(settings)
             self._process = ServerProcess(command, environment, self._log, self._scratch)
             url = f"http://127.0.0.1:{port}"
         limits = self._client.Limits(max_connections=None, max_keepalive_connections=self._config.slots)
         timeout = self._client.Timeout(self._config.deadline_s, connect=10.0, pool=None)
         self.http = self._client.AsyncClient(base_url=url.rstrip("/"), limits=limits, timeout=timeout, trust_env=False)
         await self._until_ready(url, self._config.deadline_s * (START_SHARE if self.owned else 1.0))
+        if self._settings.sleeps:
+            self._place = await self._timed(self._backend.place(self.http), CONTROL_S, "to name its device")
         return await self._load(weights, keep_kv=False)
 
     async def _until_ready(self, url: str, limit_s: float) -> None:
@@ -207,9 +281,18 @@ class Keeper:
         return f"engine {self._backend.name}: the server ended: {output}"
 
     async def _load(self, weights: Weights, keep_kv: bool) -> int:
-        await self._timed(self._backend.pause(self.http, keep_kv), CONTROL_S, "to pause")
-        loading = self._backend.load(self.http, weights.folder, weights.version)
-        checksum = await self._timed(loading, self._config.deadline_s, "to load weights")
+        if self.asleep:
+            torch.cuda.empty_cache()  # what training left of the device is the server's now
+            await self._timed(self._backend.wake(self.http, "weights"), CONTROL_S, "to wake")
+        else:
+            await self._timed(self._backend.pause(self.http, keep_kv), CONTROL_S, "to pause")
+        by_handles = not weights.folder.exists() and self.lends(weights.update)
+        with lent(weights.update, weights.number) if by_handles else nullcontext(weights.folder) as source:
+            loading = self._backend.load(self.http, source, weights.version)
+            checksum = await self._timed(loading, self._config.deadline_s, "to load weights")
+        if self.asleep:
+            await self._timed(self._backend.wake(self.http, "kv_cache"), CONTROL_S, "to wake")
+            self.asleep = False
         await self._timed(self._backend.resume(self.http), CONTROL_S, "to resume")
         self.epoch += 1
         return checksum

@@ -15,12 +15,13 @@ import torch
 
 from rollkeel.config import EngineConfig
 from rollkeel.errors import BadInput, EngineFailure
+from rollkeel.models import gpu
 from rollkeel.types import KeptKV
 
 KV_GB, KV_SHARE = 4.0, 0.4
 """Memory of the cache where none is asked for: on a CPU, and of what is free on a GPU."""
 SPARE = 3
-"""Blocks beside those of the longest sequence: padding, and room to start."""
+"""Blocks beside those of the longest sequence: padding, and room to start. A device needs one more, for the slot that pads batches."""
 
 
 class Layout(NamedTuple):
@@ -88,18 +89,24 @@ class Step:
     """`[S, Q]` int64 position of each query, −1 for padding."""
     scatter: torch.Tensor | None
     """`[N]` int64 index of each token in the padded `[S * Q]` grid; None when N = S * Q in order."""
-    _rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _rows: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     _bias: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
-    def rows(self, kv_heads: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Flat row indices for writing (`[N * kv_heads]`) and gathering (`[S * kv_heads * B]`), built once per pass."""
-        if kv_heads not in self._rows:
+    def written(self, kv_heads: int, block_size: int) -> torch.Tensor:
+        """`[N * kv_heads]` flat rows that the new tokens are written to, built once per pass."""
+        if ("written", kv_heads) not in self._rows:
             head = torch.arange(kv_heads, device=self.slots.device)
             block, offset = self.slots // block_size, self.slots % block_size
-            write = ((block[:, None] * kv_heads + head) * block_size + offset[:, None]).flatten()
-            gather = (self.table[:, None] * kv_heads + head[:, None]).flatten()
-            self._rows[kv_heads] = (write, gather)
-        return self._rows[kv_heads]
+            rows = (block[:, None] * kv_heads + head) * block_size + offset[:, None]
+            self._rows["written", kv_heads] = rows.flatten()
+        return self._rows["written", kv_heads]
+
+    def gathered(self, kv_heads: int) -> torch.Tensor:
+        """`[S * kv_heads * B]` flat rows of blocks that the sequences attend to, built once per pass."""
+        if ("gathered", kv_heads) not in self._rows:
+            head = torch.arange(kv_heads, device=self.slots.device)
+            self._rows["gathered", kv_heads] = (self.table[:, None] * kv_heads + head[:, None]).flatten()
+        return self._rows["gathered", kv_heads]
 
     def bias(self, keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """`[S, Q, L]` additive mask: causal, within `window` keys if given. Padding rows see key 0."""
@@ -126,6 +133,8 @@ class PagedCache:
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
         self._buffers: dict[int, torch.Tensor] = {}
+        self._experts: torch.Tensor | None = None
+        """`[num_blocks * block_size, layers, k]` int16: experts of tokens whose keys are here."""
 
     def arrays(self, layer: int, kv_heads: int, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Key and value blocks of a layer as float32 arrays that share its memory (CPU only)."""
@@ -140,6 +149,22 @@ class PagedCache:
             for cache in store.values():
                 heads = cache.shape[0] // self.num_blocks
                 cache[target * heads : (target + 1) * heads] = cache[source * heads : (source + 1) * heads]
+        if self._experts is not None:
+            blocks = self._experts.unflatten(0, (self.num_blocks, -1))
+            blocks[target] = blocks[source]
+
+    def note(self, slots: torch.Tensor, experts: Sequence[torch.Tensor]) -> None:
+        """Remember the experts `[N, k]`, one tensor a layer, that the tokens written to `slots [N]` went to."""
+        chosen = torch.stack(tuple(experts), 1).to(torch.int16)
+        if self._experts is None:
+            self._experts = chosen.new_zeros(self.num_blocks * self.block_size, *chosen.shape[1:])
+        self._experts[slots] = chosen
+
+    def noted(self, blocks: Sequence[int], tokens: int) -> np.ndarray:
+        """`[tokens, layers, k]`: experts of the first tokens of a sequence, at least one, that was computed in `blocks`."""
+        assert self._experts is not None
+        held = self._experts.unflatten(0, (self.num_blocks, -1))
+        return held[list(blocks[: -(-tokens // self.block_size)])].flatten(0, 1)[:tokens].cpu().numpy()
 
     def read(self, sequences: Sequence[tuple[Sequence[int], int, int]]) -> list[KeptKV | None]:
         """Copies of sequences, each (blocks, tokens n to take, oldest version in them); None where n is 0.
@@ -207,10 +232,26 @@ class PagedCache:
         `sinks [H]` are extra logits that take probability and give no value (GPT-OSS).
         """
         heads, kv_heads = query.shape[1], key.shape[1]
-        write, gather = step.rows(kv_heads, self.block_size)
-        keys = self._gather(0, self._store(self._keys, layer, key, write), gather)
-        values = self._gather(1, self._store(self._values, layer, value, write), gather)
         sequences, per_sequence = step.query_positions.shape
+        written = step.written(kv_heads, self.block_size)
+        keys = self._store(self._keys, layer, key, written)
+        values = self._store(self._values, layer, value, written)
+        if per_sequence == 1 and step.scatter is None and gpu.taken(query):
+            from rollkeel.models.gpu.attention import decode_attention
+
+            return decode_attention(
+                query,
+                keys,
+                values,
+                step.table,
+                step.query_positions[:, 0],
+                kv_heads=kv_heads,
+                scale=scale,
+                window=window,
+                sinks=sinks,
+            )
+        gathered = step.gathered(kv_heads)
+        keys, values = self._gather(0, keys, gathered), self._gather(1, values, gathered)
         keys = keys.view(sequences * kv_heads, -1, key.shape[-1])
         values = values.view(sequences * kv_heads, -1, value.shape[-1])
         length, group = keys.shape[1], heads // kv_heads
@@ -236,7 +277,9 @@ class PagedCache:
         return out if step.scatter is None else out.index_select(0, step.scatter)
 
     def _gather(self, which: int, cache: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of `cache` in a buffer that every layer reuses: fresh pages for each call cost more than the copy."""
+        """Rows of `cache`, on a CPU in a buffer that every layer reuses: fresh pages for each call cost more than the copy."""
+        if cache.device.type != "cpu":
+            return cache.index_select(0, rows)
         size = rows.numel() * cache[0].numel()
         buffer = self._buffers.get(which)
         if buffer is None or buffer.numel() < size or buffer.dtype != cache.dtype:
@@ -276,13 +319,14 @@ def affordable_blocks(
     per_block = 2 * text.num_hidden_layers * heads * width * block_size * size
     memory_gb = kv_memory(config.kv_memory_gb, device)
     affordable = int(memory_gb * 2**30 / per_block)
-    needed = -(-max_length // block_size) + SPARE
+    spare = SPARE + (device.type != "cpu")
+    needed = -(-max_length // block_size) + spare
     if affordable < needed:
         raise BadInput(
             f"engine.kv_memory_gb={memory_gb:.3g}: one sequence of {max_length} tokens needs "
             f"{needed * per_block / 2**30:.2f} GB; raise it or lower engine.max_length"
         )
-    return affordable, (affordable - SPARE) * block_size
+    return affordable, (affordable - spare) * block_size
 
 
 Prefill = tuple[list[int], np.ndarray, int]

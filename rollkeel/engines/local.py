@@ -16,22 +16,23 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from rollkeel.config import EngineConfig, LoraConfig
-from rollkeel.engines.kv import BlockPool, Layout, PagedCache, Step, affordable_blocks, prefill_passes, prefill_step
+from rollkeel.engines.decode import Batch, Decode, Graphs, graphs_for
+from rollkeel.engines.forwards import open_forward
+from rollkeel.engines.kv import BlockPool, Layout, affordable_blocks, prefill_passes, prefill_step
 from rollkeel.engines.prompts import Copy, Job, SharedPrompts, ordered
 from rollkeel.engines.requests import Running, check_requests, longest, room
-from rollkeel.engines.rng import uniforms
-from rollkeel.engines.sampling import SamplingRows, sample
 from rollkeel.engines.slots import LOOK, Slots
 from rollkeel.engines.weights import take
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.compiled import compiled_decode, suits
-from rollkeel.models.forward import FastForward, said_forward, supports
+from rollkeel.models.forward import FastForward, said_forward
 from rollkeel.models.numerics import is_quantised, weight_rounder
 from rollkeel.types import Capabilities, KeptKV, Proof, Request, Segment, Status, TokenSpan, WeightUpdate
 
@@ -52,44 +53,42 @@ class LocalEngine:
         name: str = "local",
         layout: Layout | None = None,
         lora: LoraConfig | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         """Build from an architecture (`hf_config`); weights come with the first `update_weights`. `lora`: serve adapters
-        beside the weights. `max_length` bounds prompt + response, tokens; the default is the model's context."""
+        beside the weights. `max_length` bounds prompt + response, tokens; the default is the model's context. `graphs` records
+        decode steps instead of what the device has for it."""
         self._device = torch.device(device)
         text = hf_config.get_text_config()
         self._max_length = longest(hf_config, config, max_length)
-        fast = supports(text) if config.forward == "auto" else config.forward in ("fast", "compiled")
-        if fast and not supports(text):
-            raise BadInput(
-                f"engine.forward: expected a family the fast forward computes, got {text.model_type}; use auto"
-            )
-        if fast:
-            self._forward = FastForward(text, config.dtype, self._device, lora)
-        else:  # imported here: it brings in most of transformers, which a worker of a known family starts without
-            from rollkeel.models.forward_transformers import TransformersForward
-
-            self._forward = TransformersForward(text, config.dtype, self._device, lora)
+        self._forward, cache, draw = open_forward(text, config, self._device, lora)
         if weight_rounder(config.dtype) and not any(is_quantised(n, w) for n, w in self._forward.destinations.items()):
             raise BadInput(f"engine.dtype={config.dtype}: would round no weight of {text.model_type}; use fp32 or bf16")
+        self.weights = self._forward.destinations  # views of what it computes with, by checkpoint name
         self._block, *self._limits, prefix_sharing = layout or Layout()
         self._config, self._keep = config, config.kv == "keep"
         least = self._max_length if config.max_length or max_length else 1  # nobody asked for all of a context
         room, fits = affordable_blocks(text, config, self._block, self._forward.dtype, least, self._device)
         self._max_length = min(self._max_length, fits)
         max_blocks = -(-self._max_length // self._block)
-        self._pool = BlockPool(min(config.slots * (max_blocks + 1) + 1, room))
-        self._cache = PagedCache(self._pool.free, self._block, self._forward.dtype, self._device)
+        self._pool = BlockPool(min(config.slots * (max_blocks + 1) + 2, room))
+        self._cache = cache(self._pool.free, self._block, self._forward.dtype, self._device)
         wanted = config.forward == "compiled" or (config.forward == "auto" and suits(self._forward))
         self._compiled = compiled_decode(self._forward, self._cache, self._max_length) if wanted else None
         self._padding_block = self._pool.take()
         self._slots = Slots(config.slots, self._max_length, max_blocks, self._device)
+        if self._slots.ended is not None:
+            self._slots.table[self._slots.spare] = self._pool.take()
+        fast = isinstance(self._forward, FastForward)
+        recorder, recorded = graphs_for(self._forward, self._device)
+        self._steps = Decode(self._forward, self._cache, self._slots, graphs or recorder, draw)
         self._waiting: deque[Running] = deque()
         self._active: dict[int, Running] = {}
         self._prompts = SharedPrompts(self._pool, self._block, prefix_sharing)
         self._done, self._riding = list[Segment](), list[Job]()
-        self._batch: tuple[torch.Tensor, SamplingRows, int, bool] | None = None
+        self._batch: Batch | None = None
         self._version = self._base = -1
-        self._looked, self._full, self._lead, self.steps = 0, 0, 0, 0
+        self._looked, self._full, self._lead, self._until, self.steps = 0, 0, 0, 0, 0
         """Decode steps so far: the clock of budgets."""
         self._capabilities = Capabilities(
             name=name,
@@ -97,7 +96,8 @@ class LocalEngine:
             max_length=self._max_length,
             returns_experts=getattr(self._forward, "num_moe_layers", 0) > 0,
             returns_topk=True,
-            forward=said_forward(config.forward, text, fast, self._compiled is not None, bool(self._forward.adapters)),
+            forward=said_forward(config.forward, text, fast, self._compiled is not None, bool(self._forward.adapters))
+            + recorded,
             proves_memory=True,
         )
 
@@ -273,17 +273,10 @@ class LocalEngine:
             return
         for part in prefill_passes(jobs, self._forward.heads, *self._limits):
             ids, positions, step = prefill_step(part, self._block, self._padding_block, self._device)
-            self._run(ids, positions, step, None)
-
-    def _run(
-        self, ids: torch.Tensor, positions: torch.Tensor, step: Step, experts: list[torch.Tensor] | None
-    ) -> torch.Tensor:
-        cache, scale = self._cache, getattr(self._forward, "scale", 1.0)
-
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-            return cache.attend(step, layer, q, k, v, **{"scale": scale, **options})
-
-        return self._forward.hidden(ids, positions, attend, experts)
+            experts = list[torch.Tensor]()
+            self._steps.hidden(ids, positions, step, experts)
+            if experts:
+                self._cache.note(step.slots, experts)
 
     # -- decoding ------------------------------------------------------------------------------------------------------
 
@@ -294,20 +287,14 @@ class LocalEngine:
             return
         if self._batch is None:
             order = sorted(self._active)
-            requests = [self._active[s].request for s in order]
-            active = torch.tensor(order, device=self._device)
-            topk = max(r.sampling.return_topk for r in requests)
-            experts = any(r.sampling.return_experts for r in requests)
-            self._batch = active, self._slots.rows(active, requests), topk, experts
-        active, rows, topk, want_experts = self._batch
-        ended = self._step(active, rows, topk, [] if want_experts else None)
+            self._batch = self._steps.batch(order, [self._active[s].request for s in order])
+        ended = self._step(self._batch)
         self.steps += 1
-        if isinstance(ended, torch.Tensor):  # not waited for
-            over = all(r.position(self.steps) == r.last for r in self._active.values())
-            if over or self.steps - self._looked >= LOOK:
+        if ended is None:
+            if self.steps >= self._until or self.steps - self._looked >= LOOK:
                 self._look()
         elif ended.any():
-            self._end(active.tolist(), ended)
+            self._end(self._batch.order.tolist(), ended)
 
     def _look(self) -> None:
         """See what has ended on a device since the last look."""
@@ -328,26 +315,19 @@ class LocalEngine:
         for slot, (stop, _, _) in over.items():
             self._emit(self._leave(slot), Status.FINISHED if stop else Status.LENGTH)
 
-    def _step(self, active: torch.Tensor, rows: SamplingRows, topk: int, experts: list[torch.Tensor] | None) -> Any:
-        """Forward, draw, record; `[3, B]` bool per active slot: stopped, out of room, not finite."""
-        slots, size = self._slots, self._block
-        if self._compiled is not None:
-            riding, self._riding = self._riding, []
-            states = self._compiled.hidden(active.numpy(), slots, experts, riding)
-            if not rows.truncated and not topk:
-                slots.record_extras(active, None, 0, experts)
-                return self._compiled.draw(active.numpy(), states, slots)
-            hidden = torch.from_numpy(states)
-        else:
-            positions = slots.position[active]
-            table = slots.table[active, : (self._lead + self.steps) // size + 1]
-            written = table.gather(1, (positions // size)[:, None])[:, 0] * size + positions % size
-            step = Step(slots=written, table=table, query_positions=positions[:, None], scatter=None)
-            hidden = self._run(slots.token[active], positions, step, experts)
-        drawn = sample(self._forward.logits(hidden), rows, uniforms(slots.key[active], slots.drawn[active]))
-        slots.record_extras(active, drawn, topk, experts)
-        ended = slots.record(active, drawn)
-        return ended.numpy() if slots.ended is None else ended
+    def _step(self, batch: Batch) -> np.ndarray | None:
+        """Forward, draw, record; `[3, B]` bool per active slot: stopped, out of room, not finite. None where that is not waited for."""
+        if self._compiled is None:
+            return self._steps.step(batch, (self._lead + self.steps) // self._block + 1)
+        slots, asked = self._slots, batch.asked
+        active, experts = batch.active.numpy(), list[torch.Tensor]() if asked.experts else None
+        riding, self._riding = self._riding, []
+        states = self._compiled.hidden(active, slots, experts, riding)
+        if asked.truncated or asked.topk:
+            hidden, now = torch.from_numpy(states), slots.now(batch.active)
+            return self._steps.draw(batch.active, now, hidden, asked, experts).numpy()
+        slots.record_extras(batch.active, slots.made[batch.active], None, experts)
+        return self._compiled.draw(active, states, slots)
 
     def _grow_tables(self) -> None:
         """A block for every sequence whose next token starts one; without free blocks the youngest sequence waits."""
@@ -368,6 +348,7 @@ class LocalEngine:
                 self._slots.table[slot, len(running.blocks) - 1] = running.blocks[-1]
         self._full = min((r.since - r.first + len(r.blocks) * size for r in self._active.values()), default=0)
         self._lead = max((r.first - r.since for r in self._active.values()), default=0)
+        self._until = max((r.since - r.first + r.last for r in self._active.values()), default=0)
 
     def _leave(self, slot: int) -> Running:
         if self._riding and self._compiled is not None:  # its blocks go to others: nothing may be written to them later
@@ -383,9 +364,21 @@ class LocalEngine:
         """Move what slots have sampled under the weights it was sampled with to their sequences."""
         owners = [self._active[slot] for slot in slots]
         for running, part in self._slots.take(slots, owners, self._version, self.steps):
-            running.span = running.span.append(part)
+            running.span = running.span.append(self._with_read(running, part))
         for running in owners:
             running.first, running.since = running.position(self.steps), self.steps
+
+    def _with_read(self, running: Running, part: TokenSpan) -> TokenSpan:
+        """`part` of a sequence, the first of it here with the experts of what it read where that is asked for.
+
+        A sequence that brought its KV along has told before.
+        """
+        brought = self._keep and running.request.kv is not None
+        if not running.request.sampling.return_prompt_experts or len(running.span) or brought:
+            return part
+        assert part.experts is not None
+        read = len(running.tokens()) - 1
+        return replace(part, prompt_experts=self._cache.noted(running.blocks, read) if read else part.experts[:0])
 
     def _requeue(self, slot: int) -> None:
         self._stamp([slot])

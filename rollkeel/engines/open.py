@@ -36,9 +36,13 @@ def open_engine(
     max_length: int | None = None,
     log_path: Path | None = None,
     lora: LoraConfig | None = None,
+    planned: int = 0,
+    pauses: bool = False,
 ) -> Engine:
     """An engine for the architecture `hf_config`; it serves nothing until weights are published.
 
+    `planned`: bytes of `device` that a trainer holds while a server samples there; `pauses`: whether it trains only while
+    nothing is sampled.
     `lora`: of the adapters it is to serve, which the embedded engine alone does. `log_path`: where an inference server's output goes. Raises `BadInput` for a server that is not installed.
     """
     if lora is not None and config.kind != "local":
@@ -51,6 +55,7 @@ def open_engine(
             raise BadInput(f"engine.kind {config.kind!r}: expected a rollkeel.protocols.Engine, got {engine!r:.80}")
         return engine
     if config.kind == "vllm":
+        from rollkeel.engines.same_device import can_sleep
         from rollkeel.engines.served import ServedEngine
         from rollkeel.engines.vllm import VllmBackend
 
@@ -63,6 +68,8 @@ def open_engine(
             max_length=max_length,
             python=python,
             log_path=log_path,
+            planned=planned,
+            sleeps=pauses and can_sleep(config, str(device)),
         )
     if config.processes > 0:
         from rollkeel.engines.workers import WorkerEngine

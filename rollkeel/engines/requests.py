@@ -93,5 +93,7 @@ def _check(request: Request, about: Capabilities, vocab_size: int) -> None:
         )
     if request.sampling.return_topk and not about.returns_topk:
         raise BadInput(f"request {request.id}: this engine cannot return the most likely tokens")
+    if request.sampling.return_prompt_experts and not request.sampling.return_experts:
+        raise BadInput(f"request {request.id}: return_prompt_experts goes with return_experts; set both")
     if request.sampling.return_experts and not about.returns_experts:
         raise BadInput(f"request {request.id}: this engine cannot return experts for this model")

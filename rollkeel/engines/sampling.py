@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from rollkeel.models import gpu
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,15 @@ class Sampled:
     kept_mass: torch.Tensor
     scores: torch.Tensor
 
+    def best(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and ids `[B, k]` of the most likely tokens."""
+        values, ids = self.scores.log_softmax(-1).topk(k, -1)
+        return values, ids
+
+
+Sampler = Callable[[torch.Tensor, SamplingRows, torch.Tensor], Sampled]
+"""`sample`, or another with its arguments."""
+
 
 def sample(logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor) -> Sampled:
     """Draw one token per row of `logits [B, V]` (float32) by inverting the CDF at `uniform [B]` (float64 in [0, 1)).
@@ -42,6 +54,11 @@ def sample(logits: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor) -> S
         logits, kept = _truncate(logits.log_softmax(-1), rows)
     else:
         kept = torch.ones(len(logits), device=logits.device)
+    if gpu.taken(logits):
+        from rollkeel.models.gpu.sampling import draw
+
+        drawn, chosen = draw(logits, uniform)
+        return Sampled(drawn, chosen.clamp_max_(0.0), kept, logits)
     probs = logits.softmax(-1)
     cdf = probs.cumsum(-1)
     total = cdf[:, -1]

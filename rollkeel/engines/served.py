@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import math
 import shutil
 import threading
 import time
@@ -23,18 +24,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from rollkeel.config import EngineConfig
 from rollkeel.engines.backend import Backend, Generation, Refused, ServerSettings
 from rollkeel.engines.background import Background
 from rollkeel.engines.flights import Flight
-from rollkeel.engines.keeper import Keeper, Weights
-from rollkeel.engines.kv import KV_GB
+from rollkeel.engines.keeper import CONTROL_S, Keeper, Weights
 from rollkeel.engines.requests import check_requests, longest, room
 from rollkeel.engines.server import RESTARTS, SILENCE_SHARE, START_SHARE
-from rollkeel.engines.weight_folder import scratch_folder, write_weights
+from rollkeel.engines.weight_folder import scratch_folder
 from rollkeel.errors import BadInput, EngineFailure, RollkeelError
 from rollkeel.types import Capabilities, FloatArray, IntArray, Proof, Request, Segment, Status, TokenSpan, WeightUpdate
 
@@ -42,10 +41,12 @@ LAND_S = 30.0
 """Longest time for streams to end after an abort; then they are cut."""
 ABORT_EVERY_S = 0.5
 WATCH_S = 0.5
+STEP_S = 0.5
+"""Longest wait for a chunk, so that the caller can look at Ctrl-C."""
 
 
 class ServedEngine:
-    """Implements `rollkeel.protocols.ProbedEngine`. The server starts with the first weights."""
+    """Implements `ProbedEngine` and `SteppedEngine` of `rollkeel.protocols`. The server starts with the first weights."""
 
     def __init__(
         self,
@@ -57,8 +58,11 @@ class ServedEngine:
         max_length: int | None = None,
         python: str = "python",
         log_path: Path | None = None,
+        planned: int = 0,
+        sleeps: bool = False,
     ) -> None:
-        """`python` has the server installed; `log_path` gets the server's output (default: a file in the scratch folder)."""
+        """`python` has the server installed; `log_path` gets the server's output (default: a file in the scratch folder);
+        `planned`: bytes of `device` that training holds beside the server; `sleeps`: whether the server can `rest`."""
         text = hf_config.get_text_config()
         length = longest(hf_config, config, max_length)
         self._hf_config, self._config, self._backend = hf_config, config, backend
@@ -67,26 +71,15 @@ class ServedEngine:
             name=backend.name,
             dtype=config.dtype,
             max_length=length,
+            returns_experts=backend.returns_experts(config, hf_config),
             returns_topk=backend.returns_topk,
         )
         self._version = -1
         self._scratch = scratch_folder()
 
-        def settings(folder: Path, port: int) -> ServerSettings:
-            return ServerSettings(
-                model=folder,
-                port=port,
-                dtype=config.dtype,
-                max_length=length,
-                slots=config.slots,
-                python=python,
-                device=device,
-                threads=torch.get_num_threads(),
-                kv_memory_gb=config.kv_memory_gb or KV_GB,
-                extra=config.server.options,
-            )
-
-        self._keeper = Keeper(backend, config, settings, log_path or self._scratch / "server.log", self._scratch)
+        more = {"python": python, "device": device, "threads": torch.get_num_threads(), "sleeps": sleeps}
+        settings = ServerSettings.of(config, max_length=length, **more)
+        self._keeper = Keeper(backend, config, settings, hf_config, planned, self._scratch, log_path)
         self._silence_s = SILENCE_SHARE * config.deadline_s
         self._changed = threading.Condition()
         self._flying: set[int] = set()
@@ -97,7 +90,7 @@ class ServedEngine:
         self._running: dict[Flight, asyncio.Task[None]] = {}
         self._open = self._held = False
         self._landing = False
-        self._stays = self._publications = 0
+        self._stays = self._publications = self._chunks = 0
         self._heard = time.monotonic()
         self._behind = Background(backend.name, self._break)
         self._behind.call(lambda: self._behind.job(self._watch()))
@@ -135,6 +128,20 @@ class ServedEngine:
         self._behind.call(self._release, flights)
 
     def poll(self, timeout_s: float) -> list[Segment]:
+        return self._ended(timeout_s, math.inf)
+
+    def advance(self, steps: int) -> list[Segment]:
+        """See `SteppedEngine.advance`; a step here is a chunk of any stream. Returns as soon as something ended."""
+        return sorted(self._ended(STEP_S, self._chunks + steps), key=lambda segment: segment.request_id)
+
+    def progress(self) -> dict[int, int]:
+        """Response tokens that each request in flight has so far, its prefix included, by id: fewer than before where a lost
+        stream had brought tokens of weights that nobody vouches for."""
+        flights = [*list(self._waiting), *list(self._running)]
+        return {f.request.id: len(f.request.prefix) + len(f.tokens) for f in flights}
+
+    def _ended(self, timeout_s: float, chunks: float) -> list[Segment]:
+        """What ended, waited for until streams have brought so many `chunks`."""
         self._check_sound()
         if self._flying and self._version < 0:
             raise EngineFailure(
@@ -142,7 +149,9 @@ class ServedEngine:
             )
         self._behind.call(self._release, [])
         with self._changed:
-            self._changed.wait_for(lambda: self._done or self._broken or not self._flying, timeout_s)
+            self._changed.wait_for(
+                lambda: self._done or self._broken or not self._flying or self._chunks >= chunks, timeout_s
+            )
             done, self._done = self._done, []
         if not done:
             self._check_sound()
@@ -154,15 +163,24 @@ class ServedEngine:
         self._behind.wait(self._interrupt(wanted), LAND_S + self._config.deadline_s, "to interrupt")
 
     def update_weights(self, update: WeightUpdate) -> Proof:
-        """Write the weights to a folder and make the server serve them, see `Keeper.publish`."""
+        """Make the server serve the weights, by way of a folder or of handles, see `Keeper.publish`."""
         self._check_sound()
         self._publications += 1
-        folder = self._scratch / f"weights-{self._publications}"
-        write_weights(update, self._hf_config, folder)
-        weights = Weights(folder, update.version, update.checksum)
+        weights = Weights(update, self._scratch / f"weights-{self._publications}", self._publications)
+        if not self._keeper.lends(update):
+            weights.write(self._hf_config)
         lives = (RESTARTS + 1) * (1 + START_SHARE) * self._config.deadline_s
         checksum = self._behind.wait(self._publish(weights), LAND_S + 2 * lives, "to serve new weights")
         return Proof(version=update.version, checksum=checksum)
+
+    def rest(self) -> None:
+        """See `RestingEngine.rest`: a server that can sleep gives its device away."""
+        self._check_sound()
+        if self._flying:
+            raise EngineFailure(
+                f"engine {self._backend.name}: {len(self._flying)} requests are in flight, it cannot rest"
+            )
+        self._behind.wait(self._rest(), LAND_S + CONTROL_S, "to rest")
 
     def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         """See `ProbedEngine.score`. What was scored last is scored again when the server had to be restarted."""
@@ -203,10 +221,10 @@ class ServedEngine:
             self._changed.notify_all()
 
     def _break(self, error: BaseException) -> None:
-        """The engine stops: the caller's next call raises `error`."""
-        known = isinstance(error, RollkeelError)
+        """The engine stops: the caller's next call raises the first such `error`."""
+        known = error if isinstance(error, RollkeelError) else EngineFailure(f"engine {self._backend.name}: {error!r}")
         with self._changed:
-            self._broken = error if known else EngineFailure(f"engine {self._backend.name}: {error!r}")
+            self._broken = self._broken or known
             self._changed.notify_all()
 
     # -- on the loop ---------------------------------------------------------------------------------------------------
@@ -265,6 +283,9 @@ class ServedEngine:
             async for chunk in chunks:
                 self._heard = time.monotonic()
                 flight.take(chunk, self._version, self._vocab_size)
+                with self._changed:
+                    self._chunks += 1
+                    self._changed.notify_all()
                 if chunk.finish:
                     return chunk.finish, chunk.version_starts
         return "", ()
@@ -362,31 +383,15 @@ class ServedEngine:
         finally:
             self._landing = False
 
+    async def _rest(self) -> None:
+        async with self._keeper.lock:
+            if await self._keeper.sleep():
+                self._version, self._open = -1, False
+
     async def _score(self, sequences: Sequence[Sequence[int]]) -> list[FloatArray]:
         if self._version < 0 or self._keeper.weights is None:
             raise EngineFailure(f"engine {self._backend.name}: no proven weights to score with; publish weights first")
-        places = asyncio.Semaphore(self._config.slots)
-        weights = self._keeper.weights
-
-        async def one(ids: Sequence[int]) -> np.ndarray:
-            async with places:
-                return await self._backend.score(self._keeper.http, ids)
-
-        while True:
-            epoch = self._keeper.epoch
-            try:
-                scores = await asyncio.gather(*(one(ids) for ids in sequences))
-                break
-            except Refused:
-                raise
-            except self._keeper.errors as error:
-                await self._recover(epoch, str(self._keeper.failure(error)))
-                if self._keeper.epoch == epoch:
-                    raise self._keeper.failure(error) from None
-        if any(not np.isfinite(row).all() for row in scores):
-            raise EngineFailure(f"engine {self._backend.name}: a log-prob under version {self._version} is not finite")
-        weights.probes, weights.scores = list(sequences), list(scores)
-        return list(scores)
+        return await self._keeper.score(sequences, self._version, self._recover)
 
     async def _close(self) -> None:
         self._open = False

@@ -3,53 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from rollkeel.engines.requests import Running
 from rollkeel.engines.rng import request_keys
-from rollkeel.engines.sampling import Sampled, SamplingRows
+from rollkeel.engines.sampling import Sampled
 from rollkeel.errors import EngineFailure
-from rollkeel.types import Request, TokenSpan
+from rollkeel.types import TokenSpan
 
 LOOK = 16
 """Decode steps between two looks at what has ended, on a device that one should not wait for."""
 
 
+class Now(NamedTuple):
+    """`[B]` tensors: what some slots hold before a step."""
+
+    token: torch.Tensor
+    """Last token, whose KV is not computed yet."""
+    position: torch.Tensor
+    """Its absolute position."""
+    made: torch.Tensor
+    """Tokens sampled since admission or the last `take`."""
+    drawn: torch.Tensor
+    """Response index of the next token: the counter of the random draws."""
+    limit: torch.Tensor
+    """How many tokens may be made."""
+    key: torch.Tensor
+    top_k: torch.Tensor
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+
+
 class Slots:
-    """State of `count` places, each empty or holding one running sequence. `[S]` tensors on the engine's device."""
+    """State of `count` places, each empty or holding one running sequence. `[S]` tensors on the engine's device; see `Now`."""
 
     def __init__(self, count: int, max_length: int, max_blocks: int, device: torch.device) -> None:
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        def floats(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.float32, device=device)
-
-        self.device, self.max_length = device, max_length
+        self.device, self.max_length, self.spare = device, max_length, count
+        waited = device.type == "cpu"
+        count += not waited
         self.table = ints(count, max_blocks)
-        self.token, self.position = ints(count), ints(count)
-        """Last token, whose KV is not computed yet, and its absolute position."""
-        self.made, self.limit = ints(count), ints(count)
-        """Tokens sampled since admission or the last `take`, and how many may be."""
-        self.drawn = ints(count)
-        """Response index of the next token: the counter of the random draws."""
-        self.key = ints(count)
-        self.temperature, self.top_p = floats(count), floats(count)
-        self.top_k, self.min_p = ints(count), floats(count)
+        self._ints, self._floats = ints(7, count), torch.zeros(3, count, device=device)
+        self.token, self.position, self.made, self.drawn, self.limit, self.key, self.top_k = self._ints
+        self.temperature, self.top_p, self.min_p = self._floats
         self.stop = torch.full((count, 1), -1, dtype=torch.int64, device=device)
-        self.ids, self.logprobs, self.kept = (
-            ints(count, max_length),
-            floats(count, max_length),
-            floats(count, max_length),
-        )
+        self.ids, self._exact = ints(count, max_length), torch.zeros(2, count, max_length, device=device)
+        self.logprobs, self.kept = self._exact
         self.experts: torch.Tensor | None = None
         self.topk: tuple[torch.Tensor, torch.Tensor] | None = None
         self.most = 0
         """Longest `limit` so far: what only some requests ask for has places for no more tokens."""
-        self.ended = None if device.type == "cpu" else torch.zeros((3, count), dtype=torch.bool, device=device)
-        """On a device that one should not wait for: whether what was placed last has stopped, is out of room, is not finite."""
+        self.moves = 0
+        """How often one of these tensors was replaced by a larger one."""
+        self.ended = None if waited else torch.zeros((3, count), dtype=torch.bool, device=device)
+        """On a device that one should not wait for: whether what was placed last has stopped, is out of room, is not finite.
+        There the place `spare` behind the others pads batches: it has ended, so nothing in it moves."""
+        if self.ended is not None:
+            self.ended[:, self.spare] = True
 
     def place(self, slots: Sequence[int], running: Sequence[Running], steps: int, padding: int) -> None:
         """Put `running` into `slots`, after so many decode steps of the engine; `padding` is the block behind their own."""
@@ -57,24 +73,21 @@ class Slots:
         limit = [r.enter(steps, self.max_length) for r in running]
         columns = torch.tensor(
             [
-                [r.first, len(r.request.prefix) + len(r.span), int(r.tokens()[-1]), m, p.top_k, p.seed, r.request.id]
+                [int(r.tokens()[-1]), r.first, 0, len(r.request.prefix) + len(r.span), m, r.request.id, p.top_k, p.seed]
                 for r, p, m in zip(running, asked, limit, strict=True)
             ]
         ).T
-        self.key[at] = request_keys(columns[5], columns[6]).to(self.device)
-        position, already, token, most, top_k = columns[:5].to(self.device)
-        self.position[at], self.drawn[at], self.token[at] = position, already, token
-        self.limit[at], self.top_k[at], self.made[at] = most, top_k, 0
+        columns[5] = request_keys(columns[7], columns[5])
+        self._ints[:, at] = columns[:7].to(self.device)
+        self._floats[:, at] = torch.tensor([[p.temperature, p.top_p, p.min_p] for p in asked], device=self.device).T
         self.most = max(self.most, *limit)
         if self.ended is not None:
             self.ended[:, at] = False
-        shape = torch.tensor([[p.temperature, p.top_p, p.min_p] for p in asked], device=self.device).T
-        self.temperature[at], self.top_p[at], self.min_p[at] = shape
         most_stops = max(len(p.stop_token_ids) for p in asked)
         if most_stops > self.stop.shape[1]:
             grown = torch.full((len(self.stop), most_stops), -1, dtype=torch.int64, device=self.device)
             grown[:, : self.stop.shape[1]] = self.stop
-            self.stop = grown
+            self.stop, self.moves = grown, self.moves + 1
         width = self.stop.shape[1]
         self.stop[at] = torch.tensor([[*p.stop_token_ids, *[-1] * width][:width] for p in asked], device=self.device)
         width = self.table.shape[1]
@@ -82,65 +95,65 @@ class Slots:
             [[*b, *[padding] * (width - len(b))] for b in (r.blocks for r in running)], device=self.device
         )
 
-    def rows(self, active: torch.Tensor, requests: Sequence[Request]) -> SamplingRows:
-        """Sampling parameters of the active slots."""
-        return SamplingRows(
-            temperature=self.temperature[active],
-            top_p=self.top_p[active],
-            top_k=self.top_k[active],
-            min_p=self.min_p[active],
-            truncated=any(r.sampling.truncated for r in requests),
-            tempered=any(r.sampling.temperature != 1 for r in requests),
-        )
+    def now(self, active: torch.Tensor) -> Now:
+        """What the slots `active` hold."""
+        return Now(*self._ints.index_select(1, active), *self._floats.index_select(1, active))
 
-    def record_extras(
-        self, active: torch.Tensor, drawn: Sampled | None, topk: int, experts: list[torch.Tensor] | None
-    ) -> None:
-        """Store what only some requests ask for, the `topk` best of `drawn` and the experts; call before `record`."""
-        if not topk and not experts:
-            return
-        at = self.made[active]
-        if topk and drawn is not None:
-            values, ids = drawn.scores.log_softmax(-1).topk(topk, -1)
+    def make_room(self, topk: int, experts: Sequence[int]) -> None:
+        """Places for the `topk` best and for `experts` (layers, of each) of every token that may come, where any are asked for."""
+        if topk:
             old = self.topk or (None, None)
-            self.topk = (self._room(old[0], topk, dtype=ids.dtype), self._room(old[1], topk, dtype=values.dtype))
-            self.topk[0][active, at, :topk], self.topk[1][active, at, :topk] = ids, values
+            self.topk = self._room(old[0], torch.int64, topk), self._room(old[1], torch.float32, topk)
         if experts:
-            chosen = torch.stack(experts, 1).to(torch.int16)
-            self.experts = self._room(self.experts, *chosen.shape[1:], dtype=chosen.dtype)
-            self.experts[active, at] = chosen
+            self.experts = self._room(self.experts, torch.int16, *experts)
 
-    def _room(self, old: torch.Tensor | None, *width: int, dtype: torch.dtype) -> torch.Tensor:
-        """`[S, tokens, *width]` with places for every token that may come; sequences on their way keep what they have."""
+    def _room(self, old: torch.Tensor | None, dtype: torch.dtype, *width: int) -> torch.Tensor:
+        """`[S, tokens, *width]`; sequences on their way keep what they have."""
         if old is not None and old.shape[1] > self.most and old.shape[-1] >= width[-1]:
             return old
         tokens = self.most + 1 if old is None else max(self.most + 1, min(2 * old.shape[1], self.max_length))
         new = torch.zeros((len(self.made), tokens, *width), dtype=dtype, device=self.device)
         if old is not None:
             new[:, : old.shape[1], ..., : old.shape[-1]] = old
+        self.moves += 1
         return new
 
-    def record(self, active: torch.Tensor, drawn: Sampled) -> torch.Tensor:
+    def record_extras(
+        self,
+        active: torch.Tensor,
+        at: torch.Tensor,
+        best: tuple[torch.Tensor, torch.Tensor] | None,
+        experts: list[torch.Tensor] | None,
+    ) -> None:
+        """Store what only some requests ask for at their places `at`: values and ids of the `best` tokens, and the experts."""
+        chosen = torch.stack(experts, 1).to(torch.int16) if experts else None
+        self.make_room(0 if best is None else best[0].shape[1], () if chosen is None else chosen.shape[1:])
+        if best is not None and self.topk is not None:
+            for held, new in zip(self.topk, reversed(best), strict=True):
+                held[active, at, : new.shape[1]] = new
+        if chosen is not None and self.experts is not None:
+            self.experts[active, at] = chosen
+
+    def record(self, active: torch.Tensor, now: Now, drawn: Sampled) -> torch.Tensor:
         """Store one sampled token per active slot and advance; returns `[3, B]` bool: stopped, out of room, not finite.
 
         With `ended`, a slot that ended in an earlier step stays where it is: its token falls on the place behind its last.
         """
-        at = self.made[active]
-        self.ids[active, at] = drawn.ids
-        self.logprobs[active, at] = drawn.logprobs
-        self.kept[active, at] = drawn.kept_mass
-        self.token[active] = drawn.ids
-        stopped = (drawn.ids[:, None] == self.stop[active]).any(-1)
-        ends = torch.stack((stopped, at + 1 >= self.limit[active], ~drawn.logprobs.isfinite()))
-        step: torch.Tensor | int = 1
+        place = active * self.max_length + now.made
+        self.ids.view(-1).index_copy_(0, place, drawn.ids)
+        self._exact.view(2, -1).index_copy_(1, place, torch.stack((drawn.logprobs, drawn.kept_mass)))
+        stopped = (drawn.ids[:, None] == self.stop.index_select(0, active)).any(-1)
+        # A log-prob is at most 0, or NaN.
+        ends = torch.stack((stopped, now.made + 1 >= now.limit, ~(drawn.logprobs > -torch.inf)))
+        step, token = 1, drawn.ids
         if self.ended is not None:
-            before = self.ended[:, active]
+            before = self.ended.index_select(1, active)
             goes_on = ~before.any(0)
-            self.ended[:, active] = ends = before | (ends & goes_on)
-            step = goes_on.long()
-        self.position[active] += step
-        self.made[active] = at + step
-        self.drawn[active] += step
+            ends = before | (ends & goes_on)
+            self.ended.index_copy_(1, active, ends)
+            step, token = goes_on.long(), torch.where(goes_on, token, now.token)
+        moved = torch.stack((token, now.position + step, now.made + step, now.drawn + step))
+        self._ints[:4].index_copy_(1, active, moved)
         return ends
 
     def take(

@@ -6,18 +6,23 @@ Token ids in and out through `/inference/v1/generate` (streamed, a few tokens pe
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
 import json
 import shutil
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from rollkeel.config import EngineConfig
 from rollkeel.engines import vllm_worker
 from rollkeel.engines.backend import Chunk, Generation, Refused, ServerSettings
+from rollkeel.engines.kv import KV_GB
+from rollkeel.engines.same_device import options_of
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.types import SamplingParams
 
@@ -39,11 +44,16 @@ class VllmBackend:
     name = "vllm"
     returns_topk = True
 
+    def returns_experts(self, config: EngineConfig, hf_config: Any) -> bool:
+        text = hf_config.get_text_config()
+        experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+        return bool(experts) and options_of(config).get("enable_return_routed_experts") is True
+
     def check(self, dtype: str) -> None:
         vllm_dtype(dtype)
 
     def objection(self, sampling: SamplingParams) -> str:
-        if sampling.truncated and sampling.temperature > 0:
+        if sampling.truncated and sampling.temperature > 0 and not sampling.evaluation:
             return (
                 "sampling: vllm does not tell the mass that top_p, top_k or min_p keep; set top_p=1 top_k=0 min_p=0, or use"
                 " engine.kind=local"
@@ -73,6 +83,9 @@ class VllmBackend:
             "enable-scale-out": True,
             "disable-uvicorn-access-log": True,
             "enforce-eager": cpu,
+            "enable-sleep-mode": settings.sleeps,
+            "gpu-memory-utilization": settings.share,
+            "kv-cache-memory-bytes": None if cpu or not settings.kv_memory_gb else int(settings.kv_memory_gb * 2**30),
             # On a CPU 0.32.0 hangs, without a word, on a prompt that is prefilled in more than one step.
             "max-num-batched-tokens": max(settings.max_length, 2048) if cpu else None,
             "no-enable-chunked-prefill": cpu,
@@ -86,7 +99,7 @@ class VllmBackend:
         }
         if cpu:
             environment |= {
-                "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(settings.kv_memory_gb))),
+                "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(settings.kv_memory_gb or KV_GB))),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": str(settings.threads),
             }
@@ -113,6 +126,7 @@ class VllmBackend:
                 "seed": wanted.seed,
                 "logprobs": sampling.return_topk + 1 if sampling.return_topk else 0,
                 "detokenize": False,
+                **({"routed_experts_prompt_start": wanted.experts_from} if sampling.return_experts else {}),
             },
         }
         async with http.stream("POST", "/inference/v1/generate", json=body) as answer:
@@ -150,25 +164,45 @@ class VllmBackend:
         mode = "keep" if keep_kv else "abort"
         _check(await http.post("/pause", params={"mode": mode, "clear_cache": str(not keep_kv).lower()}), "pause")
 
-    async def load(self, http: Any, folder: Path, version: int) -> int:
+    async def load(self, http: Any, source: Path | str, version: int) -> int:
         # Without a label while weights are half there: a label says that they are whole.
         _check(await http.post("/update_weight_version", json={"new_version": str(_UNKNOWN)}), "label weights")
-        body = {"method": "rollkeel_load", "args": [str(folder)]}
-        answer = _check(await http.post("/collective_rpc", json=body), "load weights")
-        workers = answer.get("results") or []
-        errors = [str(w.get("error")) for w in workers if not isinstance(w, dict) or "checksum" not in w]
+        lent = isinstance(source, str)
+        where = "by handles" if lent else f"in {source}"
+        workers = await self._workers(http, "rollkeel_take" if lent else "rollkeel_load", str(source), "load weights")
+        errors = [str(w.get("error")) for w in workers if "checksum" not in w]
         if errors or not workers:
-            raise EngineFailure(f"engine vllm: a worker could not load {folder}: {'; '.join(errors) or 'no answer'}")
+            raise EngineFailure(
+                f"engine vllm: a worker could not load weights {where}: {'; '.join(errors) or 'no answer'}"
+            )
         sums = {int(w["checksum"]) for w in workers}
         if len(sums) != 1:
-            raise EngineFailure(f"engine vllm: workers disagree about the weights in {folder}: {sorted(sums)}")
+            raise EngineFailure(f"engine vllm: workers disagree about the weights {where}: {sorted(sums)}")
         # Frees cached prefixes. Sequences that are kept hold theirs; nobody else finds them, because salts name versions.
         _check(await http.post("/reset_prefix_cache"), "reset the prefix cache")
         _check(await http.post("/update_weight_version", json={"new_version": str(version)}), "label weights")
         return sums.pop()
 
+    async def place(self, http: Any) -> str:
+        places = [
+            worker.get("place", "") for worker in await self._workers(http, "rollkeel_place", "", "find its device")
+        ]
+        return places[0] if len(places) == 1 else ""
+
+    async def sleep(self, http: Any) -> None:
+        _check(await http.post("/sleep", params={"level": "2"}), "sleep")
+
+    async def wake(self, http: Any, what: Literal["weights", "kv_cache"]) -> None:
+        _check(await http.post("/wake_up", params={"tags": what}), f"wake its {what}")
+
     async def resume(self, http: Any) -> None:
         _check(await http.post("/resume"), "resume")
+
+    async def _workers(self, http: Any, method: str, argument: str, what: str) -> list[dict[str, str]]:
+        """What every worker answers to a method of `vllm_worker.Publication`."""
+        body = {"method": method, "args": [argument]}
+        answer = _check(await http.post("/collective_rpc", json=body), what)
+        return [w if isinstance(w, dict) else {"error": str(w)} for w in answer.get("results") or []]
 
 
 def vllm_dtype(mode: str) -> str:
@@ -233,11 +267,20 @@ def _chunk(event: Any, topk: int) -> Chunk:
             logprobs=[row["logprob"] for row in rows],
             topk_ids=[[t for t, _ in pairs] for pairs in likely],
             topk_logprobs=[[p for _, p in pairs] for pairs in likely],
+            experts=_array(choice["routed_experts"]) if choice.get("routed_experts") else None,
             finish=choice.get("finish_reason") or "",
             version_starts=[(_label(span["version"]), span["start"]) for span in spans],
         )
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise EngineFailure(f"engine vllm: cannot read an event of a stream: {error!r}") from None
+
+
+def _array(text: str) -> np.ndarray:
+    """An array sent as the bytes of its file. Raises `EngineFailure` for another text."""
+    try:
+        return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise EngineFailure(f"engine vllm: cannot read the experts of a stream: {error}") from None
 
 
 def _likely(entries: Sequence[dict[str, Any]], topk: int) -> list[tuple[int, float]]:

@@ -1,4 +1,5 @@
-"""Runs inside a vLLM server, in its interpreter: takes weights from a folder, proves what it read, cures vLLM's reload.
+"""Runs inside a vLLM server, in its interpreter: takes weights from a folder or from the trainer's own device, proves what it
+read, cures vLLM's reload.
 
 This file is copied beside the server and imported there under the name `rollkeel_vllm_worker`; it needs torch, safetensors
 and vLLM, nothing of rollkeel. vLLM makes its worker class inherit from `Publication` (`--worker-extension-cls`).
@@ -11,8 +12,10 @@ then those of a mixture of two versions, without any error. `load_weights` alone
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,8 @@ with contextlib.suppress(ImportError):  # vLLM brings it
     from numba import njit
 
 MASK = 2**64 - 1
-PART = 2**16
-"""Elements at one time: what they need beside themselves stays in the processor's caches."""
+PART, DEVICE_PART = 2**16, 2**24
+"""Elements at one time: what they need beside themselves stays in the processor's caches; on a GPU few kernels are started."""
 _WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -34,15 +37,44 @@ class Publication:
 
     model_runner: Any
 
+    rollkeel_number = 0
+    """Of the last update that came by handles."""
+
+    def rollkeel_place(self, _: str = "") -> dict[str, str]:
+        """The device that this worker computes on, by its UUID; empty for one that shares no memory with a trainer."""
+        cuda = not _on_cpu() and torch.cuda.is_available()
+        return {"place": str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if cuda else ""}
+
     def rollkeel_load(self, folder: str) -> dict[str, str]:
         """Serve the weights of the safetensors files in `folder`. Returns `checksum` (decimal) over every tensor read and
         handed to the model, or `error`: an exception here would end the whole server."""
+        return self._rollkeel_serve(lambda: _read(Path(folder)))
+
+    def rollkeel_take(self, message: str) -> dict[str, str]:
+        """The same with the weights that `message`, of `rollkeel.engines.same_device.lent`, tells where to find."""
+
+        def opened() -> Iterator[tuple[str, torch.Tensor]]:
+            asked = json.loads(message)
+            if asked["number"] <= self.rollkeel_number:
+                raise ValueError(f"handles of update {asked['number']} came after those of {self.rollkeel_number}")
+            self.rollkeel_number = asked["number"]
+            given = sum(len(part["rows"]) for part in asked["parts"])
+            if given != asked["tensors"]:
+                raise ValueError(f"handles for {given} of {asked['tensors']} tensors")
+            return (pair for part in asked["parts"] for pair in _opened(part))
+
+        return self._rollkeel_serve(opened)
+
+    def _rollkeel_serve(self, opened: Any) -> dict[str, str]:
         try:
             seen = _Seen()
+            weights = seen.counted(opened())
             model = self.model_runner.get_model()
             _forget_packed_experts(model)
-            self.model_runner.reload_weights(weights_iterator=seen.read(Path(folder)), is_checkpoint_format=True)
+            self.model_runner.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
             _retie(model, self.model_runner.model_config.hf_config)
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # the trainer may write there again
             return {"checksum": str(seen.total & MASK), "tensors": str(seen.count)}
         except Exception as error:
             return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
@@ -54,39 +86,66 @@ class _Seen:
     def __init__(self) -> None:
         self.total = self.count = 0
 
-    def read(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-        from safetensors import safe_open
+    def counted(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            self.total += tensor_checksum(name, tensor)
+            self.count += 1
+            yield name, tensor
 
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise FileNotFoundError(f"no safetensors files in {folder}")
-        for file in files:
-            with safe_open(str(file), framework="pt") as weights:
-                for name in weights.keys():  # noqa: SIM118 - not a mapping
-                    tensor = weights.get_tensor(name)
-                    self.total += tensor_checksum(name, tensor)
-                    self.count += 1
-                    yield name, tensor
+
+def _read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no safetensors files in {folder}")
+    for file in files:
+        with safe_open(str(file), framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - not a mapping
+                yield name, weights.get_tensor(name)
+
+
+def _opened(part: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of one buffer of another process, as views of it: its memory is given back when the last is gone."""
+    values = [value.encode("latin-1") if isinstance(value, str) else value for value in part["handle"]]
+    if part["device"] == "cuda":
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        values[0] = torch.cuda.current_device()
+        buffer = rebuild_cuda_tensor(
+            torch.Tensor, (part["bytes"],), (1,), 0, torch.storage.TypedStorage, torch.uint8, *values
+        )
+    else:
+        storage = torch.UntypedStorage._new_shared_filename_cpu(*values)
+        buffer = torch.empty(0, dtype=torch.uint8).set_(storage)
+    for name, dtype, shape, start in part["rows"]:
+        kind = getattr(torch, dtype)
+        end = start + kind.itemsize * math.prod(shape)
+        if end > len(buffer):
+            raise ValueError(f"{name} lies outside of its buffer")
+        yield name, buffer[start:end].view(kind).view(shape)
 
 
 def tensor_checksum(name: str, tensor: torch.Tensor) -> int:
-    """The same sum as `rollkeel.models.checksum.tensor_checksum`, computed anew on this side."""
+    """The same sum as `rollkeel.models.checksum.tensor_checksum`, computed anew on this side, on the tensor's device."""
     size, total = tensor.element_size(), 0
     base = zlib.crc32(f"{name}:{size}".encode())
     flat = tensor.contiguous().view(_WIDTH[size]).flatten()
-    for start in range(0, len(flat), PART):
+    part = PART if flat.is_cpu else DEVICE_PART
+    for start in range(0, len(flat), part):
         first = base + start * 0x9E3779B1 + (start >> 32) * 0x85EBCA77 & 0xFFFFFFFF
-        total += _sum(flat[start : start + PART], first)
-    return total & MASK
+        total += _sum(flat[start : start + part], first)
+    return int(total) & MASK
 
 
-def _sum(bits: torch.Tensor, first: int) -> int:
-    if njit is not None:
+def _sum(bits: torch.Tensor, first: int) -> Any:
+    """Sum of a part, a number or a tensor of it: reading that would wait for the device."""
+    if njit is not None and bits.is_cpu:
         return int(_pass(bits.numpy().view(f"u{bits.element_size()}"), np.uint32(first)))
     mask = 2 ** (8 * bits.element_size()) - 1 if bits.element_size() < 8 else -1
-    x = torch.arange(len(bits)).mul_(0x9E3779B1).add_(first).bitwise_and_(0xFFFFFFFF)
+    x = torch.arange(len(bits), device=bits.device).mul_(0x9E3779B1).add_(first).bitwise_and_(0xFFFFFFFF)
     key = x.square_().bitwise_right_shift_(16).bitwise_and_(0xFFFFFFFF).bitwise_or_(1)
-    return int(((bits.to(torch.int64) & mask) ^ 0x5BD1E995).mul_(key).sum())
+    return ((bits.to(torch.int64) & mask) ^ 0x5BD1E995).mul_(key).sum()
 
 
 def _in_one_pass(bits, first):  # type: ignore[no-untyped-def]

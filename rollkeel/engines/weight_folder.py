@@ -49,6 +49,9 @@ def write_weights(update: WeightUpdate, hf_config: Any, folder: Path) -> None:
         else:
             index = {"metadata": {}, "weight_map": places}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    except EngineFailure:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise EngineFailure(

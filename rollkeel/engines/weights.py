@@ -15,9 +15,10 @@ from rollkeel.types import WeightSlice, WeightUpdate
 
 
 def apply_update(update: WeightUpdate, destinations: Mapping[str, torch.Tensor], mode: str) -> None:
-    """Write every slice, rounded as `mode` rounds, to the view of its name; `prove` says whether it is there.
+    """Write every slice, rounded as `mode` rounds, to the view of its name; `prove` says whether it is there. Of a shared update
+    nothing is written: every slice must be that view already.
 
-    Raises `EngineFailure` for an unknown or missing name, a wrong shape, or a name that comes twice.
+    Raises `EngineFailure` for an unknown or missing name, a wrong shape, a name that comes twice, or shared memory that is not.
     """
     if update.kind not in ("full", "adapter"):
         raise EngineFailure(f"weight update {update.version}: expected all weights or adapters, got {update.kind!r}")
@@ -34,11 +35,22 @@ def apply_update(update: WeightUpdate, destinations: Mapping[str, torch.Tensor],
         if piece.name not in missing:
             raise EngineFailure(f"weight update {update.version}: {piece.name} arrived twice")
         del missing[piece.name]
-        view.copy_(rounded(piece.name, piece.tensor.to(view.device), mode))
+        if not update.shared:
+            view.copy_(rounded(piece.name, piece.tensor.to(view.device), mode))
+        elif not _same_memory(piece.tensor, view):
+            raise EngineFailure(
+                f"weight update {update.version}: {piece.name} is not in the memory that trainer and engine share; something"
+                " gave one of them another tensor since the run began"
+            )
     if missing:
         raise EngineFailure(
             f"weight update {update.version}: {len(missing)} weights did not arrive, first {next(iter(missing))}"
         )
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    first, second = ((t.data_ptr(), t.device, t.dtype, t.shape, t.stride()) for t in (one, other))
+    return first == second
 
 
 class Memory(Protocol):
@@ -69,10 +81,11 @@ def take(update: WeightUpdate, memory: Memory, mode: str, base: int) -> tuple[in
 
 def prove(update: WeightUpdate, held: Mapping[str, torch.Tensor], mode: str) -> int:
     """The checksum of the update, recomputed over `held`: views of the memory that the engine computes with, by checkpoint name.
+    A shared update was summed there by the publisher.
 
     Raises `EngineFailure` naming the first weight that is not there as the publisher wants it.
     """
-    for piece in update.slices:
+    for piece in () if update.shared else update.slices:
         if update.mode != mode:
             piece = _restated(piece, update, mode)
         if held_checksum(piece.name, held[piece.name], mode) == piece.checksum:

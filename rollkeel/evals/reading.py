@@ -22,6 +22,8 @@ _LETTER = re.compile(
 _GRID = re.compile(r"\[\s*+(?:\[[0-9\s,]*+\]\s*+,?\s*+)++\]")
 _SAID = re.compile(r"the answer is\s*:?", re.IGNORECASE)
 _WRAPPED = re.compile(r"\\(?:boxed|text|mathrm|textbf)\s*\{([^{}]*)\}")
+_DRESS = re.compile(r"\\(?:text|mathrm)\{[^{}]*\}|\\[!,;:]|\\?[$%]|[\s,€£¥]")
+_DECIMAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,2})?")
 _MAX_OBJECTS = 64
 _MAX_NUMBER = 64
 
@@ -121,6 +123,18 @@ def plain(text: str) -> str:
     while len(text) > 1 and (text[0], text[-1]) in (("(", ")"), ("[", "]")) and not set(text[1:-1]) & set("()[]"):
         text = text[1:-1].strip()
     return re.sub(r"\s*,\s*", ",", " ".join(text.split()))
+
+
+def number(text: str) -> float | None:
+    """The number in the last box, without signs of money, percent and thousands; None for anything else."""
+    inside = _DRESS.sub("", boxed(text) or "").rpartition("=")[2]
+    return float(inside) if len(inside) <= _MAX_NUMBER and _DECIMAL.fullmatch(inside) else None
+
+
+def bare(text: str) -> str:
+    """Lower case without articles and punctuation, words one space apart."""
+    words = re.sub(r"[^\w\s]|_", " ", text.lower()).split()
+    return " ".join(word for word in words if word not in ("a", "an", "the"))
 
 
 def same(one: str, other: str) -> bool:

@@ -31,6 +31,7 @@ def record_of(item: Item, sampled: Sequence[Rollout], greedy: Rollout | None, re
         }
 
     line = {"key": item.key, "hash": item.hash, "unit": item.unit or item.key, "group": item.group, "order": item.order}
+    line |= {"prompt": sampled[0].prompt.text, "answer": item.answer} if sampled else {}
     return {**line, "samples": [answer(r) for r in sampled], "greedy": None if greedy is None else answer(greedy)}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,28 +29,43 @@ MEMBERS = 4096
 
 
 def run_benchmarks(
-    config: Config, benchmarks: Sequence[Loaded], out: Path, *, samples: int | None = None, greedy: bool = False
+    config: Config,
+    benchmarks: Sequence[Loaded],
+    out: Path,
+    *,
+    samples: int | None = None,
+    greedy: bool = False,
+    contexts: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Evaluate `model.path` on all items of `benchmarks` and write `settings.json`, `config.yaml`, `NAME/items.jsonl`, `results.json` to `out`.
 
-    `samples` per item, None takes each benchmark's own, 0 only the greedy answer. Called again with the same settings it
+    `contexts`: tokens of prompt and response by benchmark, in the place of `sampling.max_new_tokens`; beyond its own context the model
+    is extended by YaRN. `samples` per item, None takes each benchmark's own, 0 only the greedy answer. Called again with the same settings it
     resumes: finished items stay, those with a failure are asked again. Returns what is in `results.json`. Raises `Interrupted` after
     Ctrl-C, and after the results are written `EngineFailure` or `GraderFailure` above `rollout.failure_budget`.
     """
     counts = {b.benchmark.name: b.benchmark.k if samples is None else samples for b in benchmarks}
     _check(config, counts, greedy)
-    policy = policy_of(config)
-    prompts = {b.benchmark.name: _prompts(config, policy, b) for b in benchmarks}
-    settings = _settings(config, policy, benchmarks, counts, greedy)
-    record.open_folder(out, settings)
-    write_atomic(out / "config.yaml", config.to_yaml())
-    found: dict[str, Any] = {}
-    with StopFlag() as stop, opened(config, policy) as engine, open_graders(config) as graders:
-        ask = _Asking(config, policy, engine, graders, stop)
-        for loaded in benchmarks:
-            name = loaded.benchmark.name
-            records = ask.answers(loaded, prompts[name], counts[name], greedy, out / name / record.ITEMS)
-            found[name] = summarize(loaded, records, counts[name])
+    by_context: dict[int, list[Loaded]] = {}
+    for b in benchmarks:
+        by_context.setdefault((contexts or {}).get(b.benchmark.name, 0), []).append(b)
+    settings: dict[str, Any] = {}
+    found: dict[str, Any] = dict.fromkeys(counts)
+    for context, some in by_context.items():
+        stretched = _stretched(config, context)
+        policy = policy_of(stretched)
+        prompts = [_prompts(stretched, policy, b) for b in some]
+        if not settings:
+            settings = _settings(config, policy, benchmarks, counts, greedy)
+            settings |= {"contexts": dict(contexts)} if contexts else {}
+            record.open_folder(out, settings)
+            write_atomic(out / "config.yaml", config.to_yaml())
+        with StopFlag() as stop, opened(stretched, policy) as engine, open_graders(config) as graders:
+            ask = _Asking(stretched, policy, engine, graders, stop)
+            for loaded, asked in zip(some, prompts, strict=True):
+                name = loaded.benchmark.name
+                records = ask.answers(loaded, asked, counts[name], greedy, out / name / record.ITEMS)
+                found[name] = summarize(loaded, records, counts[name])
     results = {"benchmarks": found, **settings, "config": config.model_dump(mode="json")}
     write_atomic(out / record.RESULTS, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     _check_failures(config, found)
@@ -107,6 +122,18 @@ class _Asking:
     def _graded(self, members: Sequence[Rollout]) -> list[Rollout]:
         graded = {r.id: r for r in self.grader.grade([r for r in members if r.status.complete])}
         return sorted((graded.get(r.id, r) for r in members), key=lambda r: r.member)
+
+
+def _stretched(config: Config, context: int) -> Config:
+    """The config with prompts and responses of up to `context` tokens together; as it is for 0."""
+    if not context:
+        return config
+    parts = {
+        "model": config.model.model_copy(update={"context": max(context, config.model.context or 0)}),
+        "engine": config.engine.model_copy(update={"max_length": context}),
+        "sampling": config.sampling.model_copy(update={"max_new_tokens": context - 1}),
+    }
+    return config.model_copy(update=parts)
 
 
 def _greedy(sampling: SamplingParams) -> SamplingParams:

@@ -38,11 +38,17 @@ def summarize(loaded: Loaded, records: Sequence[Record], samples: int) -> dict[s
     groups: dict[str, list[float]] = {}
     for r in kept:
         groups.setdefault(r["group"], []).append(float(np.mean(rewards_of(r))))
-    if benchmark.aggregate != "items" and groups:
+    if benchmark.aggregate == "effective" and kept:
+        units: dict[str, float] = {}
+        for r in kept:
+            units[r["unit"]] = units.get(r["unit"], 1.0) * float(np.mean(rewards_of(r)))
+        metrics["effective mean"] = estimate(list(units.values())).to_json()
+    elif benchmark.aggregate != "items" and groups:
         combine = _harmonic if benchmark.aggregate == "harmonic" else _mean
         metrics[f"{benchmark.aggregate} mean"] = over_groups(list(groups.values()), combine)
     return {
         "title": benchmark.title,
+        "judged": loaded.options.judge.get("model") if benchmark.judged else None,
         "source": {"digest": loaded.digest, "warning": loaded.warning, "options": loaded.options.model_dump()},
         "k": samples,
         "metrics": {name: value for name, value in metrics.items() if value is not None},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +18,7 @@ def show_results(results: Mapping[str, Any], console: Console | None = None) -> 
         metrics, counts, k = result["metrics"], result["counts"], result["k"]
         mean = metrics.get("avg@k")
         table.add_row(
-            name,
+            f"{name} (judged)" if result.get("judged") else name,
             str(counts["items"]),
             str(k),
             f"{_percent(mean['value'])} {_spread(mean)}" if mean else "–",
@@ -29,6 +30,8 @@ def show_results(results: Mapping[str, Any], console: Console | None = None) -> 
     console.print(f"{results['model']} (weights {results['weights']}), percent")
     console.print(table)
     for name, result in results["benchmarks"].items():
+        if result.get("judged"):
+            console.print(f"{name}: judged by {result['judged']}")
         for metric in (m for m in result["metrics"] if m.endswith(" mean")):
             value = result["metrics"][metric]
             console.print(f"{name}: {metric} {_percent(value['value'])} {_spread(value)}")
@@ -50,10 +53,40 @@ def show_comparison(found: Mapping[str, Any], console: Console | None = None) ->
                 _percent(value["a"]),
                 _percent(value["b"]),
                 f"{100 * d['value']:+.1f}{clear} {_spread(d)}",
-                f"{100 * d['low']:+.1f} … {100 * d['high']:+.1f}" if several else "–",
+                _bounds(d),
             )
     console.print("second − first, paired by item, percent")
     console.print(table)
+
+
+def show_retained(found: Mapping[str, Any], console: Console | None = None) -> None:
+    """One row per domain; `lost` where too little is left of the best earlier score."""
+    columns = ("domain", "best before", "items", "before", "now", "difference", "95 %", "")
+    console, table = _open(console, columns, left=2)
+    for name, row in found.items():
+        d = row["difference"]
+        numbers = (_percent(row["best"]), _percent(row["value"]), f"{100 * d['value']:+.1f}", _bounds(d))
+        table.add_row(name, Path(row["stage"]).stem, str(d["items"]), *numbers, "kept" if row["kept"] else "lost")
+    console.print(table)
+
+
+def show_win_rate(found: Mapping[str, Any], console: Console | None = None) -> None:
+    """One row per domain, and one for all."""
+    console, table = _open(console, ("domain", "items", "second wins", "95 %"), left=1)
+    for name, row in [*found["domains"].items(), ("all", found["all"])]:
+        table.add_row(
+            name, str(row["items"]), _percent(row["value"]), f"{_percent(row['low'])}–{_percent(row['high'])}"
+        )
+    console.print(table)
+    told = (
+        f"{found['pairs']} pairs, {found['failed']} failed, {_percent(found['swayed'])} % of verdicts hang on the order"
+    )
+    console.print(told)
+
+
+def _bounds(difference: Mapping[str, Any]) -> str:
+    several = difference["items"] > 1
+    return f"{100 * difference['low']:+.1f} … {100 * difference['high']:+.1f}" if several else "–"
 
 
 def _open(console: Console | None, columns: tuple[str, ...], left: int) -> tuple[Console, Table]:

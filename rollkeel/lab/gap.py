@@ -14,22 +14,27 @@ from rollkeel.record.routing import flipped_layers, routing_metrics
 TOKENS, VOCABULARY, SPREAD, FIRST_SEED, PIECE = 50_000, 2048, 1.5, 1234, 1000
 
 
-def softmax_ratio(seed: int) -> Mapping[str, float]:
+def softmax_ratio(seed: int, *, drawn: bool = False) -> Mapping[str, float]:
     """Mean, std, largest and smallest ratio of a token's probability in fp32 to that of a softmax in bf16, logits drawn from
-    N(0, 1.5²) anew for each token (stability study, Appendix C.1 and Table 2)."""
+    N(0, 1.5²) anew for each token (stability study, Appendix C.1 and Table 2), and how many different probabilities the
+    tokens have (Fig. 13). `drawn`: tokens are drawn from the rounded softmax, as in the study, else from the exact one."""
     g = torch.Generator().manual_seed(FIRST_SEED + seed)
     found = []
+    levels: dict[str, list[torch.Tensor]] = {"bf16": [], "fp32": []}
     for _ in range(TOKENS // PIECE):
         logits = torch.randn(PIECE, VOCABULARY, generator=g) * SPREAD
         exact, rounded = torch.softmax(logits, -1), torch.softmax(logits.bfloat16(), -1)
-        token = torch.multinomial(exact, 1, generator=g)
-        found.append((exact.gather(1, token) / rounded.float().gather(1, token)).double())
+        token = torch.multinomial(rounded.float() if drawn else exact, 1, generator=g)
+        levels["bf16"].append(rounded.float().gather(1, token))
+        levels["fp32"].append(exact.gather(1, token))
+        found.append((levels["fp32"][-1] / levels["bf16"][-1]).double())
     ratio = torch.cat(found)
     return {
         "mean": ratio.mean().item(),
         "std": ratio.std().item(),
         "max": ratio.max().item(),
         "min": ratio.min().item(),
+        **{f"levels, {name}": float(len(torch.cat(values).unique())) for name, values in levels.items()},
     }
 
 

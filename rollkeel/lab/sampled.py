@@ -39,7 +39,7 @@ class Sampled:
 def warm_policy(config: Config) -> Policy:
     """The policy of `config` after its warm start, which the cache may have."""
     policy = policy_of(config, config.train.lora)
-    if config.sft.steps:
+    if config.sft.on:
         with LiveView(console=Console(file=io.StringIO())) as view:
             warm_start(policy, config, view, StopFlag(), EventLog(None))
     return policy
@@ -51,7 +51,8 @@ def sample(words: Sequence[str], seed: int, *, advantages: float = 1.0) -> Sampl
     policy = warm_policy(config)
     with opened(config, policy) as engine:
         experts = engine.capabilities.returns_experts
-        sampling = replace(sampling_params(config, policy.stop_token_ids), return_experts=experts)
+        asked = {"return_experts": experts, "return_prompt_experts": experts}
+        sampling = replace(sampling_params(config, policy.stop_token_ids), **asked)
         sampled = answers(config, policy, engine, sampling, config.rollout.prompts, config.rollout.samples)
     graded = [replace(r, reward=0.0) for r in sampled]
     batch = build_batch(graded, np.full(len(graded), advantages), "token_mean")

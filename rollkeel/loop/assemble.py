@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from rollkeel import objectives
 from rollkeel.config import Config, LoraConfig
+from rollkeel.engines.local import LocalEngine
 from rollkeel.engines.open import check_engine, open_engine
 from rollkeel.errors import BadInput
 from rollkeel.loop.feeds import Budgeted, Feed, Lagged, Overlapped, Sampler, Whole
 from rollkeel.loop.play import gather as gathered
-from rollkeel.loop.run import Run
+from rollkeel.loop.run import HeldOut, Run
 from rollkeel.models.adapters import named_adapters
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers, resolve_device
-from rollkeel.models.names import checkpoint_views
+from rollkeel.models.names import checkpoint_views, move_into
 from rollkeel.models.numerics import mode_of
 from rollkeel.objectives import Objective
 from rollkeel.protocols import Engine
@@ -37,24 +39,41 @@ from rollkeel.rollout.pool import PoolRules
 from rollkeel.rollout.schedule import Recorded, Replayed
 from rollkeel.sync.proof import TOLERANCES, Probes, probe_sequences
 from rollkeel.sync.publish import DirectPublisher
-from rollkeel.tasks.source import Problems, PromptSource
+from rollkeel.sync.shared import two_copies
+from rollkeel.tasks.source import Problems, PromptSource, problems_of
 from rollkeel.train.probe import SequenceScorer
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import Prompt, Rollout, SamplingParams
 
 EVAL_SEED = 0x5EED
 """Mixed into the run seed for evaluation draws, so that they never repeat those of training."""
+SMALL = 20_000_000
+"""Parameters below which `run.device=auto` stays on the CPU."""
 PROBE_PROMPTS = 8
 """Sequences whose log-probs are compared with the trainer's after every publication: some hundred tokens tell wrong weights."""
 REFILL_ROUNDS = 4
 """Most rounds of `rollout.zero_variance=refill`: enough for one useful prompt in four, and an end where there is none."""
 
 
+def device_of(config: Config) -> torch.device:
+    """`run.device`; `auto` leaves a GPU to models of some size, as launches take longer than a tiny one's arithmetic, without parity."""
+    if config.run.device == "auto" and config.run.parity:
+        return torch.device("cpu")
+    if config.run.device == "auto" and torch.cuda.is_available():
+        from rollkeel.memory.shapes import shape_of
+
+        # Of sizes that are not known here, or a fault that is told where the model is loaded.
+        with suppress(BadInput, StrictDataclassError, TypeError, ValueError):
+            if shape_of(config.model.path, config.model.overrides).parameters < SMALL:
+                return torch.device("cpu")
+    return resolve_device(config.run.device)
+
+
 def policy_of(config: Config, lora: LoraConfig | None = None) -> Policy:
     """The policy of `model.path` on `run.device`, with adapters to train if `lora` says so; torch gets `run.threads` threads."""
     quiet_transformers()
     torch.set_num_threads(config.run.threads)
-    return load_policy(config.model, resolve_device(config.run.device), lora=lora)
+    return load_policy(config.model, device_of(config), lora=lora)
 
 
 def sampling_params(config: Config, stop_token_ids: Sequence[int], salt: int = 0) -> SamplingParams:
@@ -99,12 +118,22 @@ def prompt_source(config: Config, policy: Policy, split: str, problems: Problems
 
 
 def eval_prompts(config: Config, policy: Policy) -> list[Prompt]:
-    """The held-out items every evaluation of a run uses; empty when a file keeps none back."""
-    if config.data.path is not None and config.data.eval_fraction == 0:
+    """The held-out items every evaluation of a run uses, of each source; empty when a file keeps none back."""
+    found: list[Prompt] = []
+    for part in config.data.parts or [config.data]:
+        if part.path is None or part.eval_fraction:
+            source = prompt_source(config, policy, "eval", problems_of(part, config.run.seed, "eval"))
+            found += source.prompts(range(min(config.eval.items, source.size or config.eval.items)))
+    return found
+
+
+def further_evaluations(config: Config, policy: Policy) -> list[HeldOut]:
+    """Those of `eval.sets`."""
+    if not config.eval.sets:
         return []
-    source = prompt_source(config, policy, "eval")
-    count = config.eval.items if source.size is None else min(config.eval.items, source.size)
-    return source.prompts(range(count))
+    from rollkeel.loop.eval_sets import eval_sets
+
+    return eval_sets(config, policy)
 
 
 def build_objective(config: Config) -> Objective:
@@ -149,7 +178,7 @@ def open_graders(config: Config) -> Graders:
     def load_model(path: str) -> Scorer:
         from rollkeel.train.preferences import RewardModel  # pyright: ignore[reportMissingImports]
 
-        return RewardModel.load(path, resolve_device(config.run.device))
+        return RewardModel.load(path, device_of(config))
 
     return Graders(config.reward.graders, seed=config.run.seed, load_model=load_model)
 
@@ -159,7 +188,7 @@ def opened(config: Config, policy: Policy) -> Iterator[Engine]:
     """The config's engine, which serves the policy's weights and has proven it; closed at the end."""
     check_engine(config.engine, sampling_params(config, ()))
     probes = run_probes(config, policy)
-    device, adapters = resolve_device(config.run.device), named_adapters(policy.model)
+    device, adapters = device_of(config), named_adapters(policy.model)
     with closing(open_engine(policy.model.config, config.engine, device, lora=policy.lora)) as engine:
         DirectPublisher([engine], probes).publish(checkpoint_views(policy.model).items(), 0, adapters)
         yield engine
@@ -188,7 +217,7 @@ def assemble(
     config: Config, folder: RunFolder, policy: Policy, view: LiveView, stop: StopFlag, engine: Engine | None = None
 ) -> Run:
     """Build every piece of a run on `config.run.device`, with the config's engine or this one; nothing is written."""
-    device = resolve_device(config.run.device)
+    device = device_of(config)
     torch.set_num_threads(config.run.threads)
     objective = _objective_for(config, policy)
     source = prompt_source(config, policy, "train")
@@ -202,10 +231,13 @@ def assemble(
             device=device,
             replay_routing=config.rollout.routing == "replay",
             rounding=config.experiment.rounding,
+            parity=config.run.parity,
         )
         made.callback(trainer.close)
-        log = folder.path / "server.log"
-        engine = engine or open_engine(policy.model.config, config.engine, device, log_path=log, lora=policy.lora)
+        if engine is None:
+            engine, apart = own_engine(config, policy, folder, device)
+        else:
+            apart = "the engine was made elsewhere"
         made.callback(engine.close)
         sampler = _sampler(config, policy, source, engine, objective, stop)
         made.callback(sampler.grader.close)
@@ -216,20 +248,56 @@ def assemble(
             source=source,
             eval_prompts=held_out,
             engine=engine,
-            publisher=DirectPublisher([engine], run_probes(config, policy, source)),
+            apart=apart,
+            publisher=DirectPublisher([engine], run_probes(config, policy, source), shared=not apart),
             trainer=trainer,
             objective=objective,
             grader=sampler.grader,
             gather=sampler.gather,
             sampling=sampler.sampling,
             eval_sampling=sampling_params(config, policy.stop_token_ids, EVAL_SEED),
+            eval_sets=further_evaluations(config, policy),
             feed=open_feed(config, sampler, source, view, folder),
-            checks=Checks(config.train.lr, objective.left),
+            checks=Checks(config.train.lr, objective.left, parity=config.run.parity),
             view=view,
             stop=stop,
         )
         made.pop_all()
     return run
+
+
+def _planned(config: Config, policy: Policy, device: torch.device) -> int:
+    """Bytes of a GPU that training holds while a server samples there; 0 where no server needs to know."""
+    if config.engine.kind != "vllm" or device.type != "cuda":
+        return 0
+    from rollkeel.engines.same_device import options_of
+    from rollkeel.memory.plan import beside
+
+    if "gpu_memory_utilization" in options_of(config.engine):
+        return 0
+    return beside(config, policy.model.config.get_text_config().to_dict())
+
+
+def own_engine(config: Config, policy: Policy, folder: RunFolder, device: torch.device) -> tuple[Engine, str]:
+    """The config's engine, and why it has weights of its own; empty if those of `policy` lie in its memory from now on."""
+    apart, log = two_copies(config), folder.path / "server.log"
+    aside = device.type == "cuda" and not apart
+    if aside:  # it may not hold them twice
+        policy.model.cpu()
+    engine = open_engine(
+        policy.model.config,
+        config.engine,
+        device,
+        log_path=log,
+        lora=policy.lora,
+        planned=_planned(config, policy, device),
+        pauses=config.run.loop != "async",
+    )
+    if not apart and (name := move_into(policy.model, engine.weights if isinstance(engine, LocalEngine) else {})):
+        apart = f"the engine lays {name} out otherwise"
+    if aside:
+        policy.model.to(device)  # type: ignore[arg-type]
+    return engine, apart
 
 
 def _sampler(
@@ -246,6 +314,7 @@ def _sampler(
         # The facts per token that the objective and the metrics need.
         return_topk=objective.topk,
         return_experts=config.rollout.routing != "off" and engine.capabilities.returns_experts,
+        return_prompt_experts=config.rollout.routing == "replay" and engine.capabilities.returns_experts,
     )
     return Sampler(
         prompts=source.prompts,
@@ -257,6 +326,7 @@ def _sampler(
         budget=FailureBudget(config.rollout.failure_budget),
         deadline_s=config.engine.deadline_s,
         should_stop=stop,
+        mixed=source.mixed,
     )
 
 
@@ -265,7 +335,8 @@ def open_feed(config: Config, sampler: Sampler, source: PromptSource, view: Live
     size = config.rollout
     varied_only = size.zero_variance == "drop"
     if config.run.loop == "budgeted":
-        return Budgeted(sampler, BudgetedRollouts(pool_rules(config), source.prompt), varied_only=varied_only)
+        pooled = BudgetedRollouts(pool_rules(config), source.prompt)
+        return Budgeted(sampler, pooled, rounds=refill_rounds(config), varied_only=varied_only)
     if config.run.loop == "async":
         limit, updates = size.overlap.max_staleness, config.train.updates_per_step
         if limit < updates:
@@ -308,6 +379,7 @@ def overlapped(config: Config, sampler: Sampler, folder: RunFolder, after: int) 
         # A copy: the feeder decodes while the trainer encodes prompts.
         tokenizer=copy.deepcopy(sampler.tokenizer),
         grader=sampler.grader,
+        gather=sampler.gather,
     )
     file = config.experiment.schedule
     calls = Recorded(sampler.engine, folder.append_schedule) if file is None else Replayed(sampler.engine, file, after)

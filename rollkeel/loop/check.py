@@ -9,6 +9,7 @@ from rollkeel.config import Config
 from rollkeel.engines.open import NO_ADAPTERS, check_engine
 from rollkeel.errors import BadInput
 from rollkeel.loop.assemble import build_objective, estimator, pool_rules, refill_rounds, sampling_params
+from rollkeel.models import jit
 from rollkeel.models.loading import resolve_device
 from rollkeel.objectives.kl import PLAIN
 from rollkeel.record.trackers import check_installed
@@ -27,11 +28,17 @@ def validate(config: Config) -> None:
         )
     resolve_device(config.run.device)
     check_engine(config.engine, sampling_params(config, ()))
+    _check_sets(config)
     if config.train.lora.rank and config.engine.kind != "local":
         raise BadInput(NO_ADAPTERS.format(kind=config.engine.kind))
     check_installed(config.report.trackers)
-    if config.data.path is not None:
-        rewards.get(config.data.grader)
+    for part in config.data.parts or [config.data]:
+        if part.path is not None or (config.data.sources and part.grader):
+            rewards.get(part.grader)
+        if config.data.sources and part.task and isinstance(get(part.task, part.options), Environment):
+            raise BadInput(
+                f"data.sources: {part.task} is played in turns, which a mixture does not do; give it data.task alone"
+            )
     if config.sampling.temperature == 0:
         raise BadInput(
             "sampling.temperature: expected > 0 for training, got 0; greedy rollouts of a prompt are all equal"
@@ -48,24 +55,84 @@ def validate(config: Config) -> None:
         raise BadInput(
             f"experiment.lag: expected 0 with run.loop={config.run.loop}, got {special.lag}; use run.loop=sync"
         )
-    task = get(config.data.task, config.data.options) if config.data.task else None
-    if config.run.loop != "sync" and isinstance(task, Environment):
-        raise BadInput(
-            f"run.loop: expected sync with data.task={config.data.task}, whose episodes are played in rounds, got"
-            f" {config.run.loop}"
-        )
+    if config.data.task:
+        get(config.data.task, config.data.options)
     if special.schedule is not None and config.run.loop != "async":
         raise BadInput(f"experiment.schedule: expected run.loop=async, which a schedule is of, got {config.run.loop}")
-    if config.run.loop != "sync" and refill_rounds(config):
-        raise BadInput(
-            f"rollout.zero_variance: expected keep or drop with run.loop={config.run.loop}, which draws prompts ahead of"
-            f" their rewards, got {config.rollout.zero_variance}"
-        )
+    if refill_rounds(config):
+        _check_refill(config)
     _check_memory(config)
+    _check_parity(config)
     if config.run.loop == "budgeted":
-        _validate_budgeted(config)
+        pool_rules(config)
     if config.run.loop == "async":
         _validate_async(config)
+
+
+def _check_refill(config: Config) -> None:
+    """Refuse dynamic sampling where nobody could tell which groups are whole."""
+    where = {
+        "async": "run.loop=async, which draws prompts ahead of their rewards",
+        "partial": "rollout.budget.group=partial, which trains whatever finished",
+    }
+    kind = config.rollout.budget.group if config.run.loop == "budgeted" else config.run.loop
+    if kind in where:
+        raise BadInput(
+            f"rollout.zero_variance: expected keep or drop with {where[kind]}, got {config.rollout.zero_variance}"
+        )
+
+
+def _check_sets(config: Config) -> None:
+    if not config.eval.sets:
+        return
+    from rollkeel.loop.eval_sets import evaluation_params
+
+    for one in config.eval.sets:
+        check_engine(config.engine, evaluation_params(config, one, ()))
+        if one.benchmark is not None:
+            from rollkeel.evals import benchmarks
+
+            benchmarks.get(one.benchmark)
+        elif one.task is not None and isinstance(get(one.task, one.options), Environment):
+            raise BadInput(f"eval.sets: {one.task} is played in turns; make it data.task")
+        elif one.path is not None:
+            rewards.get(config.data.whole(one).grader)
+
+
+def _check_parity(config: Config) -> None:
+    """Refuse what does not have the same bits on both sides."""
+    if not config.run.parity:
+        if config.engine.forward == "parity":
+            raise BadInput(
+                "engine.forward=parity: the trainer computes likewise under run.parity=true alone; set that instead"
+            )
+        return
+    engine, sampling, dtype = config.engine, config.sampling, config.model.dtype
+    needed = {
+        "engine.kind": (engine.kind, "local"),
+        "engine.forward": (engine.forward, "parity"),
+        "engine.kv": (engine.kv, "recompute"),
+        "engine.dtype": (engine.dtype, {"float32": "fp32"}.get(dtype, "bf16")),
+        "model.dtype": (dtype, dtype if dtype != "float16" else "bfloat16"),
+        "sampling.top_p": (sampling.top_p, 1.0),
+        "sampling.top_k": (sampling.top_k, 0),
+        "sampling.min_p": (sampling.min_p, 0.0),
+        "experiment.rounding": (config.experiment.rounding, "none"),
+        "train.lora.rank": (config.train.lora.rank, 0),
+        "train.checkpointing": (
+            config.train.checkpointing,
+            "layer" if config.train.checkpointing == "layer" else "none",
+        ),
+        "train.compile": (config.train.compile, False),
+        "run.device": (config.run.device if config.run.device == "cuda" else "cpu", "cpu"),
+    }
+    for key, (got, wanted) in needed.items():
+        if got != wanted:
+            raise BadInput(f"run.parity=true: expected {key}={wanted}, with which both sides compute alike, got {got}")
+    if not jit.FOUND:
+        raise BadInput(
+            "run.parity=true: expected numba on x86-64 Linux, which its arithmetic is compiled by; pip install rollkeel[cpu]"
+        )
 
 
 ROLLOUT_BYTES, TOKEN_BYTES, PROCESS_BYTES = 1500, 32, 100 * 2**20
@@ -81,7 +148,7 @@ def _check_memory(config: Config) -> None:
         "rollout.prompts × rollout.samples": 0 if budgeted else groups * size.samples * ROLLOUT_BYTES,
         "rollout.budget.capacity": size.budget.capacity * ROLLOUT_BYTES if budgeted else 0,
         "eval.items × eval.samples": 0 if config.data.path else config.eval.items * config.eval.samples * ROLLOUT_BYTES,
-        "sft.batch_size": config.sft.batch_size * ROLLOUT_BYTES if config.sft.steps else 0,
+        "sft.batch_size": config.sft.batch_size * ROLLOUT_BYTES if config.sft.on else 0,
         "engine.slots": config.engine.slots * config.sampling.max_new_tokens * TOKEN_BYTES,
         "engine.processes": config.engine.processes * PROCESS_BYTES,
         "train.processes": (config.train.processes - 1) * PROCESS_BYTES,
@@ -103,9 +170,3 @@ def _validate_async(config: Config) -> None:
         )
     if config.experiment.schedule is not None:
         read_schedule(config.experiment.schedule)
-
-
-def _validate_budgeted(config: Config) -> None:
-    pool_rules(config)
-    if config.engine.kind == "vllm":
-        raise BadInput("run.loop=budgeted: expected engine.kind=local, which is advanced by decode steps, got vllm")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 from rollkeel.protocols import Engine
 from rollkeel.record.clock import Clock
@@ -23,6 +23,9 @@ from rollkeel.rollout.episodes import Gather
 from rollkeel.rollout.feeder import OverlappedRollouts, check_staleness
 from rollkeel.rollout.lag import LaggedBatches
 from rollkeel.types import Prompt, Rollout, SamplingParams, StepRollouts
+
+if TYPE_CHECKING:
+    from rollkeel.tasks.mixed import MixedProblems
 
 
 class Feed(Protocol):
@@ -84,6 +87,8 @@ class Sampler:
     budget: FailureBudget
     deadline_s: float
     should_stop: Callable[[], bool]
+    mixed: MixedProblems | None = None
+    """The sources of the prompts, where there are several."""
 
 
 class _Idle:
@@ -153,7 +158,7 @@ class Whole(_Idle):
             return out
 
         if self._rounds:
-            drawn = draw_varied(draw, self.consumed, self._prompts, self._rounds)
+            drawn = draw_varied(draw, self.consumed, self._prompts, self._rounds, self._sampler.mixed)
         else:
             drawn = draw_once(draw, self.consumed, self._prompts, varied_only=self._varied_only)
         self.consumed += drawn.consumed  # only now: an interrupted step is repeated from its first prompt
@@ -196,9 +201,13 @@ class Budgeted(_Idle):
 
     name = "budgeted"
 
-    def __init__(self, sampler: Sampler, pooled: BudgetedRollouts, *, varied_only: bool = False) -> None:
+    def __init__(
+        self, sampler: Sampler, pooled: BudgetedRollouts, *, rounds: int = 0, varied_only: bool = False
+    ) -> None:
+        """`rounds` of dynamic sampling, 0 for none; `varied_only`: train groups whose rewards differ."""
         super().__init__()
-        self._sampler, self._pooled, self._varied_only = sampler, pooled, varied_only
+        self._sampler, self._pooled = sampler, pooled
+        self._rounds, self._varied_only = rounds, varied_only or rounds > 0
 
     def draw(self, clock: Clock, version: int) -> StepRollouts:
         s, pooled = self._sampler, self._pooled
@@ -211,18 +220,27 @@ class Budgeted(_Idle):
                 should_stop=s.should_stop,
                 check=s.budget.check,
                 grader=s.grader,
+                gather=s.gather,
+                rounds=self._rounds or 1,
             )
         with clock.stage("reward"):
-            graded = s.grader.grade([r for r in partition.ended if r.status.complete])
-            failed = [r for r in partition.ended if not r.status.complete]
+            rest = [r for r in partition.ended if r.id not in partition.graded]
+            graded = [r for r in partition.ended if r.id in partition.graded]
+            graded += s.grader.grade([r for r in rest if r.status.complete])
+            failed = [r for r in rest if not r.status.complete]
             metrics = s.budget.check([*graded, *failed])
             chosen = pooled.settle(graded)
         metrics |= pooled.metrics(partition)
         before, self.consumed = self.consumed, pooled.pool.counts["prompts_consumed"]
         useful = set(varied_groups(chosen))
+        batch = [r for r in chosen if r.group in useful or not self._varied_only]
+        seen = [*partition.discarded, *chosen]
+        if self._rounds:
+            metrics["rollout/dynamic_rounds"] = float(partition.rounds)
+            metrics["rollout/dynamic_discarded"] = float(len({r.group for r in seen} - {r.group for r in batch}))
         return StepRollouts(
-            rollouts=chosen,
-            batch=[r for r in chosen if r.group in useful or not self._varied_only],
+            rollouts=seen,
+            batch=batch,
             consumed=self.consumed - before,
             metrics=metrics,
             generated=int(metrics["rollout/generated_tokens"]),

@@ -5,12 +5,21 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import torch
+
 from rollkeel import plugins
 from rollkeel.analyzer.record import check_layers
 from rollkeel.config import Config
 from rollkeel.errors import BAD_INPUTS, REFUSALS, BadInput, Corrupt, Interrupted, OwnCodeBroke, RunStopped
 from rollkeel.events import EventLog
-from rollkeel.loop.assemble import assemble, eval_prompts, policy_of, prompt_source, sampling_params
+from rollkeel.loop.assemble import (
+    assemble,
+    eval_prompts,
+    further_evaluations,
+    policy_of,
+    prompt_source,
+    sampling_params,
+)
 from rollkeel.loop.check import validate
 from rollkeel.loop.run import Run
 from rollkeel.loop.steps import train as train_steps
@@ -86,10 +95,13 @@ def _begin(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) ->
     """A new run: refuse unusable data before anything is trained, warm-start, then RL."""
     view.note(f"run folder {folder.path}")
     problems = problems_of(config.data, config.run.seed, "train")
-    warm = config.sft.steps > 0
-    odd = trial(problems, config.reward.graders, sampling_params(config, ()), warm_start=warm)
+    warm = config.sft.on
+    odd = ""
+    for part in getattr(problems, "parts", [problems]):
+        odd = trial(part, config.reward.graders, sampling_params(config, ()), warm_start=warm) or odd
     policy = _policy(config)
     eval_prompts(config, policy)
+    further_evaluations(config, policy)
     prompt_source(config, policy, "train", problems).prompts(range(config.rollout.prompts))
     if config.alarms.on_alarm != "off":
         found = too_small([p for p in policy.model.parameters() if p.requires_grad], config.train.lr)
@@ -112,7 +124,7 @@ def _resume(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) -
     seen = EventLog(None)
     saved = checkpoint.latest(folder.checkpoints, on_refused=view.error, events=seen)
     if saved is None:
-        if (rows := folder.metrics()) and rows[-1]["step"] > 0:
+        if config.checkpoint.every and (rows := folder.metrics()) and rows[-1]["step"] > 0:
             raise Corrupt(
                 f"{folder.path}: metrics go up to step {rows[-1]['step']}, but there is no checkpoint to resume from; put"
                 " checkpoints/ back, or start a new run in another folder"
@@ -133,7 +145,7 @@ def _resume(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) -
         if saved.step >= config.run.steps:
             view.note(nothing_to_do(saved.step, config.run.steps))
             # It was killed after the last checkpoint, before the model was written.
-            if not checkpoint.same_files(saved.model, folder.model):
+            if not (saved.model.is_dir() and checkpoint.same_files(saved.model, folder.model)):
                 checkpoint.replace_folder(folder.model, lambda path: save_policy(policy, path))
             return
         view.note(f"run folder {folder.path}, resumed at step {saved.step}")
@@ -164,7 +176,14 @@ def _reinforce(run: Run, first: int) -> None:
     events, about = run.folder.events, run.engine.capabilities
     events.emit("precision", **precision(run.policy.model))
     events.emit("engine", name=about.name, dtype=about.dtype, forward=about.forward)
+    if run.config.run.parity:
+        run.view.note("parity: on, every ratio of fresh tokens must be exactly 1")
     run.view.note(f"engine {about.name} {about.dtype}{about.forward and f', forward {about.forward}'}")
+    if run.config.run.device == "auto" and run.trainer.device.type == "cpu" and torch.cuda.is_available():
+        run.view.note("device cpu, where a model this small is faster; run.device=cuda takes the GPU")
+    events.emit("weights", copies=1 + bool(run.apart), reason=run.apart)
+    where = f"twice: {run.apart}" if run.apart else "once: trainer and engine compute with the same memory"
+    run.view.note(f"weights {where}")
     if about.max_length < (run.config.engine.max_length or run.policy.context):
         run.view.note(
             f"sequences end at {about.max_length} tokens, what engine.kv_memory_gb holds of the model's context"

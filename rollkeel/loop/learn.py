@@ -70,6 +70,7 @@ def learn(run: Run, drawn: StepRollouts, clock: Clock) -> dict[str, float]:
         if trace.tensors_every and step % trace.tensors_every == 0:
             with clock.stage("trace"), run.trainer.computing():
                 about: dict[str, Any] = {"step": step, "version": version, "layers": trace.layers}
+                about["parity"] = config.run.parity
                 record_tensors(run.folder.tensors(step), run.trainer.model, chosen[:TRACED], **about)
         whole = build_batch(chosen, None, objective.aggregate).to(run.trainer.device)
         scores = passes(config.train, objective, run.trainer, whole, len(groups), clock)
@@ -86,6 +87,9 @@ def learn(run: Run, drawn: StepRollouts, clock: Clock) -> dict[str, float]:
             outputs = plugins.tried(updated, f"objective.name {name!r}", between=True) if own else updated()
         metrics |= updates_metrics(objective, parts, outputs)
         metrics |= watch(objective, whole, parts, scores, outputs, version)
+        if scores.ref is None and config.train.kl_every and step % config.train.kl_every == 0:
+            with clock.stage("monitor"):
+                metrics["policy/kl_base"] = kl_to_start(run.trainer, chosen[: -(-len(chosen) // 2)], outputs)
         seen = seen_of(parts, scores, outputs, version)
         metrics["advantages/kept"] = float((seen["keep"].bool() & (whole.advantages != 0)).double().mean())
     metrics["optimizer/updates"] = float(len(groups))
@@ -121,6 +125,13 @@ def passes(
         with clock.stage("logprob"):
             ref = trainer.ref_logprobs(whole)
     return OldScores(old=old, ref=ref)
+
+
+def kl_to_start(trainer: LocalTrainer, rollouts: Sequence[Rollout], outputs: Sequence[UpdateOutput]) -> float:
+    """KL to the start model where the step's batch begins with `rollouts`: some show it, and cost less."""
+    ref = trainer.ref_logprobs(build_batch(rollouts, None, "token_mean"))
+    seen = torch.cat([o.logprobs for o in outputs])[: len(ref)]
+    return float(PLAIN["k3"](seen.double(), ref.double()).mean())
 
 
 def credit_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -51,7 +52,8 @@ def gather(config: Config, tokenizer: Any) -> Gather:
         environment.tools = TerminalTools()
     return Episodes(
         environment,
-        Dialogue(tokenizer, chat=config.data.chat_template),
+        # A copy: the asynchronous loop plays in another thread than the one that encodes prompts.
+        Dialogue(copy.deepcopy(tokenizer), chat=config.data.chat_template, role=environment.role),
         turn_tokens=config.rollout.environment.turn_tokens,
         deadline_s=6 * config.reward.graders.deadline_s,
     )

@@ -12,7 +12,7 @@ from rollkeel.errors import BadInput
 from rollkeel.loop.feeds import Feed
 from rollkeel.models.loading import Policy, save_policy
 from rollkeel.objectives import Objective
-from rollkeel.protocols import Engine
+from rollkeel.protocols import Engine, RestingEngine
 from rollkeel.record.alarms import Alarms
 from rollkeel.record.checks import Checks
 from rollkeel.record.clock import Clock
@@ -32,6 +32,16 @@ CARRYING = {"budgeted": "budgeted", "async": "async", "lag": "sync with experime
 """Names of the feeds that hand something to the next step, and what a config calls them."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """One evaluation of a run."""
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingParams
+    samples: int
+    every: int
+
+
 @dataclass
 class Run:
     """The pieces a loop needs. Made by `assemble`."""
@@ -42,6 +52,8 @@ class Run:
     source: PromptSource
     eval_prompts: Sequence[Prompt]
     engine: Engine
+    apart: str
+    """Why the engine has weights of its own; empty if it computes with the trainer's."""
     publisher: DirectPublisher
     trainer: LocalTrainer
     objective: Objective
@@ -54,6 +66,8 @@ class Run:
     """Of training rollouts, with the facts per token that the objective and the metrics need."""
     eval_sampling: SamplingParams
     """The same distribution, other random numbers."""
+    eval_sets: Sequence[HeldOut]
+    """Further evaluations."""
     feed: Feed
     """Where a step's rollouts come from."""
     trackers: Sequence[Tracker] = ()
@@ -65,6 +79,12 @@ class Run:
     def clock(self, step: int) -> Clock:
         """A stopwatch for one step."""
         return Clock(self.folder.events, step)
+
+    def rest(self, clock: Clock) -> None:
+        """Leave the device to the trainer until the next publication, unless sampling goes on meanwhile."""
+        if self.config.run.loop != "async" and isinstance(self.engine, RestingEngine):
+            with clock.stage("sync"):
+                self.engine.rest()
 
     def publish(self) -> dict[str, float]:
         """Bring the trainer's weights to the engine, proven. What the proof measured: `sync/…`, empty for engines without."""
@@ -78,6 +98,7 @@ class Run:
         out; with it, nothing may be in the engine (`Feed.park`)."""
         out = {
             "consumed": self.feed.consumed,
+            "prompts": self.source.problems.state_dict(),
             "trainer": self.trainer.state_dict(),
             "objective": self.objective.state_dict(),
         }
@@ -87,7 +108,8 @@ class Run:
         """Checkpoint the state after `step`; its metrics row is on disk already."""
 
         def write(path: Path) -> None:
-            save_policy(self.policy, path / "model")
+            if self.config.checkpoint.every:
+                save_policy(self.policy, path / "model")
             checkpoint.save_state(path / "state", {"step": step, **self.state()})
 
         self.folder.sync_rollouts()
@@ -110,6 +132,8 @@ class Run:
         lacking = self.trainer.load_state_dict(state["trainer"])
         self.objective.load_state_dict(state["objective"])
         self.feed.consumed = state["consumed"]
+        if (order := state.get("prompts")) is not None:
+            self.source.problems.load_state_dict(order)
         self.feed.load_state_dict(state.get(kept), step=saved.step, version=self.trainer.version)
         return lacking
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollkeel import rewards
 from rollkeel.config import Config
-from rollkeel.errors import BadInput, Interrupted
+from rollkeel.errors import BadInput
 from rollkeel.evals.record import open_folder
 from rollkeel.events import write_atomic
 from rollkeel.loop.assemble import (
@@ -39,6 +39,7 @@ from rollkeel.tasks.turns import as_chat
 from rollkeel.train import checkpoint
 from rollkeel.train.optimizer import PACK_TOKENS
 from rollkeel.train.preferences import RewardModel, Training, load_pairs, split_pairs, train_reward_model
+from rollkeel.train.sft import cuts
 from rollkeel.train.unfinished import Unfinished
 from rollkeel.types import Rollout
 
@@ -48,15 +49,12 @@ PAIRS, PROMPTS = "pairs.jsonl", "prompts.jsonl"
 def sft_stage(config: Config, out: Path) -> dict[str, float]:
     """Warm-start `model.path` on demonstrations and write a Hugging Face folder to `out`; called again, it goes on where it was."""
     _refuse_existing(out)
-    if config.sft.steps == 0:
-        raise BadInput("sft.steps=0 trains nothing: set sft.steps to 1 or more")
+    if not config.sft.on:
+        raise BadInput("sft.steps=0 trains nothing: set sft.steps to 1 or more, or sft.epochs")
     policy = policy_of(config, config.train.lora)
     kept = Unfinished(out.with_name(f".unfinished-{out.name}"), warm_start_key(config))
     with LiveView() as view, StopFlag(view) as stop:
-        view.phase("sft", config.sft.steps)
         metrics = sft(policy, config, view, stop, kept)
-        if metrics["sft/steps"] < config.sft.steps:
-            raise Interrupted(f"stopped at step {kept.step} of {config.sft.steps}; the same command goes on there")
     checkpoint.replace_folder(out, lambda path: save_policy(policy, path))
     kept.remove()
     return metrics
@@ -112,8 +110,9 @@ def eval_stage(config: Config, out: Path | None) -> dict[str, float]:
     if out is not None:
         _refuse_existing(out)
     policy = policy_of(config)
-    if config.data.path is not None:
-        rewards.get(config.data.grader)
+    for part in config.data.parts or [config.data]:
+        if part.path is not None:
+            rewards.get(part.grader)
     prompts = eval_prompts(config, policy)
     if not prompts:
         raise BadInput("eval: data.eval_fraction=0 holds nothing back to evaluate on; raise it")
@@ -199,7 +198,7 @@ def reward_model_stage(config: Config, pairs: Path, out: Path) -> dict[str, floa
         **chosen,
     )
     with LiveView() as view, StopFlag(view) as stop:
-        view.phase("reward model", config.sft.steps)
+        view.phase("reward model", len(cuts(config.sft, len(train))) - 1)
         return train_reward_model(
             lambda: RewardModel.from_policy(policy, config.run.seed),
             train,

@@ -16,9 +16,10 @@ from __future__ import annotations
 from rollkeel.config import Config
 from rollkeel.errors import Interrupted, RunStopped
 from rollkeel.loop.learn import learn
-from rollkeel.loop.run import Run
-from rollkeel.loop.watch import describe, tell_graders, tell_warnings
+from rollkeel.loop.run import HeldOut, Run
+from rollkeel.loop.watch import by_source, describe, tell_graders, tell_warnings
 from rollkeel.record import checks
+from rollkeel.rollout.collect import collect
 from rollkeel.rollout.evaluate import evaluate
 from rollkeel.train.checkpoint import step_name
 
@@ -55,20 +56,23 @@ def train(run: Run, first: int) -> None:
 
 
 def start(run: Run) -> None:
-    """Publish the start weights, evaluate them as step 0 and keep them as a checkpoint."""
+    """Publish the start weights, evaluate them as step 0 and keep them as a checkpoint if there are to be any on the way."""
     clock = run.clock(0)
     with clock.stage("sync"):
         proof = run.publish()
     with clock.stage("eval"):
-        scores = proof | held_out(run)
+        scores = proof | held_out(run, 0)
     run.record({"step": 0, "version": run.trainer.version, **scores, **clock.metrics({})})
-    save(run, 0)
+    if run.config.checkpoint.every:
+        save(run, 0)
 
 
 def step_once(run: Run, step: int) -> bool:
     """One step: everything between two versions of the weights. False if there was nothing to learn from."""
     clock = run.clock(step)
     drawn = run.feed.draw(clock, run.trainer.version)
+    run.source.problems.observe(drawn.rollouts)
+    run.rest(clock)
     metrics = {**drawn.metrics, **learn(run, drawn, clock)}
     with clock.stage("sync"):
         metrics |= run.publish()
@@ -76,8 +80,9 @@ def step_once(run: Run, step: int) -> bool:
     run.feed.published(clock, pause=evaluates or saves)
     if evaluates:
         with clock.stage("eval"):
-            metrics |= held_out(run)
+            metrics |= held_out(run, step)
     metrics |= describe([r for r in drawn.rollouts if r.reward is not None]) | tell_graders(run, step)
+    metrics |= by_source([part.name for part in run.config.data.parts], drawn)
     trained = sum(r.span.own_count for r in drawn.batch)
     sampled = {} if drawn.generated is None else {"rollout": drawn.generated}
     metrics |= clock.metrics({"update": trained, "step": trained, **sampled})
@@ -96,30 +101,34 @@ def step_once(run: Run, step: int) -> bool:
 
 def due(config: Config, step: int) -> tuple[bool, bool]:
     """Whether `step` ends with an evaluation, and with a checkpoint; the feed pauses for either."""
-    evaluates, saves = (
-        step == config.run.steps or (every > 0 and step % every == 0)
-        for every in (config.eval.every, config.checkpoint.every)
-    )
-    return evaluates, saves
+    intervals = [config.eval.every, *(one.every for one in config.eval.sets if one.every is not None)]
+    return any(is_due(config, step, every) for every in intervals), is_due(config, step, config.checkpoint.every)
 
 
-def held_out(run: Run) -> dict[str, float]:
-    """Accuracy on the evaluation items, under the weights the engine serves."""
-    if not run.eval_prompts:
-        return {}
+def is_due(config: Config, step: int, every: int) -> bool:
+    """Whether what happens `every` so many steps happens behind `step`: at the end always, at 0 of what is evaluated as well."""
+    return step == config.run.steps or (every > 0 and step % every == 0)
+
+
+def held_out(run: Run, step: int) -> dict[str, float]:
+    """Accuracy on the evaluation items that `step` evaluates, under the weights the engine serves."""
     settings = run.config.eval
-    return evaluate(
-        run.engine,
-        run.grader,
-        run.policy.tokenizer,
-        run.eval_prompts,
-        run.eval_sampling,
-        samples=settings.samples,
-        greedy=settings.greedy,
-        deadline_s=run.config.engine.deadline_s,
-        should_stop=lambda: False,
-        gather=run.gather,
-    )[0]
+    own = HeldOut(prompts=run.eval_prompts, sampling=run.eval_sampling, samples=settings.samples, every=settings.every)
+    metrics = {}
+    for one in (own, *run.eval_sets):
+        if one.prompts and (step == 0 or is_due(run.config, step, one.every)):
+            metrics |= evaluate(
+                run.engine,
+                run.grader,
+                run.policy.tokenizer,
+                one.prompts,
+                one.sampling,
+                samples=one.samples,
+                greedy=settings.greedy and one is own,
+                deadline_s=run.config.engine.deadline_s,
+                gather=run.gather if one is own else collect,
+            )[0]
+    return metrics
 
 
 def save(run: Run, step: int) -> None:

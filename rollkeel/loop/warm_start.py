@@ -18,15 +18,15 @@ from rollkeel import plugins
 from rollkeel.config import Config
 from rollkeel.errors import BadInput, Corrupt, Interrupted
 from rollkeel.events import EventLog
-from rollkeel.loop.assemble import answers, opened, prompt_source, sampling_params
+from rollkeel.loop.assemble import answers, device_of, opened, prompt_source, sampling_params
 from rollkeel.loop.play import equipped
 from rollkeel.models.adapters import load_trained, trained_state
-from rollkeel.models.loading import PRESET_PREFIX, Policy, resolve_device
+from rollkeel.models.loading import PRESET_PREFIX, Policy
 from rollkeel.record.live import LiveView
 from rollkeel.record.stopping import StopFlag
 from rollkeel.train import checkpoint
 from rollkeel.train.optimizer import PACK_TOKENS
-from rollkeel.train.sft import run_sft
+from rollkeel.train.sft import Example, cuts, run_sft
 from rollkeel.train.unfinished import Unfinished
 
 
@@ -44,13 +44,9 @@ def warm_start(
         return True
     _rehearse(policy, config)
     events.emit("stage", step=0, stage="sft")
-    view.phase("sft", config.sft.steps)
     done = sft(policy, config, view, stop, kept)["sft/steps"]
-    if done < config.sft.steps:
-        where = "starts over" if kept is None else f"goes on at step {done:.0f} of {config.sft.steps}"
-        raise Interrupted(f"stopped during the warm start; it {where} on resume")
     _store_cached(folder, policy, view)
-    events.emit("sft_done", steps=config.sft.steps)
+    events.emit("sft_done", steps=int(done))
     if stop():
         raise Interrupted("stopped behind the warm start, which is kept")
     return False
@@ -70,16 +66,23 @@ def _rehearse(policy: Policy, config: Config) -> None:
 def sft(
     policy: Policy, config: Config, view: LiveView, stop: StopFlag, kept: Unfinished | None = None
 ) -> dict[str, float]:
-    """Supervised fine-tuning of `policy` in place on the task's demonstrations."""
-    if kept is not None and kept.found():
-        view.note(f"warm start goes on at step {kept.step} of {config.sft.steps}")
+    """Supervised fine-tuning of `policy` in place on the task's demonstrations. Raises `Interrupted` where `stop` ends it."""
     source = prompt_source(config, policy, "sft")
-    noise = config.experiment.label_noise
+
+    def examples(indices: Sequence[int]) -> Sequence[Example]:
+        return source.demonstrations(indices, config.experiment.label_noise)
+
     with equipped(source.environment):
-        return run_sft(
+        batches = cuts(config.sft, source.size, examples)
+        steps = len(batches) - 1
+        view.phase("sft", steps)
+        if kept is not None and kept.found():
+            view.note(f"warm start goes on at step {kept.step} of {steps}")
+        metrics = run_sft(
             policy,
-            lambda indices: source.demonstrations(indices, noise),
+            examples,
             config.sft,
+            batches=batches,
             weight_decay=config.train.weight_decay,
             pack_tokens=max(PACK_TOKENS, config.train.micro_batch_tokens),
             checkpointing=config.train.checkpointing,
@@ -88,6 +91,10 @@ def sft(
             should_stop=stop,
             kept=kept,
         )
+    if (done := metrics["sft/steps"]) < steps:
+        where = "starts over" if kept is None else f"goes on at step {done:.0f} of {steps}"
+        raise Interrupted(f"stopped during the warm start; it {where} on resume")
+    return metrics
 
 
 def cache_folder(config: Config) -> Path:
@@ -107,8 +114,8 @@ def warm_start_key(config: Config) -> str:
         "label_noise": config.experiment.label_noise,
         "seed": config.run.seed,
         "threads": config.run.threads,
-        "device": resolve_device(config.run.device).type,
-        "own": plugins.digests({"data": {"task": config.data.task}}),
+        "device": device_of(config).type,
+        "own": plugins.digests({"data": {"task": config.data.task, "sources": config.data.model_dump()["sources"]}}),
         "versions": [rollkeel.__version__, torch.__version__, transformers.__version__],
         "code": _digest_files(
             sorted(
@@ -120,9 +127,9 @@ def warm_start_key(config: Config) -> str:
     }
     if not config.model.path.startswith(PRESET_PREFIX) and Path(config.model.path).is_dir():
         parts["weights"] = _digest_files(sorted(Path(config.model.path).glob("*.safetensors")))
-    if config.data.path is not None:
-        path = Path(config.data.path)
-        parts["rows"] = _digest_files([path] if path.is_file() else sorted(path.glob("*.parquet")))
+    if paths := [Path(part.path) for part in (config.data, *config.data.parts) if part.path is not None]:
+        files = [[path] if path.is_file() else sorted(path.glob("*.parquet")) for path in paths]
+        parts["rows"] = _digest_files([file for each in files for file in each])
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from rollkeel.loop.run import Run
 from rollkeel.record import checks
 from rollkeel.record.alarms import Alarm
-from rollkeel.types import Rollout
+from rollkeel.types import Rollout, StepRollouts
 
 
 def tell_warnings(
@@ -60,3 +60,15 @@ def describe(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "rollout/tokens": float(lengths.sum()),
         "rollout/count": float(len(rollouts)),
     }
+
+
+def by_source(names: Sequence[str], drawn: StepRollouts) -> dict[str, float]:
+    """Mean reward of each source's rollouts in a step, and how many groups of it are trained."""
+    metrics = {}
+    for name in names:
+        rewards = [r.reward for r in drawn.rollouts if r.prompt.task == name and r.reward is not None]
+        if rewards:
+            metrics[f"reward/{name}"] = float(np.mean(rewards))
+        groups = {r.group for r in drawn.batch if r.prompt.task == name}
+        metrics[f"source/{name}/groups"] = float(len(groups))
+    return metrics

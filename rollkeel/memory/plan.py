@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from rollkeel.config import Config
-from rollkeel.memory.shapes import Shape, shape_of
+from rollkeel.config import Config, LoraConfig
+from rollkeel.errors import BadInput
+from rollkeel.memory.shapes import Shape, shape_from, shape_of
+from rollkeel.sync.shared import two_copies
 
 GB = 10**9
 DEVICES = {"h100": 80 * GB, "a100": 80 * GB, "h200": 141 * GB}
 RESERVED = 0.06
 """Share of a GPU that its driver, kernels and fragments take."""
-CHUNK, KEPT_BYTES, BLOCK, KV_GB = 1024, 48 * 2**20, 16, 4.0
-"""Of `rollkeel.train.logprobs` and `rollkeel.engines.kv`, which tests compare with these."""
+CHUNK, KEPT_BYTES, SCALED, BLOCK, KV_GB = 1024, 48 * 2**20, 256, 16, 4.0
+"""Of `rollkeel.train.logprobs`, `eight_bit` and `rollkeel.engines.kv`, which tests compare with these."""
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "bf16": 2, "fp16": 2}
 """Bytes of a number; quantised engines compute with rounded float32."""
 REMAINDERS = {"float32": 0, "bfloat16": 2, "float16": 4}
@@ -42,8 +44,6 @@ class Setting:
 
     cpu: bool = False
     """rollkeel's compiled passes in float32."""
-    lora: int = 0
-    """Rank of adapters on every projection, whose base is frozen; 0 trains every weight."""
     prompt: int = 512
     """Tokens of the longest prompt."""
 
@@ -51,21 +51,37 @@ class Setting:
 def plan(config: Config, shape: Shape, setting: Setting = Setting()) -> Plan:
     """What the run of `config` takes with a model of `shape`: the trainer's peak beside a full engine."""
     train, size = config.train, SIZES[config.model.dtype]
-    context = min(shape.context, config.engine.max_length or shape.context)
+    own = max(shape.context, config.model.context or 0)
+    context = min(own, config.engine.max_length or own)
     longest = min(context, setting.prompt + config.sampling.max_new_tokens)
     tokens = max(train.micro_batch_tokens, longest)
-    adapters = setting.lora * shape.layers * sum((i + o) * count for i, o, count in shape.matrices)
-    trained = adapters if setting.lora else shape.parameters
+    adapters, lora = shape.adapters(train.lora), train.lora.rank > 0
+    trained = adapters if lora else shape.parameters
+    reference = 4 * adapters if lora else shape.parameters * size
     parts = {
         "weights": shape.parameters * size + 4 * adapters,
-        "master remainder": 0 if setting.lora else trained * REMAINDERS[config.model.dtype],
+        "master remainder": 0 if lora else trained * REMAINDERS[config.model.dtype],
         "gradients": trained * 4,
-        "moments": trained * 8,
-        "reference model": shape.parameters * size if train.kl_coefficient > 0 else 0,
+        "moments": trained * 8 if train.moments == "float32" else trained * 2 + trained // SCALED * 8,
+        "reference model": reference if train.keeps_reference else 0,
         **activations(config, shape, setting, tokens),
         **(engine(config, shape, context, longest) if config.engine.kind == "local" else {}),
     }
     return Plan(parts, tokens)
+
+
+def beside(config: Config, fields: Mapping[str, Any]) -> int:
+    """Bytes that training holds while a server samples on its device, with a model whose config has these `fields`.
+
+    Where the server sleeps while weights are trained, that is what stays between two steps. Raises `BadInput` for an architecture whose sizes are not known here.
+    """
+    try:
+        parts = plan(config, shape_from(fields, config.model.path)).parts
+    except BadInput as error:
+        raise BadInput(f"{error}; set gpu_memory_utilization in engine.server.options") from None
+    if config.run.loop != "async":
+        return sum(parts[name] for name in ("weights", "master remainder", "moments", "reference model"))
+    return sum(parts.values())
 
 
 def activations(config: Config, shape: Shape, setting: Setting, tokens: int) -> dict[str, int]:
@@ -76,9 +92,9 @@ def activations(config: Config, shape: Shape, setting: Setting, tokens: int) -> 
     experts = max(1, shape.experts)
     pair = 3 * shape.width + 3 * shape.mlp
     working = 4 * shape.width + size * (shape.chosen * pair if shape.experts else 2 * max(shape.mlp, shape.queries))
-    matrix = 0 if setting.lora else 4 * shape.width * shape.mlp * (1 if experts == 1 else 3 * experts)
+    matrix = 0 if config.train.lora.rank else 4 * shape.width * shape.mlp * (1 if experts == 1 else 3 * experts)
     logits = 2 * min(CHUNK, tokens) * shape.vocab * 4 + min(KEPT_BYTES, tokens * shape.vocab * 4)
-    head = 0 if setting.lora else 4 * shape.vocab * shape.width * (2 if shape.tied else 1)
+    head = 0 if config.train.lora.rank else 4 * shape.vocab * shape.width * (2 if shape.tied else 1)
     ends = shape.width * (4 + 2 * size) + 2 * size * shape.head
     again = 0 if mode == "none" else layer
     return {
@@ -105,16 +121,17 @@ def layer_bytes(shape: Shape, size: int, fused: bool) -> int:
 
 
 def engine(config: Config, shape: Shape, context: int, longest: int) -> dict[str, int]:
-    """Parts of the embedded engine, all slots full."""
+    """Parts of the embedded engine, all slots full; weights that it shares with the trainer are the trainer's."""
     slots, size = config.engine.slots, SIZES.get(config.engine.dtype, 4)
     copies = max(1, config.engine.processes)
-    block = 2 * shape.layers * shape.keys * BLOCK * size
+    block = 2 * shape.layers * shape.keys * BLOCK * (4 if config.run.parity else size)
     blocks = min(slots * (-(-context // BLOCK) + 1) + 1, int((config.engine.kv_memory_gb or KV_GB) * 2**30) // block)
     table = 8 * -(-context // BLOCK)
     slot = context * (16 + (2 * shape.layers * shape.chosen if config.rollout.routing != "off" else 0)) + table
     gathered = 4 * slots * longest * shape.keys * size
+    weights = size * shape.parameters if two_copies(config) else 0
     return {
-        "engine's weights": copies * shape.parameters * size,
+        "engine's weights": copies * (weights + 4 * shape.adapters(config.train.lora)),
         "KV blocks": copies * blocks * block,
         "engine's buffers": copies * (slots * slot + gathered),
     }
@@ -124,7 +141,7 @@ def most_tokens(config: Config, shape: Shape, space: int, setting: Setting = Set
     """The largest `train.micro_batch_tokens` with which the run fits into `space` bytes; 0 if not even one sequence does."""
 
     def fits(tokens: int) -> bool:
-        return plan(_changed(config, "train", micro_batch_tokens=tokens), shape, setting).total <= space
+        return plan(with_values(config, "train", micro_batch_tokens=tokens), shape, setting).total <= space
 
     if not fits(1):
         return 0
@@ -139,8 +156,8 @@ def most_tokens(config: Config, shape: Shape, space: int, setting: Setting = Set
 
 def advice(config: Config, shape: Shape, space: int, setting: Setting = Setting()) -> str:
     """One line for a run that does not fit: the smallest change that makes it fit."""
-    again = _changed(config, "train", checkpointing="layer")
-    low = _changed(_changed(again, "model", dtype="bfloat16"), "engine", dtype="bf16")
+    again = with_values(config, "train", checkpointing="layer")
+    low = with_values(with_values(again, "model", dtype="bfloat16"), "engine", dtype="bf16")
     for changed, words in (
         (config, "set train.micro_batch_tokens={}"),
         (again, "set train.checkpointing=layer and train.micro_batch_tokens={}"),
@@ -148,7 +165,8 @@ def advice(config: Config, shape: Shape, space: int, setting: Setting = Setting(
     ):
         if most := most_tokens(changed, shape, space, setting):
             return words.format(min(most, config.train.micro_batch_tokens))
-    if not setting.lora and most_tokens(low, shape, space, replace(setting, lora=32)):
+    adapted = with_values(low, "train", lora=LoraConfig(rank=32, experts=True))
+    if not config.train.lora.rank and most_tokens(adapted, shape, space, setting):
         return "no setting trains every weight there; adapters of rank 32 (LoRA) on a frozen bfloat16 model would fit"
     return "lower sampling.max_new_tokens, engine.slots and engine.kv_memory_gb, or take a smaller model"
 
@@ -184,5 +202,5 @@ def _host() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _changed(config: Config, section: str, **values: Any) -> Config:
+def with_values(config: Config, section: str, **values: Any) -> Config:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

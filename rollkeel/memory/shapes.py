@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollkeel.config import LoraConfig
 from rollkeel.errors import BadInput, nearest
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
@@ -74,19 +75,30 @@ class Shape:
         return self.kv_heads * self.head
 
     @property
-    def matrices(self) -> list[tuple[int, int, int]]:
-        """(inputs, outputs, how many) of the projections of a layer, routers apart."""
-        return [
-            (self.width, self.queries, 1),
-            (self.width, self.keys, 2),
-            (self.queries, self.width, 1),
-            (self.width, self.mlp, 2 * max(1, self.experts)),
-            (self.mlp, self.width, max(1, self.experts)),
-        ]
+    def linear(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the projections of a layer by the end of their names, routers and experts apart."""
+        attention = {
+            "q_proj": (self.width, self.queries),
+            "k_proj": (self.width, self.keys),
+            "v_proj": (self.width, self.keys),
+            "o_proj": (self.queries, self.width),
+        }
+        if self.experts:
+            return attention
+        wide = (self.width, self.mlp)
+        return {**attention, "gate_proj": wide, "up_proj": wide, "down_proj": (self.mlp, self.width)}
+
+    def adapters(self, lora: LoraConfig) -> int:
+        """Parameters of the adapters that `lora` puts beside the weights."""
+        sizes = [sum(size) for name, size in self.linear.items() if not lora.targets or name in lora.targets]
+        if lora.experts:  # gate and up are one weight there
+            sizes.append(self.experts * (2 * self.width + 3 * self.mlp))
+        return lora.rank * self.layers * sum(sizes)
 
     @property
     def parameters(self) -> int:
-        layer = sum(inputs * outputs * count for inputs, outputs, count in self.matrices)
+        layer = sum(inputs * outputs for inputs, outputs in self.linear.values())
+        layer += 3 * self.experts * self.width * self.mlp
         layer += self.experts * self.width + 2 * self.width + (2 * self.head if self.head_norms else 0)
         layer += self.queries + 2 * self.keys if self.biases else 0
         return self.layers * layer + self.width + self.vocab * self.width * (1 if self.tied else 2)
@@ -104,7 +116,7 @@ def shape_of(path: str, overrides: Mapping[str, Any]) -> Shape:
         if name not in PRESETS:
             raise BadInput(f"model.path {path!r}: no such preset{nearest(name, list(PRESETS))}")
         make, _, fields = PRESETS[name]
-        return _shape(make(**{**fields, **overrides}).to_dict(), path)
+        return shape_from(make(**{**fields, **overrides}).to_dict(), path)
     file = Path(path).expanduser() / "config.json"
     if file.is_file():
         try:
@@ -117,10 +129,11 @@ def shape_of(path: str, overrides: Mapping[str, Any]) -> Shape:
         raise BadInput(
             f"model.path {path!r}: no folder with config.json and no architecture that is known here{nearest(path, list(PUBLIC))}"
         )
-    return _shape({**fields, **overrides} if isinstance(fields, dict) else {}, path)
+    return shape_from({**fields, **overrides} if isinstance(fields, dict) else {}, path)
 
 
-def _shape(fields: Mapping[str, Any], path: str) -> Shape:
+def shape_from(fields: Mapping[str, Any], path: str) -> Shape:
+    """Sizes from the fields of the `config.json` of `path`, see `shape_of`."""
     family = fields.get("model_type")
     if family not in FAMILIES:
         raise BadInput(f"model.path {path!r}: sizes of {family!r} are not known here, expected {', '.join(FAMILIES)}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rollkeel.memory.plan import DEVICES, GB, RESERVED, Setting, layer_bytes, most_tokens, plan
+from rollkeel.config import LoraConfig
+from rollkeel.memory.plan import DEVICES, GB, RESERVED, layer_bytes, most_tokens, plan, with_values
 from rollkeel.memory.shapes import shape_of
 from rollkeel.recipe import load
 
@@ -31,13 +32,22 @@ HEAD = f"""# Memory
 change if it does not fit (exit code 1). It knows presets, folders with a `config.json`, and a few public models by name.
 
 **The table is computed, not measured on a GPU.** What is tested: sums of the trainer's parts are within 10 % of the peak that
-torch's allocator sees in real updates on a CPU, for three presets with every `train.checkpointing`; activations of transformers'
-modules in bfloat16 are within 1 % of what autograd keeps on the meta device. Not counted: a vLLM server, which is a process of its
-own, the embedded engine's scores of a long prompt, and {RESERVED:.0%} of a GPU, which are set aside.
+torch's allocator sees in real updates on a CPU, for three presets with every `train.checkpointing`; the weights that
+trainer and engine hold, once or twice, are within 2 % of what it gives out; activations of transformers' modules in bfloat16 are
+within 1 % of what autograd keeps on the meta device. Not counted: a vLLM server, which takes what is left ([engines](engines.md)), the embedded engine's scores of a long prompt, and {RESERVED:.0%} of a GPU, which are set aside.
+
+**One copy of the weights.** Where the embedded engine lies in the trainer's process and `engine.dtype` is exactly `model.dtype` (fp32
+and float32, bf16 and bfloat16, fp16 and float16), the trainer's parameters are views of the engine's fused tensors. Publication then
+copies nothing, and "engine's weights" are 0, or with LoRA its own adapters. A run says which it is (`weights once`, `weights twice`
+with the reason; event `weights` in `events.jsonl`). The rule is `rollkeel/sync/shared.py`: a server, `engine.processes`, rounding modes,
+`train.processes` above 1 and `experiment.rounding` keep two. While such a run is opened on a GPU its weights wait in host memory, so that
+they never lie there twice.
+
+`train.lora` counts as the config says it; `--lora RANK` is rank RANK on every projection, experts too.
 
 GB, with `{" ".join(SETTINGS[:4])}
-{" ".join(SETTINGS[4:])}` and prompts of 512 tokens. LoRA: rank {RANK} on every projection, experts too. The last two
-columns are the largest `train.micro_batch_tokens` that fits.
+{" ".join(SETTINGS[4:])}` and prompts of 512 tokens. LoRA: rank {RANK} on every projection, experts too. "int8 moments":
+`train.moments=int8`. The last two columns are the largest `train.micro_batch_tokens` that fits.
 """
 
 
@@ -46,13 +56,17 @@ def rows() -> list[list[str]]:
     for model in MODELS:
         config = load(None, [f"model.path=Qwen/{model}", *SETTINGS])
         shape = shape_of(config.model.path, {})
-        for lora in (0, RANK):
-            setting = Setting(lora=lora)
-            made = plan(config, shape, setting)
+        for trained, lora, moments in (
+            ("all", 0, "float32"),
+            ("all, int8 moments", 0, "int8"),
+            ("LoRA", RANK, "float32"),
+        ):
+            config = with_values(config, "train", lora=LoraConfig(rank=lora, experts=True), moments=moments)
+            made = plan(config, shape)
             sums = [sum(made.parts[name] for name in names) for names in COLUMNS.values()]
-            most = [most_tokens(config, shape, int(DEVICES[d] * (1 - RESERVED)), setting) for d in ("h100", "h200")]
+            most = [most_tokens(config, shape, int(DEVICES[d] * (1 - RESERVED))) for d in ("h100", "h200")]
             cells = [f"{count / GB:.1f}" for count in (*sums, made.total)]
-            out.append([model, "LoRA" if lora else "all", *cells, *(f"{n:,}" if n else "does not fit" for n in most)])
+            out.append([model, trained, *cells, *(f"{n:,}" if n else "does not fit" for n in most)])
     return out
 
 

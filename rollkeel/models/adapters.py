@@ -12,10 +12,19 @@ import torch.nn.functional as F
 
 from rollkeel.config import LoraConfig
 from rollkeel.errors import BadInput
-from rollkeel.models.experts import by_expert, plain_experts
+from rollkeel.models.experts import by_expert, by_expert_there, plain_experts
 from rollkeel.models.lora import ADAPTER, STACKS, adapter_names, low_rank
 from rollkeel.models.numerics import stays_precise
 from rollkeel.models.routers import expert_layers
+
+Split = torch.Tensor | list[tuple[int, int, int]]
+"""Where the rows of each expert lie: `[E]` int32 ends on a device; expert, first and last + 1 on a CPU."""
+
+
+def _grouped(rows: torch.Tensor, weight: torch.Tensor, split: Split) -> torch.Tensor:
+    if isinstance(split, torch.Tensor):
+        return F.grouped_mm(rows, weight.transpose(1, 2), offs=split)
+    return _Grouped.apply(rows, weight, split)  # type: ignore[return-value]
 
 
 class Adapter(torch.nn.Module):
@@ -34,11 +43,10 @@ class Adapter(torch.nn.Module):
         _ = module
         return out + low_rank(args[0], self.A, self.B, self.scale).to(out.dtype)
 
-    def grouped(self, rows: torch.Tensor, weight: torch.Tensor, bounds: list[tuple[int, int, int]]) -> torch.Tensor:
+    def grouped(self, rows: torch.Tensor, weight: torch.Tensor, split: Split) -> torch.Tensor:
         """Each expert's rows times its own weight, and times its own adapters."""
-        inner = _Grouped.apply(rows.float(), self.A, bounds)
-        beside = _Grouped.apply(inner, self.B, bounds) * self.scale  # type: ignore[operator]
-        return _Grouped.apply(rows, weight, bounds) + beside.to(rows.dtype)  # type: ignore[operator]
+        beside = _grouped(_grouped(rows.float(), self.A, split), self.B, split) * self.scale
+        return _grouped(rows, weight, split) + beside.to(rows.dtype)
 
 
 class _Grouped(torch.autograd.Function):
@@ -70,10 +78,10 @@ class _Grouped(torch.autograd.Function):
 def _experts(self: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """SwiGLU experts with adapters, in the signature of transformers' experts: `[N, D]`, `[N, K]`, `[N, K]` → `[N, D]`."""
     top_k = chosen.shape[-1]
-    order, bounds = by_expert(chosen, self.num_experts)
+    order, split = (by_expert if hidden.device.type == "cpu" else by_expert_there)(chosen, self.num_experts)
     rows = hidden.index_select(0, order // top_k)
-    gate, up = self.lora["gate_up_proj"].grouped(rows, self.gate_up_proj, bounds).chunk(2, -1)
-    out = self.lora["down_proj"].grouped(F.silu(gate) * up, self.down_proj, bounds)
+    gate, up = self.lora["gate_up_proj"].grouped(rows, self.gate_up_proj, split).chunk(2, -1)
+    out = self.lora["down_proj"].grouped(F.silu(gate) * up, self.down_proj, split)
     pairs = torch.empty_like(out).index_copy(0, order, out).view(-1, top_k, hidden.shape[-1])
     return (pairs * weights.to(hidden.dtype).unsqueeze(2)).sum(1)
 

@@ -8,11 +8,14 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from rollkeel.models import gpu
 from rollkeel.models.jit import FOUND, entry
 
 MASK = 2**64 - 1
 PART = 2**19
 """Elements at one time: what a part needs beside the weights stays below 32 MB, and in the processor's caches."""
+PART_OF_KERNEL = 2**27
+"""The same on a GPU: one launch for most tensors."""
 _WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LOW, _STEP, _HIGH, _FLIP = 2**32 - 1, 0x9E3779B1, 0x85EBCA77, 0x5BD1E995
 
@@ -46,9 +49,14 @@ def tensor_checksum(name: str, tensor: torch.Tensor, offset: int = 0, dtype: tor
     base = zlib.crc32(f"{name}:{dtype.itemsize}".encode())
     on_host, on_device = np.zeros(1, np.uint64), torch.zeros((), dtype=torch.int64, device=tensor.device)
     compiled = _COMPILED.get(dtype.itemsize) if tensor.device.type == "cpu" else None
-    for part in _parts(tensor.detach()):
+    kernel = gpu.taken(tensor)
+    for part in _parts(tensor.detach(), PART_OF_KERNEL if kernel else PART):
         plain = part.to(dtype)
-        if compiled is not None and (offset & _LOW) + len(part) <= _LOW:
+        if kernel:
+            from rollkeel.models.gpu.checksum import block_sums
+
+            on_device += block_sums(plain.view(_WIDTH[dtype.itemsize]), offset, base, _STEP, _HIGH, _FLIP).sum()
+        elif compiled is not None and (offset & _LOW) + len(part) <= _LOW:
             first = (base + (offset & _LOW) * _STEP + (offset >> 32) * _HIGH) & _LOW
             compiled(plain.view(_UNSIGNED[dtype.itemsize]).numpy(), first, on_host)
         else:
@@ -57,14 +65,14 @@ def tensor_checksum(name: str, tensor: torch.Tensor, offset: int = 0, dtype: tor
     return (int(on_host[0]) + int(on_device)) & MASK
 
 
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The elements of a tensor in order, contiguous and flat, at most `PART` at one time."""
+def _parts(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+    """The elements of a tensor in order, contiguous and flat, at most `most` at one time."""
     if tensor.is_contiguous():
-        yield from tensor.view(-1).split(PART) if tensor.numel() else ()
+        yield from tensor.view(-1).split(most) if tensor.numel() else ()
         return
-    rows = PART * len(tensor) // tensor.numel()
+    rows = most * len(tensor) // tensor.numel()
     for part in tensor.split(max(1, rows)):
-        yield from (part.contiguous().view(-1),) if rows else _parts(part[0])
+        yield from (part.contiguous().view(-1),) if rows else _parts(part[0], most)
 
 
 def _plain_sum(part: torch.Tensor, base: int, offset: int) -> torch.Tensor:

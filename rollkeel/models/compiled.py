@@ -32,6 +32,7 @@ def suits(forward: object) -> bool:
     return (
         jit.FOUND
         and isinstance(forward, FastForward)
+        and not forward.fixed_order
         and forward.device.type == "cpu"
         and forward.dtype == torch.float32
         and forward.exact_activations
@@ -54,6 +55,8 @@ class Blocks(Protocol):
     block_size: int
 
     def arrays(self, layer: int, kv_heads: int, width: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def note(self, slots: torch.Tensor, experts: Sequence[torch.Tensor]) -> None: ...
 
 
 class State(Protocol):
@@ -78,6 +81,7 @@ class CompiledDecode:
 
     def __init__(self, forward: FastForward, cache: Blocks, max_length: int) -> None:
         f = self._forward = forward
+        self._cache = cache
         angle = torch.arange(max_length)[:, None].float() * f.inverse_frequency
         self._cos, self._sin = (angle.cos() * f.rope_factor).numpy(), (angle.sin() * f.rope_factor).numpy()
         rows = []
@@ -99,7 +103,6 @@ class CompiledDecode:
         expert_rows = max(f.top_k, 1) * (f.embedding.shape[1] + 3 * widest)
         self._floats = f.embedding.shape[1] + 2 * heads + 2 * f.kv_heads * f.head_dim + expert_rows
         self._scratch = torch.empty(0)
-        self._none = np.empty((0, 0, 0), np.int64)
 
     def _work(self, sequences: int) -> np.ndarray:
         """Scratch of one step, from torch's allocator: aligned, as BLAS must find it in every process."""
@@ -116,15 +119,17 @@ class CompiledDecode:
         `experts`, when given, receives one `[N, top_k]` tensor of expert ids per MoE layer. `riding`: prefills that are done on
         the way, before the slots' own tokens, which may look at theirs.
         """
-        f, before = self._forward, 0
+        before = 0
         token, position, table = state.token.numpy(), state.position.numpy(), state.table.numpy()
         if riding:
             ids, places, tables = _rows(riding, table.shape[1])
             before = len(ids)
             token, position = np.concatenate([ids, token[active]]), np.concatenate([places, position[active]])
             table, active = np.concatenate([tables, table[active]]), np.arange(before + len(active))
-        chosen = self._none if experts is None else np.empty((f.num_moe_layers, len(active), f.top_k), np.int64)
+        chosen = self._chosen(len(active) if riding or experts is not None else 0)
         hidden = self._layers(active, token, position, table, chosen)
+        if riding:
+            self._note(position[:before], table[:before], chosen[:, :before])
         if experts is not None:
             experts.extend(torch.from_numpy(chosen[:, before:]).unbind())
         return hidden[before:]
@@ -137,7 +142,19 @@ class CompiledDecode:
         token, position, table = _rows(jobs, max(len(blocks) for blocks, _, _ in jobs))
         for first in range(0, len(token), ROWS):
             part = slice(first, first + ROWS)
-            self._layers(np.arange(len(token[part])), token[part], position[part], table[part], self._none)
+            chosen = self._chosen(len(token[part]))
+            self._layers(np.arange(len(token[part])), token[part], position[part], table[part], chosen)
+            self._note(position[part], table[part], chosen)
+
+    def _chosen(self, rows: int) -> np.ndarray:
+        """Room for the experts of `rows` tokens; kernels write none where it is empty."""
+        return np.empty((self._forward.num_moe_layers if rows else 0, rows, self._forward.top_k), np.int64)
+
+    def _note(self, position: np.ndarray, table: np.ndarray, chosen: np.ndarray) -> None:
+        size = self._cache.block_size
+        if len(chosen):
+            slots = table[np.arange(len(position)), position // size] * size + position % size
+            self._cache.note(torch.from_numpy(slots), torch.from_numpy(chosen).unbind())
 
     def _layers(
         self, active: np.ndarray, token: np.ndarray, position: np.ndarray, table: np.ndarray, chosen: np.ndarray

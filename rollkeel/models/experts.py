@@ -20,7 +20,7 @@ _LATER_FLAGS = ("_is_expert_parallel", "has_post_expert_norm")
 """What experts of transformers 5.18 and 5.20 may have besides; those before have neither."""
 
 
-class _SortedExperts(torch.autograd.Function):
+class SortedExperts(torch.autograd.Function):
     """SwiGLU experts. `x [N, D]`, `weights [N, K]`, `order [N·K]` sorts (token, slot) pairs by expert."""
 
     @staticmethod
@@ -100,7 +100,7 @@ def sorted_experts_forward(
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     order, bounds = by_expert(top_k_index, self.num_experts)
     weights = top_k_weights.to(hidden_states.dtype)
-    return _SortedExperts.apply(hidden_states, weights, order, bounds, self.gate_up_proj, self.down_proj)  # type: ignore[return-value]
+    return SortedExperts.apply(hidden_states, weights, order, bounds, self.gate_up_proj, self.down_proj)  # type: ignore[return-value]
 
 
 def by_expert(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, list[tuple[int, int, int]]]:
@@ -112,6 +112,13 @@ def by_expert(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, list[tu
             bounds.append((expert, start, start + count))
             start += count
     return torch.argsort(flat, stable=True), bounds
+
+
+def by_expert_there(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same order, and `[E]` int32 the place behind the last pair of each expert, without a read of the device."""
+    ids, order = chosen.reshape(-1).sort(stable=True)
+    ends = torch.searchsorted(ids, torch.arange(experts, device=ids.device), right=True)
+    return order, ends.int()
 
 
 def _plain(module: Any, x: torch.Tensor) -> bool:

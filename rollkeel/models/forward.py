@@ -52,6 +52,18 @@ def said_forward(asked: str, config: Any, fast: bool, compiled: bool, lora: bool
     return f"transformers, several times slower ({family} is not among what the fast forward computes)"
 
 
+def rotation(config: Any, head_dim: int) -> tuple[torch.Tensor, float]:
+    """`[d/2]` angles per position of the rotary embedding, and what scales its sines."""
+    rope = config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return 1.0 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim), 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return inverse, float(factor)
+
+
 class _Layer:
     """Fused weights of one decoder layer and the checkpoint names they are filled from."""
 
@@ -119,6 +131,9 @@ class _Layer:
 class FastForward:
     """Runs the model described by a Hugging Face config; weights are undefined until every name was written."""
 
+    fixed_order = False
+    """True in the arithmetic of `run.parity`."""
+
     def __init__(self, config: Any, mode: str, device: torch.device, lora: LoraConfig | None = None) -> None:
         self.dtype = compute_dtype(mode)
         self.device = device
@@ -159,20 +174,8 @@ class FastForward:
         """Row of a layer's `qk_norm` for each head."""
         self._expert_ids = torch.arange(int(getattr(config, "num_experts", 0) or 0), device=device)
         self.num_moe_layers = sum(layer.router is not None for layer in self.layers)
-        self._rope(config)
-
-    def _rope(self, config: Any) -> None:
-        rope = config.rope_parameters
-        kind = rope.get("rope_type", "default")
-        if kind == "default":
-            steps = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
-            inverse, factor = 1.0 / rope["rope_theta"] ** steps, 1.0
-        else:
-            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-            inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-        self.inverse_frequency = inverse.to(self.device)
-        self.rope_factor = float(factor)
+        inverse, self.rope_factor = rotation(config, self.head_dim)
+        self.inverse_frequency = inverse.to(device)
 
     def hidden(
         self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, experts: list[torch.Tensor] | None = None
@@ -280,13 +283,16 @@ class FastForward:
 
     def _by_expert(self, x: torch.Tensor, by_expert: torch.Tensor, layer: _Layer) -> torch.Tensor:
         """What each row's expert makes of it; `by_expert [rows]` ascends."""
-        if x.device.type != "cpu" and not (
-            layer.lora["up"] or layer.lora["down"]
-        ):  # how many rows an expert has stays on the device
+        if x.device.type != "cpu":  # how many rows an expert has stays on the device
             ends = torch.searchsorted(by_expert, self._expert_ids, right=True).int()
-            gate, up = F.grouped_mm(x, layer.up.transpose(1, 2), offs=ends).chunk(2, -1)
+            wide = F.grouped_mm(x, layer.up.transpose(1, 2), offs=ends)
+            add_by_expert(wide, x, layer.lora["up"], self.lora_scale, ends)
+            gate, up = wide.chunk(2, -1)
             a = F.silu(gate) * up
-            return F.grouped_mm(self._round(a) if self._round else a, layer.down.transpose(1, 2), offs=ends)
+            a = self._round(a) if self._round else a
+            y = F.grouped_mm(a, layer.down.transpose(1, 2), offs=ends)
+            add_by_expert(y, a, layer.lora["down"], self.lora_scale, ends)
+            return y
         counts = torch.bincount(by_expert, minlength=len(layer.up_t)).tolist()
         wide, y = x.new_empty(len(x), layer.up.shape[1]), torch.empty_like(x)
         for rows, out, weight in zip(x.split(counts), wide.split(counts), layer.up_t, strict=True):

@@ -6,8 +6,8 @@ Llama-family model these for the time of a forward; without numba, on other devi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from rollkeel.models.forward import supports
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 """Queries `[N, H, d]`, keys and values `[N, KV, d]`, scale → `[N, H * d]`."""
+Lent = tuple[Any, Callable[..., Any]]
+"""A module and the forward that it is lent."""
 
 
 class _Norm(torch.autograd.Function):
@@ -76,7 +78,8 @@ def swiglu_backward(d_active: torch.Tensor, hidden: torch.Tensor) -> torch.Tenso
 
 
 def _np(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().numpy()
+    # Not `.numpy()`: after it FSDP could no longer give the memory of a weight back.
+    return np.from_dlpack(tensor.detach())
 
 
 def _fits(tensor: torch.Tensor) -> bool:
@@ -94,20 +97,25 @@ def fusable(model: Any, backbone: Any) -> bool:
     return all(type(n).__name__.endswith("RMSNorm") for n in norms)  # nobody has put something else there
 
 
-@contextmanager
-def fused(backbone: Any, attend: Attend) -> Iterator[None]:
+def fused(backbone: Any, attend: Attend) -> AbstractContextManager[None]:
     """Inside, `backbone`'s norms and attention run as single passes around `attend`; afterwards it is as it was."""
-    lent: list[tuple[Any, Callable[..., Any]]] = [(backbone.norm, _norm_of(backbone.norm))]
+    parts: list[Lent] = [(backbone.norm, _norm_of(backbone.norm))]
     for layer in backbone.layers:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-            lent.append((norm, _norm_of(norm)))
-        lent.append((layer.self_attn, _attention_of(layer.self_attn, attend)))
+            parts.append((norm, _norm_of(norm)))
+        parts.append((layer.self_attn, _attention_of(layer.self_attn, attend)))
+    return lent(parts)
+
+
+@contextmanager
+def lent(parts: Sequence[Lent]) -> Iterator[None]:
+    """Inside, each of these modules runs the forward beside it."""
     try:
-        for module, forward in lent:
+        for module, forward in parts:
             module.forward = forward
         yield
     finally:
-        for module, _ in lent:
+        for module, _ in parts:
             module.__dict__.pop("forward", None)
 
 

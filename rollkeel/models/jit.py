@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-__all__ = ["FOUND", "carray", "entry", "exp", "jit", "pointer", "sgemm"]
+__all__ = ["FOUND", "as_float", "carray", "entry", "exp", "fma", "jit", "pointer", "sgemm", "strict", "strict_entry"]
 FOUND = False
 if TYPE_CHECKING:
     njit: Any = None
@@ -57,6 +57,22 @@ def entry(*arguments: str) -> Any:
     return njit(f"void({', '.join(arguments)})", cache=True, **OPTIONS)
 
 
+STRICT = {**OPTIONS, "fastmath": False}
+strict = njit(forceinline=True, **STRICT)
+"""`jit` whose sums and products are done as they are written, whatever surrounds them."""
+
+
+def strict_entry(*arguments: str) -> Any:
+    """`entry` of `strict` arithmetic."""
+    return njit(f"void({', '.join(arguments)})", cache=True, **STRICT)
+
+
+@intrinsic
+def fma(context, a, b, c):
+    """a · b + c of float32, rounded once."""
+    return types.float32(types.float32, types.float32, types.float32), lambda _, builder, __, args: builder.fma(*args)
+
+
 @intrinsic
 def pointer(context, address):
     """float32 pointer of an address."""
@@ -68,7 +84,7 @@ def pointer(context, address):
 
 
 @intrinsic
-def _as_float(context, bits):
+def as_float(context, bits):
     """The float32 with these int32 bits."""
 
     def codegen(context, builder, signature, args):
@@ -89,4 +105,4 @@ def exp(x):
     p = p * r + np.float32(4.1665795894e-2)
     p = p * r + np.float32(1.6666665459e-1)
     p = p * r + np.float32(5.0000001201e-1)
-    return (p * r * r + r + np.float32(1.0)) * _as_float(np.int32((np.int32(e) + np.int32(127)) << np.int32(23)))
+    return (p * r * r + r + np.float32(1.0)) * as_float(np.int32((np.int32(e) + np.int32(127)) << np.int32(23)))

@@ -19,7 +19,7 @@ from rollkeel.config import LoraConfig, ModelConfig
 from rollkeel.errors import BadInput
 from rollkeel.models import adapter_files
 from rollkeel.models.adapters import attach
-from rollkeel.models.presets import build_preset
+from rollkeel.models.presets import build_preset, extend
 
 PRESET_PREFIX = "preset:"
 
@@ -74,7 +74,7 @@ def load_policy(
     """
     dtype, path = getattr(torch, config.dtype), Path(config.path).expanduser()
     if config.path.startswith(PRESET_PREFIX):
-        model, tokenizer = build_preset(config.path.removeprefix(PRESET_PREFIX), seed, config.overrides)
+        model, tokenizer = build_preset(config.path.removeprefix(PRESET_PREFIX), seed, config.overrides, config.context)
         _cast(model, dtype)
     elif (path / adapter_files.CONFIG).is_file() and not (path / "config.json").is_file():
         model, tokenizer = _merged(path, config, dtype)
@@ -126,6 +126,7 @@ def _from_pretrained(config: ModelConfig, dtype: torch.dtype) -> tuple[PreTraine
             if not hasattr(hf_config, key):
                 raise BadInput(f"model.overrides.{key}: {type(hf_config).__name__} has no such field")
             setattr(hf_config, key, value)
+        extend(hf_config, config.context)
         model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
             name, config=hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code, output_loading_info=True
         )

@@ -75,9 +75,15 @@ def add_low_rank(y: torch.Tensor, x: torch.Tensor, parts: Sequence[Part], scale:
     return y
 
 
-def add_by_expert(y: torch.Tensor, x: torch.Tensor, parts: Sequence[Part], scale: float, counts: Sequence[int]) -> None:
-    """The same of rows sorted by expert, so many of each."""
+def add_by_expert(
+    y: torch.Tensor, x: torch.Tensor, parts: Sequence[Part], scale: float, ends: torch.Tensor | Sequence[int]
+) -> None:
+    """The same of rows sorted by expert: behind the last row of each on a device, how many of each on a CPU."""
     for _, a, b in parts:
-        for expert, (mine, rows) in enumerate(zip(y.split(counts), x.split(counts), strict=True)):
+        if isinstance(ends, torch.Tensor):
+            inner = F.grouped_mm(x.float(), a.transpose(1, 2), offs=ends)
+            y += (F.grouped_mm(inner, b.transpose(1, 2), offs=ends) * scale).to(y.dtype)
+            continue
+        for expert, (mine, rows) in enumerate(zip(y.split(ends), x.split(ends), strict=True)):
             if len(rows):
                 mine += low_rank(rows, a[expert], b[expert], scale).to(y.dtype)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextvars
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from rollkeel.errors import BadInput
 from rollkeel.models.checkpointing import checkpointed, decoder_layers
 from rollkeel.models.experts import SORTED_EXPERTS
-from rollkeel.models.fused import fusable, fused
+from rollkeel.models.fused import fusable, fused, lent
 from rollkeel.models.layout import Layout
 from rollkeel.models.routers import RoutingShape, expert_layers, record_experts, replay_experts
 
@@ -57,9 +57,16 @@ def _by_bucket(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, dropout: float = 0.0
 ) -> torch.Tensor:
     """Queries `[N, H, d]`, keys `[N, KV, d]`, values `[N, KV, d_v]` → `[N, H * d_v]`."""
+    return attend_by_bucket(q, k, v, _LAYOUT.get(), scaling, dropout)
+
+
+def attend_by_bucket(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scaling: float | None, dropout: float = 0.0
+) -> torch.Tensor:
+    """The same in this `layout`."""
     if q.is_cuda and q.dtype == torch.float32:
         k, v = _all_heads(k, q), _all_heads(v, q)
-    layout, gqa, parts = _LAYOUT.get(), q.shape[1] != k.shape[1], []
+    gqa, parts = q.shape[1] != k.shape[1], []
     for bucket in layout.buckets:
         out = F.scaled_dot_product_attention(
             bucket.take(q),
@@ -116,9 +123,12 @@ class PackedModel:
     padded batch, so that an architecture nobody thought of cannot silently mix sequences. `varlen` tells the outcome.
     """
 
-    def __init__(self, model: PreTrainedModel, *, fuse: bool = True, checkpointing: str = "none") -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, fuse: bool = True, checkpointing: str = "none", compiled: bool = False
+    ) -> None:
         """`fuse=False`: every operation is the model's own module, for hooks that look at them. `checkpointing`: see
-        `decoder_layers`."""
+        `decoder_layers`. `compiled`: layers run through torch.compile; raises `BadInput` where that cannot be, or computes
+        something else."""
         self.model = model
         self.backbone: Any = getattr(model, model.base_model_prefix, None) or model.get_decoder()
         if self.backbone is model:
@@ -134,7 +144,11 @@ class PackedModel:
         self._fused = fuse and fusable(model, self.backbone)
         self.padded = "" if _replaceable(model, config) else f"attention of {config.model_type} cannot be replaced"
         """Why sequences are padded instead of packed; empty if they are packed."""
+        self._attention = VARLEN_ATTENTION
+        self._compiled: Callable[[], AbstractContextManager[None]] = nullcontext
         self.varlen = not self.padded and self._probe()
+        if compiled:
+            self._compile()
 
     def __call__(
         self,
@@ -256,8 +270,8 @@ class PackedModel:
             return
         token = _LAYOUT.set(layout)
         try:
-            passes = fused(self.backbone, _by_bucket) if self._fused else nullcontext()
-            with _implementations(self.model, VARLEN_ATTENTION, device), passes:
+            passes = fused(self.backbone, _by_bucket) if self._fused else self._compiled()
+            with _implementations(self.model, self._attention, device), passes:
                 yield
         finally:
             _LAYOUT.reset(token)
@@ -279,6 +293,30 @@ class PackedModel:
         same = bool((packed - padded).norm() <= tolerance * padded.norm())
         self.padded = "" if same else "packed tokens of this model come out as others"
         return same
+
+    @torch.no_grad()
+    def _compile(self) -> None:
+        from rollkeel.models.compiled_layers import compiled_layers, outside
+
+        if not self.varlen:
+            raise BadInput(f"train.compile: sequences are padded here ({self.padded}); set train.compile=false")
+        ids, positions = self._probe_tokens(self._embedding.weight.device)
+        plain = self._packed(ids, positions, _PROBE_PARTS, _PROBE_PARENTS).float()
+        parts = compiled_layers(self.backbone)
+        self._fused, self._attention, self._compiled = False, outside(VARLEN_ATTENTION), lambda: lent(parts)
+        try:
+            ours = self._packed(ids, positions, _PROBE_PARTS, _PROBE_PARENTS).float()
+        except Exception as error:  # a compiler may raise anything, and more than one line of it
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise BadInput(
+                f"train.compile: torch.compile fails on {type(self.model).__name__}: {why}; set train.compile=false"
+            ) from error
+        tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.1
+        if not (ours - plain).norm() <= tolerance * plain.norm():
+            raise BadInput(
+                f"train.compile: compiled layers of {type(self.model).__name__} compute something else; set"
+                " train.compile=false"
+            )
 
     def _probe_tokens(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         ids = (torch.arange(sum(_PROBE_LENGTHS), device=device) * 7919 + 11) % self._embedding.weight.shape[0]

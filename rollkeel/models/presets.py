@@ -72,9 +72,9 @@ PRESETS: dict[str, tuple[type, type, dict[str, Any]]] = {
 
 
 def build_preset(
-    name: str, seed: int = 0, overrides: Mapping[str, Any] | None = None
+    name: str, seed: int = 0, overrides: Mapping[str, Any] | None = None, context: int | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Model and tokenizer of preset `name`, weights a function of (`name`, `overrides`, `seed`) alone.
+    """Model and tokenizer of preset `name`, weights a function of (`name`, `overrides`, `seed`) alone; `context`: see `extend`.
 
     Raises `BadInput` for an unknown preset or an unknown architecture field.
     """
@@ -93,6 +93,7 @@ def build_preset(
         for key, value in (overrides or {}).items():
             setattr(config, key, value)
         config = config_type(**{k: v for k, v in config.to_dict().items() if k not in derived})
+        extend(config, context)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = model_type(config)
@@ -100,6 +101,22 @@ def build_preset(
         raise BadInput(f"model.overrides for preset {name}: {' '.join(str(error).split())[:200]}") from None
     _check_shape(config)
     return model, build_tokenizer()
+
+
+def extend(config: Any, context: int | None) -> None:
+    """Make a Hugging Face config one of `context` positions, by YaRN where that is more than it has. Raises `BadInput`."""
+    text = config.get_text_config()
+    own = int(getattr(text, "max_position_embeddings", 2**31))
+    if context is None or context <= own:
+        return
+    rope = dict(getattr(text, "rope_parameters", None) or {})
+    if "rope_theta" not in rope or rope.get("rope_type", "default") != "default":
+        raise BadInput(
+            f"model.context: YaRN extends plain rotary embeddings, {config.model_type} has {rope.get('rope_type', 'none')};"
+            f" set model.overrides.rope_parameters, or at most {own}"
+        )
+    yarn = {"rope_type": "yarn", "factor": context / own, "original_max_position_embeddings": own}
+    text.rope_parameters, text.max_position_embeddings = {**rope, **yarn}, context
 
 
 def _check_shape(config: Any) -> None:

@@ -31,6 +31,11 @@ def is_router(name: str) -> bool:
     return _ROUTER.search(name) is not None
 
 
+def is_frozen(name: str, what: str) -> bool:
+    """True for a parameter that `train.freeze_router` = `what` leaves as it is."""
+    return what != "off" and is_router(name) and (what == "router" or name.endswith("bias"))
+
+
 def expert_layers(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
     """The routed experts of each mixture-of-experts layer, in layer order; empty for a dense model.
 

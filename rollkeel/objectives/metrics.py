@@ -130,6 +130,8 @@ def _add_bias(scalars: Reductions, objective: Objective, tokens: TokenBatch, par
     for (name, before), (_, after) in itertools.pairwise(stages):
         if not absent.get(name):
             scalars.add(f"bias/delta_j_{name}", (after - before).sum(dtype=torch.float64))
+    if parts.surrogate.beyond is not None:
+        scalars.add("bias/delta_clip", -torch.where(parts.surrogate.beyond, stages[1][1], 0.0).sum())
     if objective.factors:
         factor = torch.stack([f.multiplier(terms) for f in objective.factors]).prod(0)
         scalars.add("bias/delta_inj", (c * parts.surrogate.value.detach() * (factor - 1.0)).sum())

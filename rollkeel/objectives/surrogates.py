@@ -31,6 +31,8 @@ class SurrogateValue:
     clipped_low: torch.Tensor | None = None
     ratio: torch.Tensor | None = None
     """Detached: what multiplies A·∇log p before any cut; None for p/base. The bias metrics compare it with p/q."""
+    beyond: torch.Tensor | None = None
+    """Bool: a ratio outside PPO's band whatever the sign of A, which the clip cuts only where A pushes it further out."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +248,7 @@ def _value(rule: Rule) -> float:
 def _clipped(ratio: torch.Tensor, terms: Terms, low: float, high: float) -> SurrogateValue:
     cut_high, cut_low = outside(terms.advantages, ratio.detach(), low, high)
     value = torch.where(cut_high, high, torch.where(cut_low, low, ratio)) * terms.advantages
-    return SurrogateValue(value, cut_high, cut_low)
+    return SurrogateValue(value, cut_high, cut_low, beyond=(ratio.detach() > high) | (ratio.detach() < low))
 
 
 def _clips(

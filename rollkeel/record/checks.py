@@ -110,6 +110,11 @@ def _masked(row: Row) -> str:
     return f"masks drop {share:.2%} of the tokens" if 1 - share <= (1 - MASKED) * row["left"] else ""
 
 
+def _parted(row: Row) -> str:
+    gap = row.get("mismatch/equal_version/logprob_abs_diff", 0.0)
+    return f"log-probs of fresh tokens differ by {gap:.3g} nats on average" if row["parity"] and gap != 0 else ""
+
+
 CHECKS = (
     Check(
         name="repeated_ids",
@@ -196,6 +201,12 @@ CHECKS = (
         stop=20,
     ),
     Check(
+        name="parity",
+        rule=_parted,
+        advice="Under run.parity both sides have the same bits, so this is a fault: rollkeel analyze RUN names where they part.",
+        stop=1,
+    ),
+    Check(
         name="truncated",
         rule=_truncated,
         advice="No answer may fit: raise sampling.max_new_tokens, or warm-start until answers end.",
@@ -207,10 +218,10 @@ CHECKS = (
 class Checks:
     """Sees a run's rows in order."""
 
-    def __init__(self, peak_lr: float = 0.0, left: float = 1.0) -> None:
+    def __init__(self, peak_lr: float = 0.0, left: float = 1.0, *, parity: bool = False) -> None:
         """`peak_lr`: learning rate after the warm-up; at a tenth of it weights may well stay as they are. `left`: share of the
-        tokens that masks are asked to leave."""
-        self._asked = {"peak_lr": peak_lr, "left": left}
+        tokens that masks are asked to leave. `parity`: of `run.parity`."""
+        self._asked = {"peak_lr": peak_lr, "left": left, "parity": float(parity)}
         self._streak: Counter[str] = Counter()
         self._said: dict[str, int] = {}
         self._steps = 0

@@ -24,6 +24,8 @@ GLOSSARY: tuple[tuple[str, str, str], ...] = (
     ("reward/kl_penalty", "reward", "Mean KL penalty in the reward (train.kl_in=reward)."),
     ("reward/overlong_penalty", "reward", "Mean size of the penalty for long answers (reward.overlong)."),
     ("reward/overlong_share", "share", "Rollouts that were penalised for their length."),
+    ("reward/<source>", "reward", "Mean reward of the step's rollouts of one of data.sources."),
+    ("source/<source>/groups", "count", "Groups of that source that the step trains."),
     ("eval/<task>/avg@k", "accuracy", "Mean over held-out items of the mean reward of k sampled answers."),
     ("eval/<task>/avg@k_se", "accuracy", "Its standard error over items."),
     ("eval/<task>/k", "count", "Sampled answers per held-out item."),
@@ -143,6 +145,11 @@ GLOSSARY: tuple[tuple[str, str, str], ...] = (
     ("bias/delta_j_mask", "1", "Σ c·A·w·g·(k − 1), k the masks (eq. 35 with φ = k)."),
     ("bias/delta_j_perturb", "1", "Σ c·A·k·w·g·(x − 1), x perturbations and the kept denominator (eq. 35 with φ = x)."),
     (
+        "bias/delta_clip",
+        "1",
+        "−Σ c·A·b over ratios b outside PPO's band, whatever the sign of A: eqs. 12 and 14 as printed; b is gspo's under gspo.",
+    ),
+    (
         "bias/delta_inj",
         "1",
         "Σ c·S·(x − 1) by the value of the surrogate S, where a cut token still counts (eq. 20; eq. 16's Y under gspo).",
@@ -197,7 +204,11 @@ GLOSSARY: tuple[tuple[str, str, str], ...] = (
     ("routing/flipped_tokens", "share", "Tokens with such a layer."),
     ("policy/entropy", "nats", "Mean entropy of the trainer's distribution."),
     ("policy/prob_mean", "1", "Mean p of the sampled tokens."),
-    ("policy/kl_base", "nats", "KL from the policy to the reference weights: mean of ref/p − 1 − log(ref/p), k3."),
+    (
+        "policy/kl_base",
+        "nats",
+        "KL from the policy to the start model: mean of ref/p − 1 − log(ref/p), k3; see `train.kl_every`.",
+    ),
     ("optimizer/grad_norm", "1", "Norm of the gradient before clipping, mean over the step's updates."),
     (
         "optimizer/changed_share",

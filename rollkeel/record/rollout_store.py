@@ -43,9 +43,11 @@ _STRINGS = [
 ]
 
 
+_SHAPED = {"experts": np.int16, "prompt_experts": np.int16, "topk_ids": np.int64, "topk_logprobs": np.float32}
 _NUMBERS = {"step", "id", "group", "member", "prompt_index", "reward", "train_version"}
 _LISTS = {"prompt_token_ids", *_SPAN, "train_logprobs"}
-_LISTS |= {"entropy", "keep", "advantages", "flipped_layers", "experts", "topk_ids", "topk_logprobs", "sampled"}
+_LISTS |= {"entropy", "keep", "advantages", "flipped_layers", "experts", "prompt_experts", "topk_ids"}
+_LISTS |= {"topk_logprobs", "sampled"}
 
 
 def write_step(
@@ -211,11 +213,12 @@ def _strings(rollouts: Sequence[Rollout]) -> dict[str, list[str]]:
 
 
 def _optional(spans: Sequence[TokenSpan]) -> dict[str, pa.Array]:
-    """`sampled [n]`; `experts [n, L, k]` and `topk_* [n, K]`, flattened, with their inner shape beside them."""
+    """`sampled [n]`; `experts [n, L, k]`, `prompt_experts [m, L, k]` and `topk_* [n, K]`, flattened, with their inner shape
+    beside them."""
     columns: dict[str, pa.Array] = {}
     if any(span.sampled is not None for span in spans):
         columns["sampled"] = _lists([span.sampled for span in spans], np.bool_)
-    for name, dtype in (("experts", np.int16), ("topk_ids", np.int64), ("topk_logprobs", np.float32)):
+    for name, dtype in _SHAPED.items():
         values = [getattr(span, name) for span in spans]
         if any(value is not None for value in values):
             columns[name] = _lists([None if v is None else v.reshape(-1) for v in values], dtype)
@@ -286,9 +289,9 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
     )
     span = {name: row[name] for name in _SPAN}
     span["sampled"] = row.get("sampled")
-    for name in ("experts", "topk_ids", "topk_logprobs"):
+    for name in _SHAPED:
         if row.get(name) is not None:
-            span[name] = row[name].reshape(len(row["token_ids"]), *row[f"{name}_shape"])
+            span[name] = row[name].reshape(-1, *row[f"{name}_shape"])
     return Rollout(
         id=row["id"],
         group=row["group"],

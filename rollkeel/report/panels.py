@@ -50,6 +50,10 @@ class Spec:
     """Least height of the axis, in `unit`: differences far below it are nothing to look at."""
     calm: float | None = None
     """The value at which there is nothing to see; a panel that never leaves it by more than `least` / 100 is one line of text."""
+    needs: tuple[str, ...] = ()
+    """Metrics without which there is no panel."""
+    grows: bool = False
+    """Say how fast the first curve grows."""
     draw: Callable[[Axes, Rows, Spec], None] | None = None
     label: Callable[[str], str] | None = None
 
@@ -63,7 +67,7 @@ def panels(rows: Rows) -> tuple[list[Chart], list[tuple[str, str]]]:
     drawn: list[Chart] = []
     quiet: list[tuple[str, str]] = []
     for spec in SPECS:
-        keys = matching(rows, spec.keys)
+        keys = matching(rows, spec.keys) if matching(rows, spec.needs or spec.keys) else []
         curves = [] if spec.draw else merged([_curve_of(rows, spec, key) for key in keys[:_MAX_SERIES]])
         calm = [curve for curve in curves if spec.is_calm(curve.values)]
         if spec.calm is not None and curves and len(calm) == len(curves):
@@ -107,6 +111,8 @@ def _panel(spec: Spec, rows: Rows, curves: list[Curve], calm: list[str]) -> Char
             shown = curve.values > 0 if spec.log else np.full(len(curve.values), True)
             floor = spec.least / 100 if spec.log and spec.calm == 0 else -np.inf
             plot(axes, curve.steps[shown], np.maximum(curve.values[shown], floor), color, curve.label)
+        if spec.grows and curves and (fit := growth(curves[0].steps, curves[0].values)):
+            axes.set_title(f"{fit[0]:+.1%} ± {fit[1]:.1%} a step", loc="left", fontsize=9)
         axes.set(xlabel="step", ylabel=spec.unit)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
         axes.margins(x=0.02)
@@ -115,6 +121,20 @@ def _panel(spec: Spec, rows: Rows, curves: list[Curve], calm: list[str]) -> Char
 
     zero = f"At {spec.calm:g} in every step: {', '.join(calm)}." if calm else ""
     return drawing(spec.title, " ".join(filter(None, (spec.caption, zero))), paint, named=len(curves) + len(calm) > 1)
+
+
+def growth(steps: np.ndarray, values: np.ndarray) -> tuple[float, float] | None:
+    """Rate g of δ' = (1 + g)·δ and its standard error, by least squares on log δ; None under ten positive values.
+
+    The Ring-1T report's Theorem 1 says δ' ≥ (1 + ημ/2)·δ of a gap that feeds on itself: then g is an estimate of at least ημ/2.
+    """
+    positive = values > 0
+    steps = steps[positive]
+    logs = np.log(values[positive])
+    if len(logs) < 10:
+        return None
+    (slope, _), covariance = np.polyfit(steps, logs, 1, cov=True)
+    return float(np.expm1(slope)), float(np.exp(slope) * covariance[0, 0] ** 0.5)
 
 
 def plot(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, label: str) -> None:
@@ -167,6 +187,23 @@ def _stages(axes: Axes, rows: Rows, spec: Spec) -> None:
     axes.set_ylim(bottom=0)
 
 
+def _bias(axes: Axes, rows: Rows, spec: Spec) -> None:
+    """A dot per step, with Pearson's correlations (stability study, Fig. 6)."""
+    rows = [row for row in rows if is_number(row.get("bias/j"))]
+    axes.plot(*series(rows, "bias/j"), ".", color=SERIES[2], markersize=4)
+    found = {"step": correlation(rows, "bias/j", "step"), "reward": correlation(rows, "bias/j", "reward/mean")}
+    text = ", ".join(f"{value:.2f} with {name}" for name, value in found.items() if value is not None)
+    axes.set_title(f"correlation {text}" if text else "", loc="left", fontsize=9)
+
+
+def correlation(rows: Rows, one: str, other: str) -> float | None:
+    """Pearson's, over the rows that have both numbers; None where there are under three or one does not vary."""
+    pairs = np.array([(row[one], row[other]) for row in rows if is_number(row.get(one)) and is_number(row.get(other))])
+    if len(pairs) < 3 or not np.ptp(pairs, axis=0).all():
+        return None
+    return float(np.corrcoef(pairs.T)[0, 1])
+
+
 def _tail(key: str) -> str:
     return key.split("/", 1)[-1]
 
@@ -177,6 +214,12 @@ def _middle(key: str) -> str:
 
 def _clip(key: str) -> str:
     return f"{_middle(key)} mask" if key.startswith("mask/") else f"PPO clip {_tail(key)}"
+
+
+def _cut(key: str) -> str:
+    if key.startswith("policy/"):
+        return "all tokens"
+    return "PPO clip" if key.startswith("clip/") else f"{key.split('/')[1]} mask"
 
 
 def _mismatch(key: str) -> str:
@@ -209,11 +252,28 @@ SPECS = (
         title="Mismatch: divergence",
         unit="KL(q‖o), k3 (nats/token)",
         keys=_gap("kl_k3"),
-        caption="Unbiased estimate of KL(q‖o) from the sampled tokens.",
+        caption="Unbiased estimate of KL(q‖o) from the sampled tokens, and an exponential's rate through it with its standard error.",
         log=True,
+        grows=True,
         least=1e-4,
         calm=0,
         label=_mismatch,
+    ),
+    Spec(
+        title="Mismatch: log-probabilities",
+        unit="abs(log o − log q) (nats)",
+        keys=_gap("logprob_abs_diff"),
+        caption="Mean over the step's new tokens.",
+        least=1e-3,
+        calm=0,
+        label=_mismatch,
+    ),
+    Spec(
+        title="Probability of new tokens",
+        unit="mean p",
+        keys=("policy/prob_mean",),
+        caption="The trainer's, of the tokens the sampler drew.",
+        least=0.05,
     ),
     Spec(
         title="Mismatch: correlation",
@@ -233,6 +293,30 @@ SPECS = (
         least=0.2,
         calm=0,
         label=_clip,
+    ),
+    Spec(
+        title="Probability of masked and clipped tokens",
+        unit="mean q",
+        keys=("mask/*/dropped_rollout_probability", "clip/cut_rollout_probability"),
+        caption="Under the policy that sampled them.",
+        least=0.1,
+        label=_cut,
+    ),
+    Spec(
+        title="Entropy of masked and clipped tokens",
+        unit="entropy (nats/token)",
+        keys=("policy/entropy", "mask/*/dropped_entropy", "clip/cut_entropy"),
+        needs=("mask/*/dropped_entropy", "clip/cut_entropy"),
+        caption="Of the trainer's distribution there.",
+        least=0.05,
+        label=_cut,
+    ),
+    Spec(
+        title="Objective bias J",
+        unit="Σ A·(φ − 1)",
+        keys=("bias/j",),
+        caption="What weights of φ = 2 on tokens with o < 0.1 add to the objective, or the distortion the run applies.",
+        draw=_bias,
     ),
     Spec(
         title="Entropy",

@@ -67,7 +67,8 @@ def finished(run_dir: str | Path, steps: int) -> str:
     if run.status != "done" or run.problems or step < steps or [row["step"] for row in run.rows][-1:] != [step]:
         return ""
     try:
-        whole = checkpoint.same_files(checkpoint.verify(newest).model, run.path / "model")
+        saved = checkpoint.verify(newest).model
+        whole = saved.is_dir() and checkpoint.same_files(saved, run.path / "model")
     except (BadInput, Corrupt):
         return ""
     return nothing_to_do(step, steps) if whole and (run.path / REPORT).is_file() else ""

@@ -5,13 +5,13 @@ q is the engine that samples, o the trainer at the start of the step; ρ = o/q.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
 from matplotlib.axes import Axes
 
-from rollkeel.report.charts import GRID, INK, SERIES, Chart, drawing, log_scale
+from rollkeel.report.charts import GRID, INK, SERIES, Chart, drawing, log_axis, log_scale
 from rollkeel_doctor.traces.trace import Trace
 
 BINS = 10
@@ -20,6 +20,8 @@ MIN_TOKENS = 20
 SAME = 1e-3
 _CELLS = 48
 _DOTS = 2500
+_TOP, _FINE = 0.875, 8
+"""The histogram near 1 begins here, and has so many bars to a number of bfloat16."""
 _KEPT, _DROPPED = SERIES[0], SERIES[1]
 _Paint = Callable[[Axes], None]
 
@@ -38,7 +40,18 @@ def token_charts(trace: Trace) -> list[Chart]:
         caption = "Of the sampled tokens, darker for more of them; the line is where engine and trainer agree."
         found.append((title, caption, partial(_plane, q=q[here], o=o[here])))
     ratio = o / np.maximum(q, np.finfo(np.float64).tiny)
+    gap = trace.train_logprobs[seen].astype(np.float64) - trace.rollout_logprobs[seen]
     found += [
+        (
+            "Log-probability gap of each token",
+            "log ρ of up to a few thousand sampled tokens; the line is the mean of abs(log ρ) per step.",
+            partial(_gaps, step=step, gap=gap),
+        ),
+        (
+            "Probabilities near 1",
+            "Tokens per 1/2048 of probability: numbers of bfloat16 are 8 bars apart, and what is rounded to them stands in spikes.",
+            partial(_spikes, values={"q, sampler": q, "o, trainer": o}),
+        ),
         (
             "Ratio by probability",
             "ρ by the trainer's probability: median, and the middle 50 and 98 % of tokens.",
@@ -124,6 +137,25 @@ def _spreads(axes: Axes, q: np.ndarray, o: np.ndarray, ratio: np.ndarray) -> Non
     if bins:
         log_scale(axes)
     axes.set(xlabel="q, sampler's probability", ylabel="99th percentile", xlim=(0, 1))
+
+
+def _gaps(axes: Axes, step: np.ndarray, gap: np.ndarray) -> None:
+    at = slice(None, None, -(-len(gap) // _DOTS))
+    axes.scatter(step[at], gap[at], s=3, color=_KEPT, alpha=0.35, linewidths=0, label="log ρ", rasterized=True)
+    steps, which = np.unique(step, return_inverse=True)
+    mean = np.bincount(which, np.abs(gap)) / np.bincount(which)
+    axes.plot(steps, mean, color=_DROPPED, lw=1.5, marker="o", ms=3, label="mean abs(log ρ)")
+    axes.set(xlabel="step", ylabel="log o − log q (nats)")
+
+
+def _spikes(axes: Axes, values: Mapping[str, np.ndarray]) -> None:
+    # Edges lie between the numbers of bfloat16, which are 2⁻⁸ apart below 1: each of them is in the middle of a bar.
+    edges = _TOP + (np.arange(round((1 - _TOP) * 256 * _FINE) + 2) - 0.5) / (256 * _FINE)
+    for (label, probabilities), color in zip(values.items(), (_KEPT, _DROPPED), strict=True):
+        counts = np.histogram(probabilities, edges)[0]
+        axes.stairs(np.maximum(counts, 0.5), edges, color=color, lw=0.7, baseline=None, label=label)
+    axes.set(xlabel="probability", ylabel="tokens", xlim=(_TOP, 1.001))
+    log_axis(axes, "y")
 
 
 def _dropped_plane(axes: Axes, q: np.ndarray, o: np.ndarray, keep: np.ndarray) -> None:

@@ -1,8 +1,8 @@
 """Graders by name. A wrong answer is 0; a grader that breaks is a failure with a reason (see `grading.py`).
 
-`task`, `exact`, `numeric`, `choice`, `set`, `quantity` and `constraints` run in this process and are bounded in time themselves. `math` runs in
-workers, as does `task` for families that ask for it, `code` and `judge` in the sandbox, `reward_model` on batches, and `mix` combines
-others.
+`task`, `exact`, `numeric`, `choice`, `set`, `quantity` and `constraints` run in this process and are bounded in time themselves. `math` and
+`translation` run in workers, as does `task` for families that ask for it, `code` and `judge` in the sandbox, `judge_model` behind an
+address, `reward_model` on batches, and `mix` combines others.
 `register` adds one's own.
 """
 
@@ -167,12 +167,25 @@ def grade_constraints(rollout: Rollout) -> tuple[float | None, str]:
     return reward, f"{sum(held)} of {len(held)}" + (f"; broken: {excerpt(broken, 200)}" if broken else "")
 
 
+def grade_judge_model(rollout: Rollout) -> tuple[float, str]:
+    """What a language model behind an address thinks of it, see `rollkeel.rewards.judge_model`."""
+    from rollkeel.rewards.judge_model import grade
+
+    return grade(rollout)
+
+
+def grade_row(rollout: Rollout) -> float:
+    """Stands for the graders that rows of a file name (`data.grader=row`)."""
+    raise ValueError("expected a row that names its grader, see data.grader_options")
+
+
 class Lane(enum.Enum):
     """Where a grader runs."""
 
     INLINE = enum.auto()
     WORKER = enum.auto()
     SANDBOX = enum.auto()
+    SERVICE = enum.auto()
     MODEL = enum.auto()
     MIX = enum.auto()
 
@@ -183,13 +196,18 @@ class Entry:
 
     lane: Lane
     run: Any = None
-    """`GraderFn` of an inline one, `module:function` of one in a worker, a function of `(run, rollout)` of one in the sandbox."""
+    """`GraderFn` of an inline one, `module:function` of one in a worker, a function of `(run, rollout)` of one in the sandbox,
+    a function of a rollout, called in a thread, of a service."""
     needs: str = ""
     """Module that must be installed."""
     extra: str = ""
     """What installs it."""
     sound: bool = False
     """What it raises on a response, but not on the gold answer in its place, is the response's doing. Not so of one's own graders."""
+
+    def run_on(self, rollout: Rollout) -> Any:
+        """What one in this process makes of a rollout."""
+        return self.run(rollout)
 
 
 _INLINE: dict[str, GraderFn] = {
@@ -199,14 +217,17 @@ _INLINE: dict[str, GraderFn] = {
     "choice": grade_choice,
     "set": grade_set,
     "quantity": grade_quantity,
+    "row": grade_row,
     GRADER: grade_environment,
 }
-_MATH = "rollkeel.rewards.mathematics:grade"
+_MATH, _TRANSLATION = "rollkeel.rewards.mathematics:grade", "rollkeel.rewards.translation:grade"
 _GRADERS: dict[str, Entry] = {name: Entry(lane=Lane.INLINE, run=fn, sound=True) for name, fn in _INLINE.items()} | {
     "math": Entry(lane=Lane.WORKER, run=_MATH, needs="math_verify", extra="math", sound=True),
     "constraints": Entry(lane=Lane.INLINE, run=grade_constraints, needs="langdetect", extra="constraints", sound=True),
     "code": Entry(lane=Lane.SANDBOX, run=programs.grade),
     "judge": Entry(lane=Lane.SANDBOX, run=judge.grade),
+    "judge_model": Entry(lane=Lane.SERVICE, run=grade_judge_model),
+    "translation": Entry(lane=Lane.WORKER, run=_TRANSLATION, needs="sacrebleu", extra="translation", sound=True),
     "reward_model": Entry(lane=Lane.MODEL),
     "mix": Entry(lane=Lane.MIX),
 }

@@ -85,7 +85,7 @@ class Part:
     @property
     def apart(self) -> bool:
         """Graded in another process, while this one works on."""
-        return self.entry.lane in (Lane.WORKER, Lane.SANDBOX)
+        return self.entry.lane in (Lane.WORKER, Lane.SANDBOX, Lane.SERVICE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,8 +233,8 @@ class Graders:
                         name = f"rollkeel-{part.entry.lane.name.lower()}"
                         threads = ThreadPoolExecutor(self.settings.workers, thread_name_prefix=name)
                         self._threads[part.entry.lane] = threads
-                run = self._in_worker if part.entry.lane is Lane.WORKER else self._in_sandbox
-                part.future = threads.submit(self._outcome, part, partial(run, part.entry))
+                runs = {Lane.WORKER: self._in_worker, Lane.SANDBOX: self._in_sandbox, Lane.SERVICE: Entry.run_on}
+                part.future = threads.submit(self._outcome, part, partial(runs[part.entry.lane], part.entry))
 
     def _inline(self, parts: Sequence[Part]) -> None:
         limit, hung = self.settings.deadline_s, 0

@@ -2,7 +2,8 @@
 
 Inputs are made from those that are there: by type, at the edges, larger and smaller. One is kept if every verified solution takes it
 and all agree; with one solution there is nothing to agree with, and only what it fails on is left out. An input outside of the problem's
-statement that all solutions take alike is kept too: nothing here reads statements.
+statement that all solutions take alike is kept too: nothing here reads statements. `select` scores tests by the wrong programs that
+they fail and keeps a few.
 """
 
 from __future__ import annotations
@@ -65,6 +66,51 @@ def synthesize(
             kept.append(Example(input=draft, output=output))
     after = problem.model_copy(update={"tests": (*problem.tests, *kept)})
     return Synthesis(problem=after, added=len(kept), discarded=tuple(discarded))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What came of it."""
+
+    problem: CodeProblem
+    wrong: int
+    failed_before: int
+    """Wrong programs that fail a test of those that were there."""
+    failed: int
+    """Of those that are kept."""
+
+
+def select(run: Run, problem: CodeProblem, own: int, wrong: Sequence[str], keep: int) -> Selection:
+    """The first `own` tests and at most `keep` others: those that wrong programs fail, each first that fails most of those left.
+
+    Raises like `synthesize`.
+    """
+    fails = [_failed(run, problem, program) for program in wrong]
+    left = [failed for failed in fails if min(failed, default=own) >= own]
+    before, chosen = len(fails) - len(left), list[int]()
+    places = range(own, len(problem.tests))
+    while left and len(chosen) < keep:
+        best = max(places, key=lambda i: sum(i in failed for failed in left), default=own)
+        spared = [failed for failed in left if best not in failed]
+        if len(spared) == len(left):
+            break
+        chosen, left = [*chosen, best], spared
+    others = [i for i in places if i not in chosen and any(i in failed for failed in fails)]
+    others.sort(key=lambda i: -sum(i in failed for failed in fails))
+    kept = [*range(own), *sorted([*chosen, *others[: keep - len(chosen)]])]
+    after = problem.model_copy(update={"tests": tuple(problem.tests[i] for i in kept)})
+    return Selection(problem=after, wrong=len(wrong), failed_before=before, failed=len(fails) - len(left))
+
+
+def _failed(run: Run, problem: CodeProblem, program: str) -> set[int]:
+    """Tests that a program fails, up to the first that it has no answer to: one that hangs hangs once."""
+    out = set[int]()
+    for i, answer in enumerate(answers(run, problem, program, [t.input for t in problem.tests])):
+        if answer.fault or not equal(problem, answer.value, problem.tests[i].output):
+            out.add(i)
+        if answer.fault:
+            break
+    return out
 
 
 def _all_answers(run: Run, problem: CodeProblem, program: str, inputs: Sequence[Any]) -> list[Answer]:

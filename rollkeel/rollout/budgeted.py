@@ -4,9 +4,12 @@
                        ▲                                          │
                        └──────────────────────────────────────────┘
 
-The engine's clock is decode steps, so process timing cannot change a run. An unfinished rollout keeps its tokens with their
+The embedded engine's clock is decode steps, so process timing cannot change a run; a server's is the chunks that its streams
+bring. An unfinished rollout keeps its tokens with their
 log-probs and versions, and the next iteration resumes it. Its KV is computed again under the new weights, or with
 `engine.kv=keep` leaves the engine with it and comes back: a resumed run batches the same rollouts in the same slots.
+An episode (`rollkeel.rollout.episodes`) is a rollout of several turns: between two decode steps the environments of turns that
+ended are waited for, and the next turns enter the engine. Every count is of tokens that the policy sampled.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ import numpy as np
 from rollkeel.errors import BadInput, EngineFailure, Interrupted
 from rollkeel.host import within
 from rollkeel.protocols import Grader, SteppedEngine
-from rollkeel.rollout.collect import begin, extended, heard_from, hung, request_of, unbegun
+from rollkeel.rollout.collect import begin, collect, extended, heard_from, hung, request_of, unbegun
+from rollkeel.rollout.episodes import Gather, Table, answers, table_of
 from rollkeel.rollout.pool import Member, Pool, PoolRules
 from rollkeel.rollout.state import pack_kv, pack_rollouts, unpack_kv, unpack_rollouts
 from rollkeel.types import KeptKV, Prompt, Rollout, SamplingParams, Segment, Status
@@ -43,7 +47,13 @@ class Partition:
     purged: Sequence[Rollout]
     """Given up when the iteration began, with what they had."""
     steps: int
-    """Decode steps."""
+    """Decode steps; of a server, chunks waited for."""
+    rounds: int
+    """How often the budget was spent: more than once where groups were discarded."""
+    graded: frozenset[int]
+    """Of what ended, graded already."""
+    discarded: Sequence[Rollout]
+    """Complete groups whose rewards are all equal, in place of which others were sampled."""
 
 
 @final
@@ -69,36 +79,65 @@ class BudgetedRollouts:
         should_stop: Callable[[], bool] = lambda: False,
         check: Callable[[Sequence[Rollout]], Any] = lambda rollouts: None,
         grader: Grader | None = None,
+        gather: Gather = collect,
+        rounds: int = 1,
     ) -> Partition:
         """The rollout phase of an iteration: sample until the budget is spent, then park what runs. Follow with `settle`.
 
         `deadline_s`: longest silence, in which no rollout ends and none gains a token; then `EngineFailure`. `should_stop`
         is asked after every decode step; then everything is put back as it was and `Interrupted` raised. `check` sees
         all rollouts of the iteration whenever the engine failed one, and may raise. `grader` begins on each rollout as it ends.
+        `gather` says whether prompts are answered in one turn or played. With `rounds` above 1, `grader` grades what ended when
+        the budget is spent, complete groups of equal rewards leave the pool, and what they took of the budget is spent again.
         """
         before = self.pool.state_dict(), dict(self._rollouts), dict(self._kv)
         purged = [self._rollouts.pop(i) for i in self.pool.begin()]
         for rollout in purged:
             self._kv.pop(rollout.id, None)
-        phase = _Phase(self.pool, engine, tokenizer, grader)
-        while not self.pool.exhausted:
-            phase.send([self._rollout(m, engine, sampling) for m in self.pool.refill()], self._kv)
-            with within(deadline_s, hung(engine, deadline_s, f"a decode step of {len(phase.running)} rollouts")):
-                failed = phase.step()
-            if failed:
-                check([*phase.ended.values(), *phase.running.values()])
-            phase.watch(deadline_s)
-            if should_stop():
-                engine.interrupt()
-                engine.advance(0)
-                self.pool.load_state_dict(before[0])
-                self._rollouts, self._kv = before[1:]
-                raise Interrupted("stopped while sampling; the step is repeated on resume")
-        parked = phase.park()
+        phase = _Phase(self.pool, engine, tokenizer, grader, table_of(gather, engine, tokenizer))
+        try:
+            while not self.pool.exhausted:
+                phase.send([self._rollout(m, engine, sampling) for m in self.pool.refill()], self._kv)
+                with within(deadline_s, hung(engine, deadline_s, f"a decode step of {len(phase.running)} rollouts")):
+                    segments = phase.step()
+                if phase.take(segments, should_stop):
+                    check([*phase.ended.values(), *phase.running.values()])
+                phase.watch(deadline_s)
+                if should_stop():
+                    raise Interrupted("stopped while sampling; the step is repeated on resume")
+                if self.pool.exhausted and phase.rounds < rounds:
+                    self._discard(phase)
+            parked = phase.park(should_stop)
+        except Interrupted:
+            engine.interrupt()
+            engine.advance(0)
+            self.pool.load_state_dict(before[0])
+            self._rollouts, self._kv = before[1:]
+            raise
+        finally:
+            phase.table.close()
         self._rollouts |= parked
         self._kv |= phase.kv
         ended = [phase.ended[i] for i in sorted(phase.ended)]
-        return Partition(ended=ended, parked=list(parked.values()), purged=purged, steps=phase.steps)
+        return Partition(
+            ended=ended,
+            parked=list(parked.values()),
+            purged=purged,
+            steps=phase.steps,
+            rounds=phase.rounds,
+            graded=frozenset(phase.graded),
+            discarded=phase.discarded,
+        )
+
+    def _discard(self, phase: _Phase) -> None:
+        """Dynamic sampling: drop the groups that are complete and have nothing to teach."""
+        known = self._rollouts | phase.grade()
+        for group, ids in self.pool.complete.items():
+            rewards = {known[i].reward for i in ids}
+            if len(rewards) == 1 and None not in rewards:
+                self.pool.discard(group)
+                phase.discarded += [known[i] for i in ids]
+        phase.rounds += not self.pool.exhausted
 
     def settle(self, graded: Sequence[Rollout]) -> list[Rollout]:
         """End the iteration: `graded` are its finished rollouts, as the grader returned them. Rollouts to train on now,
@@ -129,10 +168,10 @@ class BudgetedRollouts:
         now, done = self.pool.counts, self.pool.since_begin
         seen = [*partition.ended, *partition.parked, *partition.purged]
         limit = max((r.sampling.max_new_tokens for r in seen), default=1)
-        finished = [len(r.span) for r in partition.ended if r.status is not Status.ENGINE_FAILURE]
-        lengths = length_metrics(
-            finished, [len(r.span) for r in partition.parked], [len(r.span) for r in partition.purged], limit
-        )
+        ended = [r for r in partition.ended if r.status.complete]
+        groups = ([r.span.own_count for r in some] for some in (ended, partition.parked, partition.purged))
+        finished, parked, purged = groups
+        lengths = length_metrics(finished, parked, purged, limit)
         return {
             "rollout/budget_tokens": float(self.pool.spent),
             "rollout/overshoot": float(self.pool.overshoot),
@@ -157,32 +196,55 @@ class BudgetedRollouts:
 class _Phase:
     """One rollout phase: what is in the engine, and what came out of it."""
 
-    def __init__(self, pool: Pool, engine: SteppedEngine, tokenizer: Any, grader: Grader | None) -> None:
-        self.pool, self.engine, self.tokenizer, self.grader = pool, engine, tokenizer, grader
+    def __init__(self, pool: Pool, engine: SteppedEngine, tokenizer: Any, grader: Grader | None, table: Table) -> None:
+        self.pool, self.engine, self.tokenizer, self.grader, self.table = pool, engine, tokenizer, grader, table
         self.running: dict[int, Rollout] = {}
         self.ended: dict[int, Rollout] = {}
         self.kv: dict[int, KeptKV] = {}
         """Of what was parked, where the engine keeps it."""
-        self.steps = 0
+        self.graded: set[int] = set()
+        self.discarded: list[Rollout] = []
+        self.steps, self.rounds = 0, 1
         self._heard, self._seen = time.monotonic(), -1
 
     def send(self, rollouts: Sequence[Rollout], kv: dict[int, KeptKV]) -> None:
         """Hand rollouts to the engine, behind what they have; takes their KV out of `kv`."""
         if not rollouts:
             return
-        self.running |= {r.id: r for r in rollouts}
-        self.engine.submit([request_of(r, kv.pop(r.id, None)) for r in rollouts])
+        asked = [self.table.asked(r) for r in rollouts]
+        self.running |= {r.id: r for r in asked}
+        self.engine.submit([request_of(r, kv.pop(r.id, None)) for r in asked])
 
-    def step(self) -> bool:
-        """One decode step, reported to the pool. True if the engine failed a rollout."""
+    def step(self) -> list[Segment]:
+        """One decode step."""
         with heard_from(self.engine):
             segments = self.engine.advance(1)
         self.steps += 1
         self._heard = time.monotonic() if segments else self._heard
-        failed = self._take(segments)
+        return segments
+
+    def take(self, segments: Sequence[Segment], should_stop: Callable[[], bool]) -> bool:
+        """File what left the engine, and report the step to the pool. Episodes whose turn ended go on. True if a rollout failed."""
+        failed = self._file(segments)
+        if self.table.busy:
+            answered = answers(self.table, should_stop)
+            failed |= self._end([r for r in answered if r.status is not Status.PARKED])
+            self.send([r for r in answered if r.status is Status.PARKED], {})
+            self._heard = time.monotonic()
         if self.pool.rules.count == "generated":
-            self.pool.advance(self.engine.progress(), {})
+            other = {i: len(r.span) - r.span.own_count for i, r in self.running.items()}
+            made = self.engine.progress()
+            self._report({i: made[i] - other[i] for i in other if i in made}, {})
         return failed
+
+    def grade(self) -> dict[int, Rollout]:
+        """Grade what ended since the last time. All that ended, by id."""
+        new = [r for r in self.ended.values() if r.status.complete and r.id not in self.graded]
+        assert self.grader is not None
+        self.ended |= {r.id: r for r in self.grader.grade(new)}
+        self.graded |= {r.id for r in new}
+        self._heard = time.monotonic()
+        return self.ended
 
     def watch(self, deadline_s: float) -> None:
         """Raise `EngineFailure` when nothing ended and nothing grew for `deadline_s`."""
@@ -197,38 +259,54 @@ class _Phase:
             )
         self._heard, self._seen = now, seen
 
-    def park(self) -> dict[int, Rollout]:
+    def park(self, should_stop: Callable[[], bool]) -> dict[int, Rollout]:
         """Take everything out of the engine; parked rollouts by id, with all they have."""
         self.engine.interrupt()
         with heard_from(self.engine):
             segments = self.engine.advance(0)
-        self._take(segments)
+        self._file(segments)
+        answered = answers(self.table, should_stop)
+        self._end([self.table.park(r) if r.status is Status.PARKED else r for r in answered])
         if self.running:
             raise EngineFailure(
                 f"engine {self.engine.capabilities.name}: {len(self.running)} interrupted rollouts did not come back"
             )
-        parked = {i: r for i, r in self.ended.items() if r.status is Status.PARKED}
+        parked = {i: self.ended[i] for i in sorted(self.ended) if self.ended[i].status is Status.PARKED}
         self.ended = {i: r for i, r in self.ended.items() if i not in parked}
-        self.pool.advance({i: len(r.span) for i, r in parked.items()}, {})
+        self._report({i: r.span.own_count for i, r in parked.items()}, {})
         return parked
 
-    def _take(self, segments: Sequence[Segment]) -> bool:
-        """File what left the engine; what ended is reported to the pool. True if a rollout failed."""
-        failed, finished = False, {}
+    def _file(self, segments: Sequence[Segment]) -> bool:
+        """What left the engine, to its environment or to the end. True if a rollout failed."""
+        left: list[Rollout] = []
         for segment in segments:
-            done = extended(self.running.pop(segment.request_id, None), segment, self.tokenizer, self.engine)
-            if done.status is Status.PARKED:
-                if segment.kv is not None:
-                    self.kv[done.id] = segment.kv
-            elif done.status.complete:
+            turn = extended(self.running.pop(segment.request_id, None), segment, self.tokenizer, self.engine)
+            if segment.kv is not None and turn.status is Status.PARKED:
+                self.kv[turn.id] = segment.kv
+            if (rollout := self.table.take(turn)) is not None:
+                left.append(rollout)
+        return self._end(left)
+
+    def _end(self, rollouts: Sequence[Rollout]) -> bool:
+        """Rollouts that are done, or parked; what ended is reported to the pool. True if one failed."""
+        failed, finished = False, {}
+        for done in rollouts:
+            if done.status.complete:
                 begin(self.grader, [done])
-                finished[done.id] = len(done.span)
-            else:
+                finished[done.id] = done.span.own_count
+            elif done.status is not Status.PARKED:
                 self.pool.fail(done.id)
                 failed = True
             self.ended[done.id] = done
-        self.pool.advance({}, finished)
+        self._report({}, finished)
         return failed
+
+    def _report(self, generated: dict[int, int], finished: dict[int, int]) -> None:
+        """See `Pool.advance`. A server that was lost may have less of a rollout than it told before."""
+        for i, tokens in (generated | finished).items():
+            if tokens < self.pool.members[i].tokens:
+                self.pool.correct(i, tokens)
+        self.pool.advance(generated, finished)
 
 
 def length_metrics(

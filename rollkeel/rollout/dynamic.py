@@ -6,38 +6,65 @@ A group whose rewards are all equal has advantage 0 everywhere: it makes the bat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rollkeel.types import Rollout, StepRollouts
+
+if TYPE_CHECKING:
+    from rollkeel.tasks.mixed import MixedProblems
 
 Draw = Callable[[int, int], Sequence[Rollout]]
 """`(first, count)` → graded rollouts of the prompts `first … first + count − 1` of the data source, failures included."""
 
 
-def draw_varied(draw: Draw, first: int, groups: int, rounds: int) -> StepRollouts:
+def draw_varied(draw: Draw, first: int, groups: int, rounds: int, mixed: MixedProblems | None = None) -> StepRollouts:
     """Draw prompts from `first` on until `groups` groups have rewards that differ, in at most `rounds` rounds.
 
     The first round draws `groups` prompts; each later one draws as many as the share of useful groups so far suggests,
     at most `groups`. Surplus groups are left out, the last first. The draws follow from `first` and the rewards alone,
-    so a repeated step draws the same prompts. Measures `rollout/dynamic_rounds`, and
+    so a repeated step draws the same prompts. Of `mixed` sources, all of that holds of each source's part. Measures `rollout/dynamic_rounds`, and
     `rollout/dynamic_discarded`: groups that were sampled and not trained.
     """
     rollouts: list[Rollout] = []
-    useful: list[int] = []
+    wanted = mixed.wanted(groups) if mixed else [0] * groups
+    asked, tried = Counter(wanted), Counter[int]()
+    useful: dict[int, list[int]] = {source: [] for source in asked}
     consumed = done = 0
-    while done < rounds and len(useful) < groups:
-        missing = groups - len(useful)
-        count = groups if not useful else min(groups, math.ceil(missing * consumed / len(useful)))
-        sampled = list(draw(first + consumed, count))
+    while done < rounds and (short := {n for n in asked if len(useful[n]) < asked[n]}):
+        counts = {n: _next_count(asked[n], tried[n], len(useful[n])) for n in short}
+        now = _in_turn(wanted, counts)
+        if mixed:
+            mixed.assign(first + consumed, now)
+        sampled = list(draw(first + consumed, len(now)))
         rollouts += sampled
-        useful += varied_groups(sampled)
-        consumed += count
+        for group in varied_groups(sampled):
+            useful[mixed.number(group) if mixed else 0].append(group)
+        tried.update(now)
+        consumed += len(now)
         done += 1
-    chosen = set(useful[:groups])
+    chosen = {group for n in asked for group in useful[n][: asked[n]]}
+    if mixed:
+        mixed.trained({n: min(asked[n], len(useful[n])) for n in asked}, groups)
     batch = [r for r in rollouts if r.group in chosen and r.reward is not None]
     discarded = consumed - len({r.group for r in batch})
     metrics = {"rollout/dynamic_rounds": float(done), "rollout/dynamic_discarded": float(discarded)}
     return _step(rollouts, batch, consumed, metrics)
+
+
+def _next_count(asked: int, tried: int, useful: int) -> int:
+    """Groups to draw next: as many as the share of useful ones so far suggests."""
+    return asked if not useful else min(asked, math.ceil((asked - useful) * tried / useful))
+
+
+def _in_turn(wanted: Sequence[int], counts: Mapping[int, int]) -> list[int]:
+    """The sources in the order of `wanted`, each as often as `counts` says."""
+    seen, out = Counter[int](), list[int]()
+    for n in wanted:
+        seen[n] += 1
+        out += [n] if seen[n] <= counts.get(n, 0) else []
+    return out
 
 
 def draw_once(draw: Draw, first: int, prompts: int, *, varied_only: bool = False) -> StepRollouts:

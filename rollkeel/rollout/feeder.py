@@ -24,6 +24,7 @@ For an evaluation or a checkpoint everything is parked: taken out of the engine 
 afterwards, behind its tokens. So a checkpoint holds every open rollout, and a resumed run does what the killed one did next.
 Graders that work beside sampling (`OverlappedGrader`) are begun when a rollout ends and asked again and again; others run in the feeder:
 they may not use signals (`signal.alarm`), and slow ones hold segments up, not the trainer.
+Environments of episodes work in threads of theirs; the feeder submits a next turn when it is there.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from typing import Any, final
 
 from rollkeel.errors import BadInput, Corrupt, EngineFailure, Interrupted, RunStopped
 from rollkeel.protocols import Engine, Grader, OverlappedGrader
-from rollkeel.rollout.collect import begin, extended, heard_from, issue, request_of
+from rollkeel.rollout.collect import begin, collect, extended, heard_from, issue, request_of
+from rollkeel.rollout.episodes import Gather, table_of
 from rollkeel.rollout.overlap import Gate
 from rollkeel.rollout.schedule import ScheduledEngine
 from rollkeel.rollout.state import pack_kv, pack_rollouts, unpack_kv, unpack_rollouts
@@ -61,6 +63,8 @@ class Source:
     """Used by the feeder alone."""
     grader: Grader
     """Used by the feeder alone."""
+    gather: Gather = collect
+    """Says whether prompts are answered in one turn or played."""
 
 
 @final
@@ -75,6 +79,10 @@ class OverlappedRollouts:
         self._flying: dict[int, Rollout] = {}
         self._grading: dict[int, Rollout] = {}
         """Those in flight that have ended, as they were handed to the grader."""
+        self._table = table_of(source.gather, source.engine, source.tokenizer)
+        self._acting = set[int]()
+        """Those in flight whose turn has ended and whose next has not begun; `_answered`: whose environment has answered."""
+        self._answered: dict[int, Rollout] = {}
         self._parked: dict[int, Rollout] = {}
         self._ended: dict[int, Rollout] = {}
         self._kv: dict[int, KeptKV] = {}
@@ -108,7 +116,7 @@ class OverlappedRollouts:
             self._source.prompts(groups), self.gate.samples, self._source.sampling(), groups.start, self._source.engine
         )
         with self._changed:
-            rollouts = [*(self._parked[i] for i in sorted(self._parked)), *fresh]
+            rollouts = [self._table.asked(r) for r in (*(self._parked[i] for i in sorted(self._parked)), *fresh)]
             self._parked = {}
             self._flying |= {r.id: r for r in rollouts}
             self._heard = time.monotonic()
@@ -131,6 +139,8 @@ class OverlappedRollouts:
             try:
                 while missing := self.gate.missing():
                     self._raise()
+                    if self._engine.due == "interrupt":
+                        return None
                     if should_stop():
                         raise Interrupted("stopped while sampling; rollouts in flight are kept for the resumed run")
                     if self._stalled_at == self._calls:
@@ -169,18 +179,20 @@ class OverlappedRollouts:
         """Take everything out of the engine and stop listening; open rollouts keep what they have. Nothing if not running."""
         if self._thread is None:
             return
+        self._await_turns()
         with self._changed:
             self._raise()
             self._parking = self._awaited = True
         with self._call("interrupt rollouts"):
             self._engine.interrupt()
         with self._changed:
-            back = self._changed.wait_for(lambda: not self._flying or self._error is not None, self._deadline_s)
+            limit = self._deadline_s + self._table.patience_s
+            back = self._changed.wait_for(lambda: not self._flying or self._error is not None, limit)
             left, self._awaited = len(self._flying), False
         self._join()
         self._raise()
         if not back:
-            raise EngineFailure(f"engine: waited {self._deadline_s:g} s for {left} interrupted rollouts to come back")
+            raise EngineFailure(f"engine: waited {limit:g} s for {left} interrupted rollouts to come back")
 
     def commit(self, step: int) -> None:
         """What was done so far is part of the run up to and with `step`."""
@@ -198,6 +210,7 @@ class OverlappedRollouts:
     def close(self) -> None:
         """Stop listening, whatever is in flight."""
         self._join(5.0)
+        self._table.close()
 
     def metrics(self) -> dict[str, float]:
         """`async/ahead`: steps whose rollouts have been admitted beyond the one that is trained next."""
@@ -234,8 +247,14 @@ class OverlappedRollouts:
         for i in self._ended:
             self.gate.end(i)
 
+    def _await_turns(self) -> None:
+        """In a replay: until the turns have been submitted that came before the trainer's next call."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._engine.due != "turns" or self._error is not None, self._deadline_s)
+
     @contextmanager
     def _call(self, what: str) -> Iterator[None]:
+        self._await_turns()
         with self.turns.turn(what):
             try:
                 yield
@@ -264,11 +283,12 @@ class OverlappedRollouts:
                 if not self._flying:
                     with self._changed:
                         self._changed.wait_for(lambda: self._flying or self._stopping, CHECK_S)
-                elif len(self._flying) > len(self._grading):
+                elif len(self._flying) > len(self._grading) + len(self._acting):
                     self._listen()
                 else:
                     with self._changed:
                         self._changed.wait(ASIDE_S)
+                self._play()
                 self._collect()
         except BaseException as error:
             with self._changed:
@@ -281,7 +301,7 @@ class OverlappedRollouts:
             segments = self._engine.poll(AWAITED_S if self._awaited else 0.0)
         if segments:
             self._file(segments)
-        elif self._engine.stalled and not self._grading:
+        elif self._engine.stalled and not (self._grading or self._table.busy or self._engine.going_on(self._answered)):
             with self._changed:
                 self._stalled_at = calls
                 self._changed.notify_all()
@@ -293,12 +313,13 @@ class OverlappedRollouts:
     def _file(self, segments: Sequence[Segment]) -> None:
         """Put segments behind what their rollouts have; begin to grade what is complete."""
         parked, ended = [], []
-        waiting = {i: r for i, r in self._flying.items() if i not in self._grading}
+        waiting = {i: r for i, r in self._flying.items() if i not in self._grading and i not in self._acting}
+        self._heard = time.monotonic()
         for segment in segments:
-            rollout = extended(
-                waiting.pop(segment.request_id, None), segment, self._source.tokenizer, self._source.engine
-            )
-            if rollout.status is not Status.PARKED:
+            turn = extended(waiting.pop(segment.request_id, None), segment, self._source.tokenizer, self._source.engine)
+            if (rollout := self._table.take(turn)) is None:
+                self._acting.add(turn.id)
+            elif rollout.status is not Status.PARKED:
                 ended.append(rollout)
             elif self._parking:
                 parked.append(rollout)
@@ -306,9 +327,37 @@ class OverlappedRollouts:
                     self._kv[rollout.id] = segment.kv
             else:
                 raise EngineFailure(f"engine: request {segment.request_id}: interrupted, which nobody asked for")
+        self._end(ended, parked)
+
+    def _end(self, ended: Sequence[Rollout], parked: Sequence[Rollout]) -> None:
         begin(self._source.grader, ended)
         self._grading |= {r.id: r for r in ended if r.status.complete}
         self._settle([r for r in ended if not r.status.complete], parked)
+
+    def _play(self) -> None:
+        """Let episodes go on, or keep them, whose environments have answered."""
+        answered = self._table.ready(0.0)
+        ended = [r for r in answered if r.status is not Status.PARKED]
+        self._answered |= {r.id: r for r in answered if r.status is Status.PARKED}
+        parked = [self._table.park(self._answered.pop(i)) for i in list(self._answered) if self._parking]
+        self._acting.difference_update(r.id for r in (*ended, *parked))
+        if ended or parked:
+            self._end(ended, parked)
+        if self._answered and self._engine.going_on(self._answered):
+            self._go_on()
+
+    def _go_on(self) -> None:
+        with self.turns.turn("submit turns", patient=True):
+            if self._parking:  # since it was asked: nothing enters behind the interruption
+                return
+            asked = [self._table.asked(self._answered.pop(i)) for i in self._engine.going_on(self._answered)]
+            with self._changed:
+                self._flying |= {r.id: r for r in asked}
+            self._acting.difference_update(r.id for r in asked)
+            self._engine.submit([request_of(r) for r in asked], turns=True)
+            self._calls += 1
+        with self._changed:
+            self._changed.notify_all()
 
     def _collect(self) -> None:
         """File what the grader is done with, all at once if it does not work beside this."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rollkeel.errors import EngineFailure
-from rollkeel.protocols import Engine, SteppedEngine
+from rollkeel.protocols import Engine, ProbedEngine, SteppedEngine
 from rollkeel.rollout.fleet import Curve
 from rollkeel.types import Request, SamplingParams
 
@@ -43,11 +43,12 @@ def speed_curve(engine: Engine, sizes: Sequence[int], tokens: int) -> Speeds:
     slopes = [max(long - short, long / 10) for short, long in zip(pairs[::2], pairs[1::2], strict=True)]
     curve = [[float(count), count * tokens / slope] for count, slope in zip(sizes, slopes, strict=False)]
     prefill = size * tokens / slopes[-1]
+    server = isinstance(engine, ProbedEngine)  # its steps are chunks
     return Speeds(
         curve=curve,
         prefill_tokens_s=prefill,
         prefill_s=max(0.0, alone - _PROMPT / prefill - Curve(curve).step_s(1)),
-        resume_s=_resume_seconds(engine, size, tokens) if isinstance(engine, SteppedEngine) else 0.0,
+        resume_s=_resume_seconds(engine, size, tokens) if isinstance(engine, SteppedEngine) and not server else 0.0,
     )
 
 

@@ -12,6 +12,15 @@ MemberStatus = Literal["waiting", "running", "parked", "finished", "purged", "fa
 STATUSES: tuple[MemberStatus, ...] = get_args(MemberStatus)
 UNFINISHED: tuple[MemberStatus, ...] = ("waiting", "running", "parked")
 LOST: tuple[MemberStatus, ...] = ("purged", "failed")
+TOTALS = (
+    "issued", "started", "resumed", "finished", "trained", "purged", "failed", "reissued", "returned", "prompts_consumed",
+    "groups", "groups_trained", "tokens_generated", "tokens_finished", "tokens_trained", "tokens_purged", "tokens_failed",
+    "discarded", "tokens_discarded",
+)  # fmt: skip
+GAUGES = (
+    "waiting", "running", "parked", "held", "ready", "queued_prompts", "tokens_running", "tokens_parked", "tokens_held",
+    "age_max", "held_age_max",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

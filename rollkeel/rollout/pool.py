@@ -8,7 +8,7 @@ what it answers; its whole state is JSON. One iteration is
 A *member* is one rollout of a *group*; a group is one occurrence of a prompt. Ids of members and groups only grow.
 
     waiting ─refill→ running ─advance→ finished ─end→ trained
-                     ↑     │ end
+                     ↑     │ end            └discard→ discarded
                refill└ parked ─begin, age > σ→ purged          fail: any of the four → failed
 
 Decisions that the paper leaves open are listed at `PoolRules`, `Pool.begin` and `Pool.end`.
@@ -23,16 +23,7 @@ from dataclasses import asdict
 from typing import Any, Literal, final
 
 from rollkeel.errors import BadInput, Corrupt
-from rollkeel.rollout.members import LOST, STATUSES, UNFINISHED, Batch, Member, MemberStatus, PoolRules
-
-TOTALS = (
-    "issued", "started", "resumed", "finished", "trained", "purged", "failed", "reissued", "returned", "prompts_consumed",
-    "groups", "groups_trained", "tokens_generated", "tokens_finished", "tokens_trained", "tokens_purged", "tokens_failed",
-)  # fmt: skip
-GAUGES = (
-    "waiting", "running", "parked", "held", "ready", "queued_prompts", "tokens_running", "tokens_parked", "tokens_held",
-    "age_max", "held_age_max",
-)  # fmt: skip
+from rollkeel.rollout.members import GAUGES, LOST, STATUSES, TOTALS, UNFINISHED, Batch, Member, MemberStatus, PoolRules
 
 
 @final
@@ -133,6 +124,29 @@ class Pool:
             self._totals["finished"] += 1
             self._spend("finished", m.tokens)
 
+    def correct(self, id: int, tokens: int) -> None:
+        """A running rollout has fewer tokens than was reported: a server was lost that had brought the rest. They count nowhere."""
+        m = self.members[id]
+        self._spend("generated", int(tokens) - m.tokens)
+        m.tokens = int(tokens)
+
+    @property
+    def complete(self) -> dict[int, list[int]]:
+        """Ids of the finished members of each group that may be trained, oldest group first."""
+        return {g: [m.id for m in members] for g, members in self._complete().items()}
+
+    def discard(self, group: int) -> None:
+        """Drop a complete group from which nothing is learned. Its tokens, those of earlier iterations too, count no longer."""
+        self._require(
+            self._active and self.rules.group == "wait", "discard()", "it is for whole groups, inside an iteration"
+        )
+        members = self._complete()[group]
+        tokens = sum(m.tokens for m in members)
+        self._totals["discarded"] += len(members)
+        self._totals["tokens_discarded"] += tokens
+        self.spent = max(0, self.spent - tokens)
+        self.members = {i: m for i, m in self.members.items() if m.group != group}
+
     @property
     def exhausted(self) -> bool:
         """The budget of this iteration is reached, or a whole batch was ready before it: interrupt what runs, call `end`."""
@@ -190,14 +204,14 @@ class Pool:
     def counts(self) -> dict[str, int]:
         """Totals since the run began, and what is in the pool now.
 
-        Totals: `issued` members = `started` (sent to the engine) + never sent; `resumed`, `finished`, `trained`, `purged`,
-        `failed`, `reissued` members; `returned` prompts, `prompts_consumed` from the source, `groups`, `groups_trained`;
-        `tokens_generated`, `tokens_finished`, `tokens_trained`, `tokens_purged`, `tokens_failed`.
+        Totals: `issued` members = `started` (sent to the engine) + never sent; `resumed`, `finished`, `trained`, `discarded`,
+        `purged`, `failed`, `reissued` members; `returned` prompts, `prompts_consumed` from the source, `groups`, `groups_trained`;
+        `tokens_generated`, `tokens_finished`, `tokens_trained`, `tokens_discarded`, `tokens_purged`, `tokens_failed`.
         Now: `waiting`, `running`, `parked`, `held` (finished, not trained), `ready` (those of them in groups that can be
         trained), `queued_prompts`, tokens of each (`tokens_running`, `tokens_parked`, `tokens_held`), and the highest ages
         `age_max` (running and parked) and `held_age_max`.
 
-        issued = waiting + running + parked + held + trained + purged + failed, and the same for tokens.
+        issued = waiting + running + parked + held + trained + discarded + purged + failed, and the same for tokens.
         """
         totals = {name: self._totals[name] for name in TOTALS}
         pool: Counter[str] = Counter()

@@ -7,6 +7,8 @@ line of `schedule.jsonl` holds those of one step:
     {"step": 7, "calls": [{"call": "submit", "at": [412, 407], "shares": [64, 64]}, {"call": "publish", "at": [455, 451]}]}
 
 `at` counts from `begin`, when nothing was in flight. A replay advances each worker to exactly these counts before each call.
+A call `turns` is a submission of the next turns of the episodes `ids`: in a replay they wait for it, however early their
+environments have answered.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
@@ -35,7 +37,12 @@ class ScheduledEngine(ABC):
         """Nothing is in flight; decode steps count from here."""
 
     @abstractmethod
-    def submit(self, requests: Sequence[Request]) -> None: ...
+    def submit(self, requests: Sequence[Request], *, turns: bool = False) -> None:
+        """`turns`: of episodes that are played already, those that `going_on` named."""
+
+    def going_on(self, answered: Collection[int]) -> list[int]:
+        """Which of the episodes whose next turn could begin are to be submitted now, in order."""
+        return sorted(answered)
 
     @abstractmethod
     def poll(self, timeout_s: float) -> list[Segment]: ...
@@ -82,10 +89,14 @@ class Recorded(ScheduledEngine):
         if self._counted is not None:
             self._base = [n or 0 for n in self._counted.steps]
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[Request], *, turns: bool = False) -> None:
         self._engine.submit(requests)
         if self._counted is not None:
-            self._note("submit", shares=list(self._counted.shares))
+            shares = list(self._counted.shares)
+            if turns:
+                self._note("turns", shares=shares, ids=[r.id for r in requests])
+            else:
+                self._note("submit", shares=shares)
 
     def poll(self, timeout_s: float) -> list[Segment]:
         return self._engine.poll(timeout_s)
@@ -139,8 +150,12 @@ class Replayed(ScheduledEngine):
     def begin(self) -> None:
         self._base = self._steps()
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        call = self._take("submit")
+    def going_on(self, answered: Collection[int]) -> list[int]:
+        ids = self._calls[0]["ids"] if self.due == "turns" else []
+        return ids if set(ids) <= set(answered) else []
+
+    def submit(self, requests: Sequence[Request], *, turns: bool = False) -> None:
+        call = self._take("turns" if turns else "submit")
         if sum(call["shares"]) != len(requests):
             raise self._other(f"{sum(call['shares'])} requests", f"{len(requests)}")
         self._engine.submit(requests, call["shares"])
@@ -237,8 +252,9 @@ def _is_row(row: Any) -> bool:
         return False
     return all(
         isinstance(c, dict)
-        and c.get("call") in ("submit", "publish", "interrupt")
+        and c.get("call") in ("submit", "turns", "publish", "interrupt")
         and isinstance(c.get("at"), list)
-        and (c["call"] != "submit" or isinstance(c.get("shares"), list))
+        and (c["call"] not in ("submit", "turns") or isinstance(c.get("shares"), list))
+        and (c["call"] != "turns" or isinstance(c.get("ids"), list))
         for c in row["calls"]
     )

@@ -26,6 +26,7 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         for name in held if len(r.span) else ():
             parts[name].append(getattr(r.span, name))
         fact = {name: getattr(r, name) for name in _PLAIN} | {"status": r.status.value, "length": len(r.span)}
+        fact["read"] = 0 if r.span.prompt_experts is None else len(r.span.prompt_experts)
         fact |= {"prompt": r.prompt.index, "prompt_id": r.prompt.id, "held": held, "sampling": asdict(r.sampling)}
         facts.append(fact)
     return {"facts": facts, "tokens": {name: np.concatenate(found) for name, found in parts.items() if found}}
@@ -46,11 +47,11 @@ def unpack_rollouts(state: Mapping[str, Any], prompt: Callable[[int], Prompt]) -
             )
         span, n = {}, fact["length"]
         for name in fact["held"] if n else ():
-            start = used[name]
-            used[name] = start + n
-            span[name] = state["tokens"][name][start : start + n]
-            if len(span[name]) != n:
-                raise Corrupt(f"rollout {fact['id']}: {name} ends after {len(span[name])} of {n} tokens")
+            start, count = used[name], fact["read"] if name == "prompt_experts" else n
+            used[name] = start + count
+            span[name] = state["tokens"][name][start : start + count]
+            if len(span[name]) != count:
+                raise Corrupt(f"rollout {fact['id']}: {name} ends after {len(span[name])} of {count} tokens")
         sampling = {**fact["sampling"], "stop_token_ids": tuple(fact["sampling"]["stop_token_ids"])}
         out.append(
             Rollout(

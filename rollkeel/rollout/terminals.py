@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import final
 
 from rollkeel.errors import BadInput, RunStopped
+from rollkeel.tasks.base import LIMITS as LIMITS_ALONE
 from rollkeel.tasks.environment import ToolEnded, ToolLost
 from rollkeel_sandbox.client import CageFailure
 from rollkeel_sandbox.errors import SandboxError
-from rollkeel_sandbox.job import Result, Status, display
+from rollkeel_sandbox.job import Job, Limits, Result, Status, display
 from rollkeel_sandbox.sandbox import Sandbox
 from rollkeel_sandbox.terminal import SessionEnded, Terminal, TerminalLimits
 
@@ -25,6 +27,15 @@ SHOWN = 1000
 """Bytes of a command's output, and of its errors, that the model reads."""
 
 
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except SandboxError as error:
+        kind = ToolLost if isinstance(error, CageFailure) else RunStopped if error.exit_code == 3 else BadInput
+        raise kind(str(error)) from None
+
+
 @final
 class TerminalTools:
     """Opens terminals in sandboxes of its own, which start with the first. Thread-safe."""
@@ -37,18 +48,29 @@ class TerminalTools:
 
     def __call__(self) -> TerminalTool:
         """A new terminal. Raises `ToolLost` where none can be had, and `RunStopped` below isolation level `namespaces`."""
-        try:
-            with self._lock:
-                sandbox = next((s for s, count in self._open.items() if count < EACH), None) or Sandbox()
-                self._open[sandbox] = self._open.get(sandbox, 0) + 1
+        with _told():
+            sandbox = self._taken()
             try:
                 return TerminalTool(Terminal(sandbox, self._limits), self._timeout_s, lambda: self._closed(sandbox))
             except BaseException:
                 self._closed(sandbox)
                 raise
+
+    def alone(self, source: bytes, files: Mapping[str, bytes], stdin: bytes) -> bytes:
+        """Implements `rollkeel.tasks.environment.Tools`, in a cage that no terminal has seen."""
+        try:
+            job = Job(source=source, files=files, stdin=stdin, limits=Limits(**LIMITS_ALONE))
         except SandboxError as error:
-            kind = ToolLost if isinstance(error, CageFailure) else RunStopped if error.exit_code == 3 else BadInput
-            raise kind(str(error)) from None
+            raise ToolEnded(str(error)) from None
+        with _told():
+            sandbox = self._taken()
+            try:
+                result = sandbox.run(job)
+            finally:
+                self._closed(sandbox)
+        if result.status in (Status.KILLED, Status.REFUSED):
+            raise ToolLost(result.reason)
+        return result.stdout
 
     def close(self) -> None:
         """End the sandboxes with every terminal in them."""
@@ -56,6 +78,12 @@ class TerminalTools:
             for sandbox in self._open:
                 sandbox.close()
             self._open.clear()
+
+    def _taken(self) -> Sandbox:
+        with self._lock:
+            sandbox = next((s for s, count in self._open.items() if count < EACH), None) or Sandbox()
+            self._open[sandbox] = self._open.get(sandbox, 0) + 1
+            return sandbox
 
     def _closed(self, sandbox: Sandbox) -> None:
         with self._lock:

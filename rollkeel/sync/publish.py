@@ -16,10 +16,13 @@ from rollkeel.sync.proof import Probes
 from rollkeel.types import WeightSlice, WeightUpdate
 
 
-def full_update(weights: Iterable[tuple[str, torch.Tensor]], version: int, mode: str | None = None) -> WeightUpdate:
+def full_update(
+    weights: Iterable[tuple[str, torch.Tensor]], version: int, mode: str | None = None, *, shared: bool = False
+) -> WeightUpdate:
     """A full `WeightUpdate` of (checkpoint name, tensor) pairs. Tensors are referenced, not copied.
 
-    `mode`: numeric mode of the engine that must prove its memory; each tensor is rounded here as it must be there.
+    `mode`: numeric mode of the engine that must prove its memory; each tensor is rounded here as it must be there. `shared`: they
+    are that memory.
     """
     slices = [
         WeightSlice(name=name, tensor=t, checksum=update_checksum(name, t, mode))
@@ -32,6 +35,7 @@ def full_update(weights: Iterable[tuple[str, torch.Tensor]], version: int, mode:
         slices=slices,
         checksum=sum(s.checksum for s in slices) & MASK,
         mode=mode,
+        shared=shared,
     )
 
 
@@ -43,9 +47,10 @@ def adapter_update(adapters: Mapping[str, torch.Tensor], version: int, base_vers
 class DirectPublisher:
     """Hands full updates to engines and refuses to go on unless each proves the version and checksum it serves."""
 
-    def __init__(self, engines: Sequence[Engine], probes: Probes | None = None) -> None:
-        """`probes`: also asked of every engine that is a `ProbedEngine`, after each publication."""
-        self.engines, self.probes = tuple(engines), probes
+    def __init__(self, engines: Sequence[Engine], probes: Probes | None = None, *, shared: bool = False) -> None:
+        """`probes`: also asked of every engine that is a `ProbedEngine`, after each publication. `shared`: the engines compute with
+        the very weights that are published."""
+        self.engines, self.probes, self.shared = tuple(engines), probes, shared
         self._base: int | None = None
 
     def publish(
@@ -72,7 +77,7 @@ class DirectPublisher:
         for engine in self.engines:
             about = engine.capabilities
             mode = about.dtype if about.proves_memory else None
-            update = updates[mode] = updates.get(mode) or full_update(weights, version, mode)
+            update = updates[mode] = updates.get(mode) or full_update(weights, version, mode, shared=self.shared)
             self._bring(engine, update)
             if self.probes is not None and isinstance(engine, ProbedEngine):
                 for key, value in self._probe(engine, update, self.probes).items():

@@ -68,6 +68,8 @@ TASKS = _Families(
     constraints="constraints.family:Constraints",
     sudoku_turns="environments.sudoku_turns:SudokuTurns",
     terminal="environments.terminal:Terminal",
+    repo="environments.repo:Repo",
+    prices="environments.tools:Prices",
     gym="gym:Gym",
 )
 _GYM = "use data.task=gym data.options.generator={} of rollkeel[gym]"

@@ -17,10 +17,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollkeel.config import DataConfig
+from rollkeel.config_data import Rows, SourceConfig
 from rollkeel.errors import BadInput, nearest
 from rollkeel.tasks.base import hash_fraction
 from rollkeel.tasks.lines import Lines
+from rollkeel.types import GraderSpec
 
 SUFFIXES = (".jsonl", ".parquet", ".csv")
 BATCH = 1024
@@ -39,11 +40,17 @@ class Row:
     answer: str
     solution: str | None = None
     """What a demonstration shows, where `data.solution_column` names it."""
+    grader: GraderSpec | None = None
+    """Its own, where `grader_column` names a column of them."""
+    key: str = ""
+    """What makes it like other rows: the value of `draw_by`, where that names a column."""
     messages: tuple[dict[str, str], ...] = ()
     """The conversation (`role`, `content`) whose next turn is asked for, where the prompt column holds one; else empty."""
+    grader: GraderSpec | None = None
+    """Who grades answers to it, where the row says so."""
 
 
-def load_rows(config: DataConfig, keep: Callable[[Row], bool] | None = None) -> Sequence[Row]:
+def load_rows(config: Rows, keep: Callable[[Row], bool] | None = None) -> Sequence[Row]:
     """All rows of `config.path` in file order, or those that `keep` says; all of them are checked.
 
     Rows of `.jsonl` stay in their file, which must not be changed meanwhile (`BadInput` at the row), others are in memory. Strings are taken as they are and numbers as text. Raises `BadInput` for a missing file, missing columns (naming those
@@ -88,21 +95,26 @@ def side(row: Row, eval_fraction: float, sft_fraction: float = 0.0) -> str:
     return "sft" if hash_fraction("sft", text) < sft_fraction else "train"
 
 
-def _columns(config: DataConfig) -> dict[str, str]:
+def _columns(config: Rows) -> dict[str, str]:
     """Field of `Row` → column that it is read from."""
     columns = {"prompt": config.prompt_column, "answer": config.answer_column, "solution": config.solution_column}
+    if isinstance(config, SourceConfig):
+        columns |= {"grader": config.grader_column, "key": None if config.draw_by == "row" else config.draw_by}
     return {field: column for field, column in columns.items() if column is not None}
 
 
-def _heads(config: DataConfig, present: Sequence[str]) -> list[str]:
+def _heads(config: Rows, present: Sequence[str]) -> list[str]:
     """The columns to read: of `reward_model.ground_truth`, where no column has that name, `reward_model`."""
     return list(dict.fromkeys(c if c in present else c.split(".")[0] for c in _columns(config).values()))
 
 
-def _row(config: DataConfig, number: int, values: Mapping[str, Any]) -> Row:
+def _row(config: Rows, number: int, values: Mapping[str, Any]) -> Row:
     found: dict[str, Any] = {}
     for field, column in _columns(config).items():
         value = _inner(config, number, column, values)
+        if field == "grader":
+            found[field] = _grader(config, number, column, value)
+            continue
         if isinstance(value, list):
             spoken = _conversation(config, number, column, value)
             if field == "prompt" and config.chat_template:
@@ -117,7 +129,15 @@ def _row(config: DataConfig, number: int, values: Mapping[str, Any]) -> Row:
     return Row(number=number, **found)
 
 
-def _inner(config: DataConfig, number: int, column: str, values: Mapping[str, Any]) -> Any:
+def _grader(config: Rows, number: int, column: str, value: Any) -> GraderSpec:
+    """`math`, or `{name: math, options: {…}}`; the source's own options where it is the source's own grader."""
+    if isinstance(value, Mapping) and isinstance(value.get("name"), str):
+        return GraderSpec(name=value["name"], options=value.get("options") or {})
+    name = _text(config, number, column, value)
+    return GraderSpec(name=name, options=config.grader_options if name == config.grader else {})
+
+
+def _inner(config: Rows, number: int, column: str, values: Mapping[str, Any]) -> Any:
     """The value of a column, or of a place inside one: `reward_model.ground_truth`."""
     if column in values:
         return values[column]
@@ -129,7 +149,7 @@ def _inner(config: DataConfig, number: int, column: str, values: Mapping[str, An
     return found
 
 
-def _conversation(config: DataConfig, number: int, column: str, value: list[Any]) -> tuple[dict[str, str], ...]:
+def _conversation(config: Rows, number: int, column: str, value: list[Any]) -> tuple[dict[str, str], ...]:
     for message in value or [None]:
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise BadInput(
@@ -139,7 +159,7 @@ def _conversation(config: DataConfig, number: int, column: str, value: list[Any]
     return tuple({"role": m["role"], "content": m["content"]} for m in value)
 
 
-def _text(config: DataConfig, number: int, column: str, value: Any) -> str:
+def _text(config: Rows, number: int, column: str, value: Any) -> str:
     where = f"data.path {config.path!r} row {number}: column {column!r}"
     if value is None:
         raise BadInput(f"{where}: expected text, got null; fill or drop the row")
@@ -158,7 +178,7 @@ def _text(config: DataConfig, number: int, column: str, value: Any) -> str:
     return value
 
 
-def _check_columns(config: DataConfig, present: Sequence[str], where: str = "") -> None:
+def _check_columns(config: Rows, present: Sequence[str], where: str = "") -> None:
     for field, column in _columns(config).items():
         if column not in present and ("." not in column or column.split(".")[0] not in present):
             there = ", ".join(repr(c) for c in sorted(map(str, present))) or "none"
@@ -167,12 +187,12 @@ def _check_columns(config: DataConfig, present: Sequence[str], where: str = "") 
             raise BadInput(f"data.path {config.path!r}{where}: no column {column!r}; present: {there}{hint}")
 
 
-def _check_any(config: DataConfig, total: int) -> None:
+def _check_any(config: Rows, total: int) -> None:
     if not total:
         raise BadInput(f"data.path {config.path!r}: expected at least one row, got empty data")
 
 
-def _jsonl(path: Path, config: DataConfig, keep: Callable[[Row], bool] | None) -> Lines[Row]:
+def _jsonl(path: Path, config: Rows, keep: Callable[[Row], bool] | None) -> Lines[Row]:
     try:
         rows = Lines(path, partial(_parsed, config), keep)
     except OSError as error:
@@ -181,7 +201,7 @@ def _jsonl(path: Path, config: DataConfig, keep: Callable[[Row], bool] | None) -
     return rows
 
 
-def _parsed(config: DataConfig, number: int, line: bytes) -> Row:
+def _parsed(config: Rows, number: int, line: bytes) -> Row:
     try:
         record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # bad UTF-8 and bad JSON are both ValueErrors
@@ -193,7 +213,7 @@ def _parsed(config: DataConfig, number: int, line: bytes) -> Row:
     return _row(config, number, record)
 
 
-def _parquet(files: Sequence[Path], config: DataConfig) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _parquet(files: Sequence[Path], config: Rows) -> Iterator[tuple[int, Mapping[str, Any]]]:
     number = 0
     for path in files:
         try:
@@ -207,7 +227,7 @@ def _parquet(files: Sequence[Path], config: DataConfig) -> Iterator[tuple[int, M
             raise BadInput(f"data.path {config.path!r}: not readable as parquet: {_line(error)}") from None
 
 
-def _csv(path: Path, config: DataConfig) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _csv(path: Path, config: Rows) -> Iterator[tuple[int, Mapping[str, Any]]]:
     csv.field_size_limit(sys.maxsize)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -221,7 +241,7 @@ def _csv(path: Path, config: DataConfig) -> Iterator[tuple[int, Mapping[str, Any
         raise BadInput(f"data.path {config.path!r}: not readable as CSV: {_line(error)}") from None
 
 
-def _hugging_face(config: DataConfig, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _hugging_face(config: Rows, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Folders written by `save_to_disk`, folders of data files, and hub ids, through the optional `datasets` library."""
     text = str(config.path)
     if text.startswith((".", "/", "~")) and not path.exists():

@@ -13,7 +13,7 @@ import math
 import numbers
 import random
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
@@ -34,6 +34,8 @@ class Step:
 
     text: str = ""
     """What the model reads before its next turn; of no use when `done`."""
+    more: tuple[str, ...] = ()
+    """Further messages, where the turn is answered by several."""
     reward: float = 0.0
     """Added to the episode's."""
     done: bool = False
@@ -41,7 +43,8 @@ class Step:
     """One line for people."""
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.text, str) and isinstance(self.reward, numbers.Real) and math.isfinite(self.reward)):
+        texts = all(isinstance(text, str) for text in (self.text, *self.more))
+        if not (texts and isinstance(self.reward, numbers.Real) and math.isfinite(self.reward)):
             raise TypeError(
                 f"Step: expected text as str and a finite reward, got {self.text!r:.40} and {self.reward!r:.40}"
             )
@@ -68,6 +71,13 @@ class Tools(Protocol):
     """Opens tools, from any thread."""
 
     def __call__(self) -> Tool: ...
+
+    def alone(self, source: bytes, files: Mapping[str, bytes], stdin: bytes) -> bytes:
+        """Standard output of a Python program that runs away from all tools, beside `files`.
+
+        Raises `ToolLost`, and `ToolEnded` for files that it cannot be given.
+        """
+        ...
 
     def close(self) -> None:
         """End whatever is open."""
@@ -99,6 +109,8 @@ class Environment(Task[E]):
     """
 
     uses_tool: ClassVar[bool] = False
+    role: ClassVar[str] = "user"
+    """Whose words its texts are in a chat template."""
     tools: Tools | None = None
     """Opens a tool; the player hands it in."""
 
@@ -124,6 +136,10 @@ class Environment(Task[E]):
 
     def close(self) -> None:
         """Give back what `reset` took. May be called twice, and without `reset`."""
+
+    def schemas(self) -> Sequence[dict[str, Any]]:
+        """JSON schemas of the tools that the policy may call, for the chat template."""
+        return ()
 
     def fresh(self) -> Self:
         """The same family, for another episode."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ Row = dict[str, Any]
 SOURCE = "_source"
 """Key under which a row carries where it came from: its file, relative to the folder that was given, or its hub config."""
 ALL_CONFIGS = "*"
+_LINES = re.compile(r"\s*\{.*\}[ \t\r]*\n\s*\{")
+"""Two objects on lines of their own: a file of lines that is called .json."""
 
 
 def find_files(path: Path, patterns: Sequence[str], where: str) -> list[Path]:
@@ -81,8 +84,12 @@ def _jsonl(file: Path) -> Iterator[Row]:
 
 
 def _json(file: Path) -> Iterator[Row]:
-    """A list of rows, an object with a list `examples`, or an object that is the row."""
-    value = _parsed(file.read_text(encoding="utf-8-sig"), str(file))
+    """A list of rows, an object with a list `examples`, an object that is the row, or in truth jsonl."""
+    text = file.read_text(encoding="utf-8-sig")
+    if _LINES.match(text):
+        yield from _jsonl(file)
+        return
+    value = _parsed(text, str(file))
     if isinstance(value, dict) and isinstance(value.get("examples"), list):
         value = value["examples"]
     yield from value if isinstance(value, list) else [value]

@@ -7,20 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import numpy as np
 
 from rollkeel import plugins
-from rollkeel.config import DataConfig
+from rollkeel.config_data import DataConfig, Rows, SourceConfig
 from rollkeel.errors import BadInput
 from rollkeel.tasks import get
 from rollkeel.tasks.base import Task, TaskItem, check_split, content_hash, excerpt, keyed_rng
 from rollkeel.tasks.data import Row, load_rows, side
 from rollkeel.tasks.environment import Environment, taken
-from rollkeel.tasks.tests_form import CodeRow, load_code_rows
 from rollkeel.tasks.turns import Dialogue, as_chat
-from rollkeel.types import GraderSpec, IntArray, Prompt
+from rollkeel.types import GraderSpec, IntArray, Prompt, Rollout
+
+if TYPE_CHECKING:
+    from rollkeel.tasks.mixed import MixedProblems
 
 R = TypeVar("R")
 Example = tuple[IntArray, ...]
@@ -49,17 +51,34 @@ class Problems(ABC):
     @abstractmethod
     def problem(self, index: int) -> Problem: ...
 
+    def source(self, index: int) -> str:
+        """Where the entry comes from, for metrics of each source."""
+        return self.name
+
     @abstractmethod
     def response(self, index: int, label_noise: float) -> str:
         """Demonstration text of the same entry."""
+
+    def observe(self, rollouts: Sequence[Rollout]) -> None:  # noqa: B027 - nothing to learn where the order is the index
+        """A step was sampled and graded."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What the order of prompts depends on beside the config, for `train.state.save_state`."""
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Continue from `state_dict()`."""
 
 
 @final
 class GeneratedProblems(Problems):
     """Items of a task family. Splits are disjoint by content hash (`rollkeel.tasks.base`)."""
 
-    def __init__(self, task: Task[Any], seed: int, split: str) -> None:
-        self.name, self.size = task.name, None
+    def __init__(
+        self, task: Task[Any], seed: int, split: str, name: str = "", grader: GraderSpec | None = None
+    ) -> None:
+        """`name` and `grader` take the place of the family's own."""
+        self.name, self.size, self._grader = name or task.name, None, grader
         self.task, self.seed, self.split = task, seed, split
         self._options = task.options.defining()
         self._last: tuple[int, TaskItem] | None = None
@@ -72,12 +91,17 @@ class GeneratedProblems(Problems):
     def problem(self, index: int) -> Problem:
         def made() -> Problem:
             item = self._item(index)
-            return Problem(text=item.text, answer=item.answer, grader=self.task.grader(item), metadata=item.metadata)
+            return Problem(
+                text=item.text,
+                answer=item.answer,
+                grader=self._grader or self.task.grader(item),
+                metadata=item.metadata,
+            )
 
         return tried(self.task, made)
 
     def response(self, index: int, label_noise: float) -> str:
-        rng = keyed_rng("demonstration", self.name, self._options, self.seed, self.split, index)
+        rng = keyed_rng("demonstration", self.task.name, self._options, self.seed, self.split, index)
         return tried(self.task, lambda: self.task.demonstration(self._item(index), rng, label_noise))
 
 
@@ -86,18 +110,21 @@ class FileProblems(Problems):
     """Rows of a file: epoch e is a shuffle keyed by (seed, e). `sft` and `train` share the rows that are not held out, unless
     `data.sft_fraction` gives `sft` rows of its own."""
 
-    def __init__(self, config: DataConfig, seed: int, split: str) -> None:
-        self.name, self.seed = Path(str(config.path)).stem, seed
+    def __init__(self, config: Rows, seed: int, split: str) -> None:
+        self.name, self.seed = getattr(config, "name", "") or Path(str(config.path)).stem, seed
+        self._key = getattr(config, "draw_by", "row")
         self.grader = GraderSpec(name=config.grader, options=config.grader_options)
         side_of = "train" if split == "sft" and not config.sft_fraction else split
 
         def mine(row: Row) -> bool:
             return side(row, config.eval_fraction, config.sft_fraction) == side_of
 
-        coded = config.grader == "code"
-        self.rows: Sequence[Row] = list(filter(mine, load_code_rows(config))) if coded else load_rows(config, mine)
+        load: Callable[..., Sequence[Row]] = load_rows
+        if config.grader in ("code", "row"):
+            from rollkeel.tasks.graded import load_graded as load
+        self.rows: Sequence[Row] = load(config, mine)
         if not self.rows:
-            total = len(load_code_rows(config) if coded else load_rows(config))
+            total = len(load(config))
             raise BadInput(
                 f"data.path {config.path!r}: none of {total} rows is in the {side_of} split "
                 f"at data.{'sft' if side_of == 'sft' else 'eval'}_fraction="
@@ -117,26 +144,34 @@ class FileProblems(Problems):
 
     def problem(self, index: int) -> Problem:
         row = self._at(index)
-        grader = row.grader if isinstance(row, CodeRow) else self.grader
-        messages = () if isinstance(row, CodeRow) else row.messages
         return Problem(
-            text=row.prompt, answer=row.answer, grader=grader, metadata={"row": row.number}, messages=messages
+            text=row.prompt,
+            answer=row.answer,
+            grader=row.grader or self.grader,
+            metadata={self._key: row.key, "row": row.number},
+            messages=row.messages,
         )
 
     def response(self, index: int, label_noise: float) -> str:
         """The solution column, else the answer; label noise needs a task that knows its steps, so here it changes nothing."""
         row = self._at(index)
-        if not isinstance(row, CodeRow):
-            return row.answer if row.solution is None else row.solution
-        if not row.answer:
+        if not (shown := row.solution or row.answer):
             raise BadInput(f"{self.name} row {row.number}: no reference solution to show; set sft.steps=0")
-        return row.answer
+        return shown
 
 
-def problems_of(config: DataConfig, seed: int, split: str) -> Problems:
+def problems_of(config: Rows, seed: int, split: str) -> Problems:
     """Those that `config` names. Raises `BadInput` for unusable data or options."""
+    if isinstance(config, DataConfig) and config.sources:
+        from rollkeel.tasks.mixed import MixedProblems
+
+        return MixedProblems(config.parts, [problems_of(part, seed, split) for part in config.parts], seed)
     if config.task is not None:
-        return GeneratedProblems(get(config.task, config.options), seed, split)
+        task = get(config.task, config.options)
+        if not isinstance(config, SourceConfig):
+            return GeneratedProblems(task, seed, split)
+        grader = GraderSpec(name=config.grader, options=config.grader_options) if config.grader else None
+        return GeneratedProblems(task, seed, split, config.name, grader)
     return FileProblems(config, seed, split)
 
 
@@ -190,7 +225,7 @@ class PromptSource:
         """Several prompts with one tokenizer call."""
         problems = [self._problem(i) for i in indices]
         texts = [self._render(p) for p in problems]
-        name = self.problems.name
+        names = [self.problems.source(i) for i in indices]
         return [
             Prompt(
                 id=content_hash(name, text, problem.answer),
@@ -202,8 +237,15 @@ class PromptSource:
                 task=name,
                 metadata={"split": self.split, **problem.metadata},
             )
-            for index, problem, text, ids in zip(indices, problems, texts, self._encode(texts), strict=True)
+            for index, name, problem, text, ids in zip(
+                indices, names, problems, texts, self._encode(texts), strict=True
+            )
         ]
+
+    @property
+    def mixed(self) -> MixedProblems | None:
+        """The sources, where there are several."""
+        return self.problems if isinstance(self.config, DataConfig) and self.config.sources else None  # type: ignore[return-value]
 
     @property
     def environment(self) -> Environment[Any] | None:
@@ -214,7 +256,8 @@ class PromptSource:
     @cached_property
     def dialogue(self) -> Dialogue:
         """How an environment's text becomes tokens."""
-        return Dialogue(self.tokenizer, chat=self.config.chat_template)
+        role = self.environment.role if self.environment else "user"
+        return Dialogue(self.tokenizer, chat=self.config.chat_template, role=role)
 
     def demonstration(self, index: int, label_noise: float = 0.0) -> Example:
         """`(prompt_ids [P], response_ids [R])`, int64; the response ends with EOS. Raises `BadInput` like `prompt`.
@@ -238,17 +281,17 @@ class PromptSource:
         item, parts, own = TaskItem.from_json(self._problem(index).grader.options["item"]), [], []
         try:
             environment.reset(item)
-            for action in self.problems.response(index, label_noise).split("\n"):
+            actions = self.problems.response(index, label_noise).split("\n")
+            for number, action in enumerate(actions, 1):
                 parts.append([*self._encode([action])[0], self.eos_token_id])
                 own.append(True)
-                if (step := taken(environment, action)).done:
-                    break
-                parts.append(self.dialogue.between(step.text, self.eos_token_id))
+                if number == len(actions) or (step := taken(environment, action)).done:
+                    break  # what would come of the last one is not shown
+                parts.append(self.dialogue.between([step.text, *step.more], self.eos_token_id))
                 own.append(False)
         finally:
             environment.close()
-        count = len(parts) if own[-1] else len(parts) - 1  # behind the last turn nobody reads
-        ids, sampled = np.concatenate(parts[:count]), np.repeat(own[:count], [len(p) for p in parts[:count]])
+        ids, sampled = np.concatenate(parts), np.repeat(own, [len(p) for p in parts])
         prompt = self.prompt(index).token_ids
         self._check_room(index, len(prompt) + len(ids))
         return prompt, self._in_vocabulary(index, ids), sampled
@@ -259,7 +302,10 @@ class PromptSource:
         return self.problems.problem(index)
 
     def _render(self, problem: Problem) -> str:
-        return as_chat(self.tokenizer, problem.messages or problem.text) if self.config.chat_template else problem.text
+        if not self.config.chat_template:
+            return problem.text
+        tools = self.environment.schemas() if self.environment else ()
+        return as_chat(self.tokenizer, problem.messages or problem.text, tools)
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
@@ -301,4 +347,4 @@ class PromptSource:
     def _where(self, index: int) -> str:
         problem = self.problems.problem(index)
         row = f" (row {problem.metadata['row']})" if "row" in problem.metadata else ""
-        return f"{self.problems.name} {self.split} prompt {index}{row} {excerpt(problem.text, 40)!r}"
+        return f"{self.problems.source(index)} {self.split} prompt {index}{row} {excerpt(problem.text, 40)!r}"

@@ -20,17 +20,10 @@ import json
 import math
 import pickle
 import pickletools
-import warnings
 import zlib
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollkeel.config import DataConfig
-from rollkeel.errors import BadInput
 from rollkeel.tasks.base import excerpt
 from rollkeel.tasks.data import Row
 from rollkeel.types import GraderSpec
@@ -48,45 +41,7 @@ class Refused(ValueError):
     """A row that makes no problem, with the reason."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CodeRow(Row):
-    """A problem whose `answer` is a reference solution, empty where the row has none."""
-
-    grader: GraderSpec
-
-
-def load_code_rows(config: DataConfig) -> list[CodeRow]:
-    """All usable rows of the `.jsonl` or `.parquet` file `config.path`; a warning of one line says how many were not, and why.
-
-    Raises `BadInput` for a file that cannot be read and for one without a usable row.
-    """
-    rows, refused = convert(_records(config), prompt_column=config.prompt_column)
-    total = len(rows) + len(refused)
-    reasons = "; ".join(f"{reason} ({n})" for reason, n in Counter(reason for _, reason in refused).most_common(3))
-    if not rows:
-        raise BadInput(
-            f"data.path {config.path!r}: expected rows with tests, none of {total} is usable: {reasons or 'empty data'}"
-        )
-    if reasons:
-        warnings.warn(f"data.path {config.path!r}: {len(refused)} of {total} rows refused: {reasons}", stacklevel=2)
-    return rows
-
-
-def convert(
-    records: Iterable[tuple[int, Any]], *, prompt_column: str = "prompt"
-) -> tuple[list[CodeRow], list[tuple[int, str]]]:
-    """Problems of numbered records (mappings of column to value), in order; and the numbers of the others, each with its reason."""
-    kept: list[CodeRow] = []
-    refused: list[tuple[int, str]] = []
-    for number, record in records:
-        try:
-            kept.append(code_row(record, number=number, prompt_column=prompt_column))
-        except Refused as reason:
-            refused.append((number, str(reason)))
-    return kept, refused
-
-
-def code_row(record: Any, *, number: int = 0, prompt_column: str = "prompt") -> CodeRow:
+def code_row(record: Any, *, number: int = 0, prompt_column: str = "prompt") -> Row:
     """One record as a problem. Raises `Refused`."""
     if not isinstance(record, Mapping):
         raise Refused("not an object")
@@ -103,7 +58,7 @@ def code_row(record: Any, *, number: int = 0, prompt_column: str = "prompt") -> 
         options["function"] = function
     elif not all(isinstance(t["input"], str) and isinstance(t["output"], str) for t in tests):
         raise Refused("tests without a function name must be text in and text out")
-    return CodeRow(
+    return Row(
         number=number, prompt=f"{prompt}\n\n{starter}" if starter and starter not in prompt else prompt,
         answer=next(iter(solutions(record)), ""), grader=GraderSpec(name="code", options=options),
     )  # fmt: skip
@@ -270,6 +225,12 @@ def _plain(value: Any) -> Any:
     raise ValueError(f"no JSON value: {excerpt(repr(value))}")
 
 
+def programs(value: Any) -> list[str]:
+    """Those in a column: a list of texts, or lists of language and solution as in CodeContests."""
+    value = value.get("solution") if isinstance(value, Mapping) else value
+    return [v for v in value if isinstance(v, str) and v.strip()] if isinstance(value, list) else []
+
+
 def solutions(record: Mapping[str, Any]) -> list[str]:
     """Reference solutions of the first column that has any; HumanEval's continue their prompt."""
     for column in SOLUTIONS:
@@ -279,33 +240,6 @@ def solutions(record: Mapping[str, Any]) -> list[str]:
                 value = json.loads(value)
             except (ValueError, RecursionError):
                 continue
-        values = value if isinstance(value, list) else [value]
-        if found := [v for v in values if isinstance(v, str) and v.strip()]:
+        if found := programs(value if isinstance(value, list) else [value]):
             return [record.get("prompt", "") + v for v in found] if column == "canonical_solution" else found
     return []
-
-
-def _records(config: DataConfig) -> Iterator[tuple[int, Any]]:
-    path = Path(str(config.path)).expanduser()
-    try:
-        if path.suffix == ".jsonl":
-            with path.open("rb") as file:
-                yield from ((number, _line(line)) for number, line in enumerate(file, 1) if line.strip())
-        elif path.suffix == ".parquet":
-            import pyarrow.parquet as pq
-
-            with pq.ParquetFile(path) as table:
-                batches = (batch.to_pylist() for batch in table.iter_batches(256))
-                yield from enumerate(chain.from_iterable(batches), 1)
-        else:
-            raise BadInput(f"data.path {config.path!r}: data.grader=code reads .jsonl and .parquet files")
-    except (OSError, ValueError) as error:
-        raise BadInput(f"data.path {config.path!r}: cannot be read: {excerpt(str(error), 200)}") from None
-
-
-def _line(line: bytes) -> Any:
-    """A record, or None (refused as `not an object`) where the line is no JSON."""
-    try:
-        return json.loads(line.removeprefix(b"\xef\xbb\xbf"))
-    except (ValueError, RecursionError):
-        return None

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from rollkeel.batch.packing import MicroBatch
 from rollkeel.errors import BadInput
+from rollkeel.models import gpu
 from rollkeel.models.numerics import logits_of, product
 from rollkeel.models.packed import PackedModel
 from rollkeel.train.scores import Scores
+
+if TYPE_CHECKING:
+    from rollkeel.models.parity_packed import ParityModel
 
 CHUNK = 1024
 """Tokens whose logits exist at one time: 600 MB of them with a vocabulary of 150,000, and no slower than more at once."""
@@ -62,7 +66,8 @@ def _check_head(model: PreTrainedModel, head: Head) -> None:
     backbone: Any = getattr(model, model.base_model_prefix)
     hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state
     expected = model(input_ids=ids, use_cache=False).logits[0].float()
-    got = _logits(hidden[0], head.weight, head.bias, 1.0, head.scale, head.softcap)
+    raw = logits_of(hidden[0], head.weight, head.bias)
+    got = _tempered(raw, _Options(1.0, head.scale, head.softcap, 1, False, False))
     tolerance = 1e-3 if head.weight.dtype == torch.float32 else 0.05
     if (got - expected).norm() > tolerance * expected.norm():
         raise BadInput(
@@ -82,12 +87,13 @@ def token_logprobs(
     scale: float = 1.0,
     softcap: float | None = None,
     topk_ids: torch.Tensor | None = None,
+    parity: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """log_softmax(logits / temperature) at `targets` and at `topk_ids`, and the entropy of that distribution in nats.
 
     Args: `hidden [T, D]`; `weight [V, D]`; `targets [T]` int64 in [0, V); `temperature` > 0, 0 counts as 1 (a greedy
     policy has no gradient, its untempered distribution has); `chunk` ≥ 1 tokens whose logits exist together; `bias [V]`;
-    `scale`, `softcap`: see `Head`; `topk_ids [T, K]` int64 in [0, V).
+    `scale`, `softcap`: see `Head`; `topk_ids [T, K]` int64 in [0, V); `parity`: log-probs by `models.parity`, of a plain head.
     Returns: `[T]` float32 log-probs ≤ 0 and `[T]` float32 entropies (None unless asked), both differentiable in `hidden`,
     `weight` and `bias`; `[T, K]` float32 log-probs of `topk_ids` without gradient (None without them): they only feed
     masks. Peak memory above weights, gradients and results is about 2 · chunk · V · 4 bytes + 48 MB.
@@ -107,7 +113,8 @@ def token_logprobs(
             "token_logprobs: expected hidden [T, D], weight [V, D], targets [T], topk_ids [T, K], got"
             f" {list(hidden.shape)}, {list(weight.shape)}, {list(targets.shape)}{extra}"
         )
-    options = _Options(1.0 / (temperature or 1.0), scale, softcap, chunk, entropy)
+    sampled = (temperature or 1.0) if parity else None
+    options = _Options(1.0 / (temperature or 1.0), scale, softcap, chunk, entropy, gpu.taken(hidden), sampled)
     scores = _TokenLogprobs.apply(hidden, weight, bias, targets, topk_ids, options)
     logprobs, entropies, topk = scores  # type: ignore[misc]
     return logprobs, entropies if entropy else None, None if topk_ids is None else topk
@@ -120,21 +127,24 @@ class _Options:
     softcap: float | None
     chunk: int
     entropy: bool
+    kernels: bool
+    parity: float | None = None
+    """Temperature of log-probs that are the sampler's to the bit."""
+
+    @property
+    def scale_and_cap(self) -> tuple[float, float]:
+        """Logits at the sampling temperature are `cap · tanh(scale · z)`, or `scale · z` where the cap is 0."""
+        if self.softcap is None:
+            return self.scale * self.inverse_temperature, 0.0
+        return self.scale / self.softcap, self.softcap * self.inverse_temperature
 
 
-def _logits(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    inverse_temperature: float,
-    scale: float,
-    softcap: float | None,
-) -> torch.Tensor:
-    """`[n, V]` float32, at the sampling temperature."""
-    z = logits_of(hidden, weight, bias)
-    if softcap is None:
-        return z.mul_(scale * inverse_temperature) if scale * inverse_temperature != 1.0 else z
-    return z.mul_(scale / softcap).tanh_().mul_(softcap * inverse_temperature)
+def _tempered(z: torch.Tensor, options: _Options) -> torch.Tensor:
+    """The raw product `z [n, V]`, changed in place: logits at the sampling temperature."""
+    scale, cap = options.scale_and_cap
+    if cap:
+        return z.mul_(scale).tanh_().mul_(cap)
+    return z.mul_(scale) if scale != 1.0 else z
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -151,6 +161,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         total, vocab = hidden.shape[0], weight.shape[0]
         logprobs = hidden.new_empty(total, dtype=torch.float32)
+        normaliser = torch.empty_like(logprobs)
         entropies = hidden.new_empty(total if options.entropy else 0, dtype=torch.float32)
         topk = hidden.new_empty((0, 0) if topk_ids is None else topk_ids.shape, dtype=torch.float32)
         keep = any(ctx.needs_input_grad) and options.softcap is None
@@ -158,28 +169,28 @@ class _TokenLogprobs(torch.autograd.Function):
         kept = []
         for a in range(0, total, options.chunk):
             part = slice(a, min(a + options.chunk, total))
-            z = _logits(hidden[part], weight, bias, options.inverse_temperature, options.scale, options.softcap)
-            # softmax's largest entry is 1/Σexp(z − max): the normaliser comes without a second pass over [n, V].
-            p = torch.softmax(z, -1)
-            log_normaliser = z.amax(-1) - p.amax(-1).log()
-            logprobs[part] = (z.gather(1, targets[part, None]).squeeze(1) - log_normaliser).clamp_(max=0.0)
-            if topk_ids is not None:
-                torch.sub(z.gather(1, topk_ids[part]), log_normaliser[:, None], out=topk[part])
-            if options.entropy:
-                entropies[part] = (log_normaliser - z.mul_(p).sum(-1)).clamp_(min=0.0)
+            ids = None if topk_ids is None else topk_ids[part]
+            room = normaliser[part], logprobs[part], entropies[part], topk[part]
+            z = (
+                logits_of(hidden[part], weight, bias)
+                if options.parity is None
+                else _scores(hidden[part], weight, options)
+            )
+            z = _statistics(z, targets[part], ids, options, *room)
             if keep:
-                kept.append(p)
-            del z, p
-        ctx.save_for_backward(hidden, weight, bias, targets, *kept)
+                kept.append(z)
+            del z
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropies, *kept)
         ctx.options = options
         ctx.mark_non_differentiable(topk)
-        return logprobs, entropies, topk.clamp_(max=0.0)
+        # The unclamped entropies are those of the backward.
+        return logprobs.clamp_(max=0.0), entropies.clamp(min=0.0), topk.clamp_(max=0.0)
 
     @staticmethod
     def backward(
         ctx: Any, *grads: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None, None]:
-        hidden, weight, bias, targets, *kept = ctx.saved_tensors
+        hidden, weight, bias, targets, normaliser, entropies, *kept = ctx.saved_tensors
         options: _Options = ctx.options
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if want_hidden else None
@@ -190,7 +201,16 @@ class _TokenLogprobs(torch.autograd.Function):
             part = slice(a, min(a + options.chunk, hidden.shape[0]))
             g = [None if grad is None or not grad.numel() else grad[part] for grad in grads[:2]]
             dz = _logit_gradient(
-                hidden[part], weight, bias, targets[part], g[0], g[1], options, kept[number] if kept else None
+                hidden[part],
+                weight,
+                bias,
+                targets[part],
+                normaliser[part],
+                entropies[part],
+                g[0],
+                g[1],
+                options,
+                kept[number] if kept else None,
             )
             if d_hidden is not None:
                 _set_product(d_hidden[part], dz, weight)
@@ -209,26 +229,81 @@ class _TokenLogprobs(torch.autograd.Function):
         )
 
 
+def _scores(hidden: torch.Tensor, weight: torch.Tensor, options: _Options) -> torch.Tensor:
+    from rollkeel.models.parity import scores  # here alone: nobody else waits for its kernels
+
+    return scores(hidden, weight, options.parity or 1.0)
+
+
+def _exact(z: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    from rollkeel.models.parity import logprobs
+
+    return logprobs(z, ids)
+
+
+def _statistics(
+    z: torch.Tensor,
+    targets: torch.Tensor,
+    topk_ids: torch.Tensor | None,
+    options: _Options,
+    normaliser: torch.Tensor,
+    logprobs: torch.Tensor,
+    entropies: torch.Tensor,
+    topk: torch.Tensor,
+) -> torch.Tensor:
+    """Fill the last four from the raw product `z [n, V]`; gives what a backward may keep, probabilities or `z`."""
+    if options.kernels:
+        from rollkeel.models.gpu.logprobs import statistics
+
+        room: Any = {"normaliser": normaliser, "logprobs": logprobs, "entropies": entropies, "topk": topk}
+        statistics(z, targets, topk_ids, *options.scale_and_cap, **room)
+        return z
+    z = _tempered(z, options) if options.parity is None else z
+    # softmax's largest entry is 1/Σexp(z − max): the normaliser comes without a second pass over [n, V].
+    p = torch.softmax(z, -1)
+    torch.sub(z.amax(-1), p.amax(-1).log(), out=normaliser)
+    if options.parity is not None:
+        logprobs.copy_(_exact(z, targets[:, None])[:, 0])
+    else:
+        torch.sub(z.gather(1, targets[:, None]).squeeze(1), normaliser, out=logprobs)
+    if topk_ids is not None and options.parity is not None:
+        topk.copy_(_exact(z, topk_ids))
+    elif topk_ids is not None:
+        torch.sub(z.gather(1, topk_ids), normaliser[:, None], out=topk)
+    if options.entropy:
+        torch.sub(normaliser, z.mul_(p).sum(-1), out=entropies)
+    return p
+
+
 def _logit_gradient(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     targets: torch.Tensor,
+    normaliser: torch.Tensor,
+    entropies: torch.Tensor,
     d_logprobs: torch.Tensor | None,
     d_entropy: torch.Tensor | None,
     options: _Options,
-    probabilities: torch.Tensor | None,
+    kept: torch.Tensor | None,
 ) -> torch.Tensor:
     """Gradient with respect to the raw product h Wᵀ + b, `[n, V]` float32.
 
     d log p_y / dz = 1[y] − p and dH/dz = −p · (log p + H); both for z at the sampling temperature.
     """
     factor = options.scale * options.inverse_temperature
-    if probabilities is not None and d_entropy is None:
+    if options.kernels:
+        from rollkeel.models.gpu.logprobs import gradient
+
+        z = logits_of(hidden, weight, bias) if kept is None else kept
+        out = z if kept is None else torch.empty_like(z)
+        about = targets, normaliser, entropies, d_logprobs, d_entropy
+        return gradient(z, *about, *options.scale_and_cap, out)
+    if kept is not None and d_entropy is None:
         assert d_logprobs is not None  # one of the two brought us here
         g = (d_logprobs * factor).unsqueeze(1)
-        return (probabilities * -g).scatter_add_(1, targets[:, None], g)
-    z = _logits(hidden, weight, bias, options.inverse_temperature, options.scale, options.softcap)
+        return (kept * -g).scatter_add_(1, targets[:, None], g)
+    z = _tempered(logits_of(hidden, weight, bias), options)
     dtanh = None if options.softcap is None else _dtanh(z, options)
     log_p = torch.log_softmax(z, -1)
     del z
@@ -269,13 +344,32 @@ def _set_product(out: torch.Tensor, dz: torch.Tensor, weight: torch.Tensor) -> N
         out.copy_(product(dz, weight))
 
 
+def packed_model(model: PreTrainedModel, checkpointing: str, compiled: bool, parity: bool) -> PackedModel | ParityModel:
+    """The packed forward of one arithmetic or the other."""
+    if not parity:
+        return PackedModel(model, checkpointing=checkpointing, compiled=compiled)
+    from rollkeel.models.parity_packed import ParityModel
+
+    return ParityModel(model, checkpointing=checkpointing)
+
+
 class PolicyForward:
     """Packed forward and token log-probs of one model, kept together because both must agree on the head."""
 
-    def __init__(self, model: PreTrainedModel, *, chunk: int = CHUNK, checkpointing: str = "none") -> None:
-        self.packed = PackedModel(model, checkpointing=checkpointing)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        chunk: int = CHUNK,
+        checkpointing: str = "none",
+        compiled: bool = False,
+        parity: bool = False,
+    ) -> None:
+        """`parity`: in the arithmetic of `models.parity`, which is not compiled."""
+        self.packed = packed_model(model, checkpointing, compiled, parity)
         self.head = head_of(model)
-        self.chunk = chunk
+        self._output: Any = model.get_output_embeddings()
+        self.chunk, self._parity = chunk, parity
 
     def score(self, micro: MicroBatch, *, temperature: float = 1.0, experts: bool = False) -> Scores:
         """What the model says about a micro-batch's response tokens, at its `topk_ids` too; with `experts`, its routing.
@@ -283,18 +377,19 @@ class PolicyForward:
         A micro-batch with experts is sent to those; `experts` then tells what the routers would have chosen.
         """
         chosen: list[torch.Tensor] | None = [] if experts and self.packed.num_moe_layers else None
-        replay = None if micro.experts is None else (micro.experts, micro.predict_index)
+        replay = None if micro.experts is None or micro.routed is None else (micro.experts, micro.routed)
         hidden = self.packed(micro.input_ids, micro.position_ids, micro.cu_seqlens, chosen, replay, micro.parents)
         logprobs, entropy, topk = token_logprobs(
             hidden.index_select(0, micro.predict_index),
-            self.head.weight,
+            self._output.weight,  # as it is now: sharded weights lie elsewhere in every pass
             micro.targets,
             temperature=temperature,
             chunk=self.chunk,
-            bias=self.head.bias,
+            bias=self._output.bias,
             scale=self.head.scale,
             softcap=self.head.softcap,
             topk_ids=micro.topk_ids,
+            parity=self._parity,
         )
         assert entropy is not None
         routed = None

@@ -12,6 +12,9 @@ import torch
 from rollkeel.config import SftConfig
 from rollkeel.errors import BadInput, NonFinite
 from rollkeel.train.adamw import AdamW, master
+from rollkeel.train.eight_bit import unpack
+from rollkeel.train.mesh import Mesh, local
+from rollkeel.train.tree import norm as norm_by_rows
 
 PACK_TOKENS = 8192
 """Least tokens of a forward pass in supervised training: its sequences are short and packed without padding."""
@@ -47,15 +50,15 @@ class ChangedShare:
     Of a low-precision weight its float32 master counts: that is what an update moves, the weight follows in time.
     """
 
-    def __init__(self, adamw: AdamW) -> None:
-        self._adamw, self._places = adamw, list[int]()
+    def __init__(self, adamw: AdamW, mesh: Mesh = Mesh()) -> None:
+        self._adamw, self._mesh, self._places = adamw, mesh, list[int]()
         self._views: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         # An odd stride meets every column; a parameter shorter than it is told by its first element.
-        self._stride = sum(p.numel() for p in adamw.parameters) // 16384 | 1
+        self._stride = sum(local(p).numel() for p in adamw.parameters) // 16384 | 1
 
     def look(self) -> torch.Tensor:
         """The sampled weights as they are now."""
-        held = [(p.detach(), self._adamw.rest(p)) for p in self._adamw.parameters]
+        held = [(local(p.detach()), self._adamw.rest(p)) for p in self._adamw.parameters]
         places = [t.data_ptr() for pair in held for t in pair if t is not None]
         if places != self._places:
             self._views = [(self._sample(p), None if rest is None else self._sample(rest)) for p, rest in held]
@@ -67,7 +70,11 @@ class ChangedShare:
 
     def since(self, before: torch.Tensor) -> float:
         """Share of the sampled weights that are not what `look` returned earlier."""
-        return float((self.look() != before).float().mean())
+        changed = self.look() != before
+        if self._mesh.shard == 1:
+            return float(changed.float().mean())
+        counts = self._mesh.over_shards(torch.tensor([float(changed.sum()), float(len(changed))]))
+        return float(counts[0] / counts[1])
 
 
 class Stepper:
@@ -86,15 +93,21 @@ class Stepper:
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
         clip_norm: float = 1.0,
+        eight_bit: bool = False,
+        mesh: Mesh = Mesh(),
+        by_rows: bool = False,
     ) -> None:
+        """`mesh`: whose parts the parameters are, if they are sharded; `by_rows`: take the norm as `tree.norm` does."""
         every = list(named_parameters)
         self.named = [(n, p) for n, p in every if p.requires_grad]
         if not self.named:
             raise BadInput("optimizer: expected at least one trainable parameter, got none; is everything frozen?")
         self.schedule, self.clip_norm = schedule, clip_norm
+        self._mesh, self._by_rows = mesh, by_rows
         self.updates = 0
         """Updates so far, with those that an overflow left out."""
-        self.adamw = AdamW([p for _, p in self.named], betas=betas, weight_decay=weight_decay)
+        parameters = [p for _, p in self.named]
+        self.adamw = AdamW(parameters, betas=betas, weight_decay=weight_decay, eight_bit=eight_bit)
         # Gradients of float32 adapters come through the float16 weights that they stand beside.
         self._scaled = any(p.dtype == torch.float16 for _, p in every)
         self.scale = FIRST_SCALE if self._scaled else 1.0
@@ -119,8 +132,8 @@ class Stepper:
         lr, told = self.schedule(self.updates), {"optimizer/loss_scale": self.scale} if self._scaled else {}
         if self._scaled:
             for grad in grads:
-                grad.mul_(1.0 / self.scale)
-        norm = torch.nn.utils.get_total_norm(grads)
+                local(grad).mul_(1.0 / self.scale)
+        norm = self._norm(grads)
         value = float(norm)
         if not math.isfinite(value) and self.scale == 1.0:
             name = self._culprit()
@@ -129,8 +142,10 @@ class Stepper:
                 f"update {self.updates}: gradient of {name} is not finite (norm {value}); weights left untouched"
             )
         if math.isfinite(value):
-            torch.nn.utils.clip_grads_with_norm_([p for _, p in self.named], self.clip_norm, norm)
-            self.adamw.step(lr)
+            factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            for grad in grads:
+                local(grad).mul_(factor)
+            self.adamw.step(lr, self.updates)
             told["optimizer/grad_norm"] = value
         self.zero_grad()
         self.updates += 1
@@ -138,6 +153,15 @@ class Stepper:
             told["optimizer/skipped"] = float(not math.isfinite(value))
             self._rescale(math.isfinite(value))
         return {**told, "optimizer/lr": lr}
+
+    @torch.no_grad()
+    def _norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
+        if self._by_rows:
+            return norm_by_rows([p for _, p in self.named], self._mesh)
+        if self._mesh.shard == 1:
+            return torch.nn.utils.get_total_norm(grads)
+        squares = torch.stack([local(g).float().square().sum() for g in grads]).sum()
+        return self._mesh.over_shards(squares).sqrt()
 
     def _rescale(self, sound: bool) -> None:
         self._sound = self._sound + 1 if sound else 0
@@ -148,7 +172,7 @@ class Stepper:
 
     def _culprit(self) -> str:
         for name, p in self.named:
-            if p.grad is not None and not bool(torch.isfinite(p.grad).all()):
+            if p.grad is not None and not bool(torch.isfinite(local(p.grad)).all()):
                 return name
         return "all parameters together"
 
@@ -175,8 +199,7 @@ class Stepper:
         self.adamw.state.clear()
         for name, moments in state["moments"].items():
             p = known[name]
-            kept = {k: v.detach().clone().to(p.device, torch.float32) for k, v in moments.items() if k != "rest"}
-            self.adamw.state[p] = kept
+            self.adamw.state[p] = moments_of(moments, p.device, self.adamw.eight_bit)
             expected, rest = self.adamw.rest(p), moments.get("rest")
             if expected is not None and rest is not None and rest.dtype == expected.dtype:
                 expected.copy_(rest)
@@ -190,9 +213,19 @@ class Stepper:
         return [f"the checkpoint has no float32 masters of {len(lacking)} weights: they start from the rounded weights"]
 
 
-def supervised(model: torch.nn.Module, config: SftConfig, weight_decay: float) -> Stepper:
-    """The optimizer of supervised training: a cosine to a tenth of the learning rate, gradients clipped to a norm of 1."""
-    schedule = Schedule(
-        lr=config.lr, warmup_steps=config.warmup_steps, kind="cosine", total=config.steps, min_lr_ratio=0.1
-    )
+def moments_of(saved: Mapping[str, torch.Tensor], device: torch.device, eight_bit: bool) -> dict[str, torch.Tensor]:
+    """A copy of saved moments of a parameter: as they are if they have 8 bits and may have, else in float32."""
+    kept = {name: tensor.detach().clone().to(device) for name, tensor in saved.items() if name != "rest"}
+    if eight_bit and "scales" in kept:
+        return kept
+    for row, name in zip(kept.pop("scales", (None, None)), ("exp_avg", "exp_avg_sq"), strict=True):
+        values = kept[name]
+        kept[name] = values.float() if row is None else unpack(values.view(-1), row).view(values.shape)
+    return kept
+
+
+def supervised(model: torch.nn.Module, config: SftConfig, steps: int, weight_decay: float) -> Stepper:
+    """The optimizer of supervised training of so many steps: a cosine, gradients clipped to a norm of 1."""
+    warmup, low = config.warmup_steps, config.min_lr_ratio
+    schedule = Schedule(lr=config.lr, warmup_steps=warmup, kind="cosine", total=steps, min_lr_ratio=low)
     return Stepper(model.named_parameters(), schedule, weight_decay=weight_decay)

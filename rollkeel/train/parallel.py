@@ -17,7 +17,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from multiprocessing import connection
 from typing import Any
@@ -69,8 +69,8 @@ def by_logprobs(loss_of: LossOf, entropy: bool) -> LogprobGradient:
 class Helper:
     """One helper process, seen from the trainer."""
 
-    def __init__(self, index: int, model: PreTrainedModel, threads: int, checkpointing: str = "none") -> None:
-        """Start it. `model`'s parameters must be in shared memory on the CPU."""
+    def __init__(self, index: int, model: PreTrainedModel, threads: int, how: Mapping[str, Any]) -> None:
+        """Start it. `model`'s parameters must be in shared memory on the CPU; `how`: options of `PolicyForward`."""
         self.index = index
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._flat = torch.zeros(sum(p.numel() for p in self._parameters)).share_memory_()
@@ -79,7 +79,7 @@ class Helper:
         before = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read when the helper imports torch
         try:
-            args = (theirs, model, self._flat, threads, checkpointing)
+            args = (theirs, model, self._flat, threads, dict(how))
             self._process = context.Process(target=_serve, args=args, daemon=True, name=f"rollkeel-trainer-{index}")
             with signals_blocked(signal.SIGINT):
                 self._process.start()
@@ -198,13 +198,13 @@ def _held(micro: MicroBatch) -> dict[str, Any]:
 
 
 def _serve(
-    pipe: connection.Connection, model: PreTrainedModel, flat: torch.Tensor, threads: int, checkpointing: str
+    pipe: connection.Connection, model: PreTrainedModel, flat: torch.Tensor, threads: int, how: dict[str, Any]
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer decides when to stop
     keep_freed_memory()
     torch.set_num_threads(threads)
     sum_in_float32(model.eval().parameters())
-    forward = PolicyForward(model, checkpointing=checkpointing)
+    forward = PolicyForward(model, **how)
     try:
         while (job := pipe.recv()) is not None:
             _pass(pipe, model, forward, flat, *job)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,51 +23,36 @@ from rollkeel.config import SftConfig
 from rollkeel.errors import BadInput, Interrupted, NonFinite
 from rollkeel.models.loading import Policy
 from rollkeel.tasks.base import hash_fraction, keyed_rng
-from rollkeel.tasks.rows import find_files, read_files
+from rollkeel.tasks.published import SEVERAL, TIE, Pair, Refused, read_pair
+from rollkeel.tasks.rows import SOURCE, find_files, read_files
 from rollkeel.train import checkpoint
 from rollkeel.train.optimizer import PACK_TOKENS, Stepper, supervised
+from rollkeel.train.sft import cuts
 
-COLUMNS = ("prompt", "chosen", "rejected")
 METRICS = "metrics.jsonl"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """Two responses to one prompt; `chosen` was preferred."""
-
-    prompt: str
-    chosen: str
-    rejected: str
-    margin: float = 0.0
-    """By how much the reward of `chosen` should at least be larger, where the data say so."""
-
-
 def load_pairs(path: str | Path) -> list[Pair]:
-    """Pairs of a file or folder (jsonl, parquet, json, csv) with columns prompt, chosen, rejected and perhaps margin.
+    """Pairs of a file or folder (jsonl, parquet, json, csv): rows with prompt, chosen, rejected and perhaps margin, or battles of
+    arena-human-preference, of which those without a winner or of several turns are left out with a warning.
 
-    Raises `BadInput` for missing files, columns (naming those present), text that is no text, equal responses, no rows.
+    Raises `BadInput` for missing files, rows that are none (naming row and column), no pairs.
     """
     root = Path(path).expanduser()
-    files = find_files(root, ("**/*.jsonl", "**/*.parquet"), f"expected rows with {', '.join(COLUMNS)}")
-    pairs = [_pair(row, f"{path} row {number}") for number, row in enumerate(read_files(files, root), 1)]
+    files = find_files(root, ("**/*.jsonl", "**/*.parquet"), "expected rows with prompt, chosen, rejected")
+    pairs, left_out = [], 0
+    for number, row in enumerate(read_files(files, root), 1):
+        try:
+            pairs.append(read_pair({k: v for k, v in row.items() if k != SOURCE}))
+        except Refused as reason:
+            if str(reason) not in (TIE, SEVERAL):
+                raise BadInput(f"{path} row {number}: {reason}") from None
+            left_out += 1
+    if left_out:
+        warnings.warn(f"{path}: {left_out} battles without a winner or of several turns left out", stacklevel=2)
     if not pairs:
         raise BadInput(f"{path}: expected at least one preference pair, got none")
     return pairs
-
-
-def _pair(row: Mapping[str, Any], where: str) -> Pair:
-    for column in COLUMNS:
-        if column not in row:
-            there = ", ".join(repr(c) for c in row if not c.startswith("_")) or "none"
-            raise BadInput(f"{where}: no column {column!r}; present: {there}")
-        if not isinstance(row[column], str) or (column != "rejected" and not row[column].strip()):
-            raise BadInput(f"{where}: column {column!r}: expected text, got {str(row[column])[:40]!r}")
-    margin = row.get("margin") or 0.0
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin < math.inf:
-        raise BadInput(f"{where}: column 'margin': expected a finite number ≥ 0, got {margin!r}")
-    if row["chosen"] == row["rejected"]:
-        raise BadInput(f"{where}: chosen and rejected are equal; drop the row")
-    return Pair(prompt=row["prompt"], chosen=row["chosen"], rejected=row["rejected"], margin=float(margin))
 
 
 def split_pairs(pairs: Sequence[Pair], held_out: float) -> tuple[list[Pair], list[Pair]]:
@@ -223,18 +209,25 @@ def train_reward_model(
     if saved is not None:  # into the same memory: tensors that a file is mapped to can round differently
         model.model.load_state_dict(RewardModel.load(saved.model).model.state_dict())
     model.max_tokens = training.pack_tokens
-    stepper = supervised(model.model, config, training.weight_decay)
+    batches = cuts(config, len(train))
+    steps = len(batches) - 1
+    stepper = supervised(model.model, config, steps, training.weight_decay)
     rows: list[dict[str, float]] = []
     if saved is not None:
         state = checkpoint.load_state(saved.state)
         stepper.load_state_dict(state["optimizer"])
         rows = state["rows"]
-    for step in range(stepper.updates + 1, config.steps + 1):
+    for step in range(stepper.updates + 1, steps + 1):
         if should_stop():
             _save(out, model, stepper, rows)
-            raise Interrupted(f"stopped after {stepper.updates} of {config.steps} steps; the same command goes on")
-        metrics = {"step": step, **_step(model, stepper, _batch(train, step - 1, training), training.render)}
-        due = step == config.steps or (training.every and step % training.every == 0)
+            raise Interrupted(f"stopped after {stepper.updates} of {steps} steps; the same command goes on")
+        metrics = {
+            "step": step,
+            **_step(
+                model, stepper, _batch(train, range(*batches[step - 1 : step + 1]), training.seed), training.render
+            ),
+        }
+        due = step == steps or (training.every and step % training.every == 0)
         if due:
             metrics |= {f"eval/{k}": v for k, v in measure(model, held_out, training.render).items()}
         rows.append(metrics)
@@ -272,16 +265,15 @@ def _rewards(model: RewardModel, pairs: Sequence[Pair], render: Render) -> tuple
     return scores[::2], scores[1::2]
 
 
-def _batch(pairs: Sequence[Pair], step: int, training: Training) -> list[Pair]:
+def _batch(pairs: Sequence[Pair], indices: Sequence[int], seed: int) -> list[Pair]:
     """Pairs of one step; every pair is seen once before any is seen again."""
-    first, size = step * training.sft.batch_size, training.sft.batch_size
     orders: dict[int, list[int]] = {}
     out = []
-    for index in range(first, first + size):
+    for index in indices:
         epoch, place = divmod(index, len(pairs))
         if epoch not in orders:
             orders[epoch] = list(range(len(pairs)))
-            keyed_rng("preferences", training.seed, epoch).shuffle(orders[epoch])
+            keyed_rng("preferences", seed, epoch).shuffle(orders[epoch])
         out.append(pairs[orders[epoch][place]])
     return out
 

@@ -8,6 +8,7 @@ import torch
 
 from rollkeel.batch.build import TrainingBatch
 from rollkeel.errors import BadInput
+from rollkeel.train.mesh import Mesh
 
 
 class Scores(NamedTuple):
@@ -31,9 +32,9 @@ class ScoreSheet:
         """`experts`: keep those too; `batch.experts` says how many layers and experts there are."""
         device = batch.rollout_logprobs.device
         self.logprobs = torch.zeros(len(batch), device=device)
-        self.entropy = torch.empty_like(self.logprobs)
-        self.topk_logprobs = None if batch.topk_ids is None else torch.empty(batch.topk_ids.shape, device=device)
-        self.experts = torch.empty_like(batch.experts) if experts and batch.experts is not None else None
+        self.entropy = torch.zeros_like(self.logprobs)
+        self.topk_logprobs = None if batch.topk_ids is None else torch.zeros(batch.topk_ids.shape, device=device)
+        self.experts = torch.zeros_like(batch.experts) if experts and batch.experts is not None else None
 
     def put(self, indices: torch.Tensor, scores: Scores) -> None:
         """File detached `scores` of the tokens `indices [t]`."""
@@ -48,6 +49,16 @@ class ScoreSheet:
                     " set rollout.routing=off"
                 )
             self.experts[indices] = scores.experts
+
+    def gather(self, mesh: Mesh) -> None:
+        """Add what the other ranks filed; a token was filed by one of them."""
+        if mesh.size == 1:
+            return
+        for tensor in (self.logprobs, self.entropy, self.topk_logprobs):
+            if tensor is not None:
+                mesh.total(tensor)
+        if self.experts is not None:
+            self.experts.copy_(mesh.total(self.experts.int()))  # gloo adds no int16
 
     @property
     def scores(self) -> Scores:

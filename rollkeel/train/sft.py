@@ -31,11 +31,43 @@ class Kept(Protocol):
     def save(self, step: int, state: dict[str, Any]) -> None: ...
 
 
+def cuts(
+    config: SftConfig, rows: int | None = None, examples: Callable[[Sequence[int]], Sequence[Example]] | None = None
+) -> Sequence[int]:
+    """Where optimizer batches begin in the stream of examples, and where the last one ends: one more than there are steps.
+
+    `rows`: examples of one epoch, None where they never repeat. `examples`: as `run_sft` takes them, for
+    `config.batch_tokens` alone; all are read once. Raises `BadInput` for epochs of examples that never repeat.
+    """
+    if config.epochs and not rows:
+        raise BadInput(
+            f"sft.epochs={config.epochs}: generated and mixed examples have no end; set sft.epochs=0 and sft.steps"
+        )
+    end = config.epochs * (rows or 0)
+    if not config.batch_tokens:
+        size = config.batch_size
+        return [*range(0, end, size), end] if end else range(0, (config.steps + 1) * size, size)
+    if examples is None:
+        raise BadInput(
+            f"sft.batch_tokens={config.batch_tokens}: counts the tokens of demonstrations: set sft.batch_size"
+        )
+    out, held, index = [0], 0, 0
+    while index < end if end else len(out) <= config.steps:
+        for prompt, response, *_ in examples(range(index, min(index + 256, end or index + 256))):
+            size = len(prompt) + len(response)
+            if held and held + size > config.batch_tokens:
+                out.append(index)
+                held = 0
+            held, index = held + size, index + 1
+    return [*out, end] if end else out[: config.steps + 1]
+
+
 def run_sft(
     policy: Policy,
     examples: Callable[[Sequence[int]], Sequence[Example]],
     config: SftConfig,
     *,
+    batches: Sequence[int] | None = None,
     weight_decay: float = 0.0,
     pack_tokens: int = PACK_TOKENS,
     checkpointing: str = "none",
@@ -44,10 +76,10 @@ def run_sft(
     should_stop: Callable[[], bool] | None = None,
     kept: Kept | None = None,
 ) -> dict[str, float]:
-    """Train `policy.model` in place on its own device for `config.steps` steps; the loss is the mean over response tokens.
+    """Train `policy.model` in place on its own device; the loss of a step is the mean over its response tokens.
 
-    Step s sees `examples(range(s · batch_size, (s + 1) · batch_size))`: the order is the index, so the same source gives
-    the same weights. `pack_tokens`: of one forward pass, whole sequences that do not see each other. `checkpointing`: as
+    Step s sees `examples(range(batches[s], batches[s + 1]))`: the order is the index, so the same source gives the same
+    weights. `batches`: of `cuts`; None takes those of `config` for examples that never repeat. `pack_tokens`: of one forward pass, whole sequences that do not see each other. `checkpointing`: as
     `train.checkpointing`. `seed` keys torch's generator for architectures that draw random numbers. `progress(step, metrics)` is called after every step; `should_stop()` is asked before each and ends the run early.
     `kept`: where an interrupted run left its state; it goes on from there, bit for bit on a CPU.
     Returns the metrics of the last step (`sft/loss`, `sft/entropy`, `sft/target_probability`,
@@ -56,7 +88,8 @@ def run_sft(
     """
     model = policy.model.eval()
     device = next(model.parameters()).device
-    stepper = supervised(model, config, weight_decay)
+    batches = cuts(config, examples=examples) if batches is None else batches
+    stepper = supervised(model, config, len(batches) - 1, weight_decay)
     forward = PolicyForward(model, checkpointing=checkpointing)
     metrics: dict[str, float] = {}
     tokens = 0
@@ -68,14 +101,14 @@ def run_sft(
             torch.set_rng_state(state["random"])
             tokens = state["tokens"]
 
-        for step in range(stepper.updates, config.steps):
+        for step in range(stepper.updates, len(batches) - 1):
             if should_stop is not None and should_stop():
                 if kept is not None:
                     kept.save(step, _state(model, stepper, tokens))
                 break
             if kept is not None and kept.due():
                 kept.save(step, _state(model, stepper, tokens))
-            batch = examples(range(step * config.batch_size, (step + 1) * config.batch_size))
+            batch = examples(range(batches[step], batches[step + 1]))
             metrics = _step(forward, stepper, batch, pack_tokens, device)
             tokens += sum(len(places) for places in map(_learnt, batch))
             if progress is not None:
@@ -109,7 +142,7 @@ def _step(
     weights = coefficients("token_mean", responses).to(device)
     totals = np.zeros(3)
     stepper.zero_grad()
-    for members in plan([len(s) for s in sequences], max_tokens):
+    for members in plan([len(s) for s in sequences], max_tokens, padded=not forward.packed.varlen):
         micro = pack(members, sequences, prompts, starts, device, positions)
         scores = forward.score(micro)
         c = weights.index_select(0, micro.indices)

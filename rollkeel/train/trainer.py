@@ -19,12 +19,16 @@ from rollkeel.models.adapters import check_base, holding, named_adapters, parame
 from rollkeel.models.loading import Policy
 from rollkeel.models.lora import ADAPTER
 from rollkeel.models.names import checkpoint_views
-from rollkeel.models.routers import is_router
+from rollkeel.models.routers import is_frozen
 from rollkeel.train.logprobs import PolicyForward
+from rollkeel.train.mesh import Mesh, add_over_replicas
 from rollkeel.train.optimizer import ChangedShare, Schedule, Stepper
-from rollkeel.train.parallel import Helper, LossOf, by_logprobs, shares
+from rollkeel.train.parallel import Helper, LossOf
+from rollkeel.train.passes import Passes
 from rollkeel.train.rounding import Rounding
 from rollkeel.train.scores import Scores, ScoreSheet
+from rollkeel.train.sharded import check_ranks, gathered, pieces_of, shard
+from rollkeel.train.tree import Tree
 from rollkeel.types import TokenBatch
 
 PREPASS = "prepare"
@@ -66,7 +70,8 @@ class LocalTrainer:
     `total_updates`: updates of the whole run, for the cosine schedule; `device`: where `policy.model` lies or is moved to;
     `replay_routing`: send every token to the experts that the engine chose for it, in `score` and `update` alike, weighted
     by the routers as they are now (rollout routing replay, Ma et al. 2025; the reference model keeps its own choice);
-    `rounding`: numeric mode of an engine that passes compute with, see `Rounding`.
+    `mesh`: this process's place among the ranks that train together, all with the same arguments and calls;
+    `rounding`: numeric mode of an engine that passes compute with, see `Rounding`; `parity`: in the arithmetic of `models.parity`.
     Same inputs give bit-identical weights on a CPU. The model runs in eval mode: dropout would make log-probs of the same
     weights differ between passes.
     """
@@ -81,6 +86,8 @@ class LocalTrainer:
         device: torch.device | str = "cpu",
         replay_routing: bool = False,
         rounding: str = "none",
+        parity: bool = False,
+        mesh: Mesh = Mesh(),
     ) -> None:
         self.policy, self.config, self.temperature = policy, config, temperature
         self.device = torch.device(device)
@@ -88,8 +95,21 @@ class LocalTrainer:
         if (policy.lora or LoraConfig()) != config.lora:
             raise BadInput("train.lora: expected a policy with these adapters; load it with lora=config.train.lora")
         for name, p in self.model.named_parameters():
-            frozen = ADAPTER not in name if policy.lora else config.freeze_router and is_router(name)
+            frozen = ADAPTER not in name if policy.lora else is_frozen(name, config.freeze_router)
             p.requires_grad_(not frozen)
+        self._mesh = mesh
+        check_ranks(mesh, config, policy, rounding, parity)
+        how: dict[str, Any] = {"checkpointing": config.checkpointing, "compiled": config.compile, "parity": parity}
+        self._forward = PolicyForward(self.model, **how)
+        replay = self._forward.packed.replayable() if replay_routing else None
+        self._pieces = pieces_of(self.model, mesh)
+        self._tree = Tree(mesh) if config.reduce == "tree" else None
+        self._rounding = Rounding(self.model, rounding)
+        self._start: dict[str, torch.Tensor] = {}
+        """The reference's adapters, beside the policy's own weights."""
+        self._reference = self._kept_reference() if config.keeps_reference else None
+        for forward in filter(None, (self._forward, self._reference)):
+            shard(forward, mesh, self._tree)
         schedule = Schedule(lr=config.lr, warmup_steps=config.warmup_steps, kind=config.schedule, total=total_updates)
         self._stepper = Stepper(
             self.model.named_parameters(),
@@ -97,30 +117,31 @@ class LocalTrainer:
             betas=config.betas,
             weight_decay=config.weight_decay,
             clip_norm=config.clip_norm,
+            eight_bit=config.moments == "int8",
+            mesh=mesh,
+            by_rows=self._tree is not None,
         )
-        self._changed = ChangedShare(self._stepper.adamw)
+        self._changed = ChangedShare(self._stepper.adamw, mesh)
+        if self._tree is not None:
+            self._tree.parameters = [p for _, p in self._stepper.named]
         if config.processes > 1:
             if self.device.type != "cpu":
                 raise BadInput(
                     f"train.processes={config.processes}: helper processes share CPU memory, the device is {self.device}"
                 )
             self.model.share_memory()
-        self._forward = PolicyForward(self.model, checkpointing=config.checkpointing)
-        self._rounding = Rounding(self.model, rounding)
-        self._replay = self._forward.packed.replayable() if replay_routing else None
-        about = (torch.get_num_threads(), config.checkpointing)
-        self._helpers = [Helper(i, self.model, *about) for i in range(1, config.processes)]
-        self._views: dict[str, torch.Tensor] | None = None
-        self._reference: PolicyForward | None = None
-        self._start: dict[str, torch.Tensor] = {}
-        """The reference's adapters, beside the policy's own weights."""
-        if config.kl_coefficient > 0 and policy.lora:
+        self._helpers = [Helper(i, self.model, torch.get_num_threads(), how) for i in range(1, config.processes)]
+        self._views, self._places = dict[str, torch.Tensor](), list[int]()
+        self._passes = Passes(
+            config.micro_batch_tokens, temperature, helpers=self._helpers, mesh=mesh, tree=self._tree, replay=replay
+        )
+
+    def _kept_reference(self) -> PolicyForward:
+        if self.policy.lora:
             self._start = {name: tensor.clone() for name, tensor in _tensors(self.model).items()}
-            self._reference = PolicyForward(self.model)
-        elif config.kl_coefficient > 0:
-            with self.computing():
-                frozen = copy.deepcopy(self.model).requires_grad_(False)
-            self._reference = PolicyForward(frozen)
+            return PolicyForward(self.model)
+        with self.computing():
+            return PolicyForward(copy.deepcopy(self.model).requires_grad_(False))
 
     def computing(self) -> AbstractContextManager[None]:
         """Inside, `model` holds the weights that passes compute with: rounded ones under `experiment.rounding`."""
@@ -148,9 +169,11 @@ class LocalTrainer:
         return self.score(batch)[:2]
 
     def ref_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
-        """`[T]` log-probs under the frozen start model. Raises `BadInput` if `kl_coefficient` is 0, which keeps none."""
+        """`[T]` log-probs under the frozen start model. Raises `BadInput` if the config keeps none."""
         if self._reference is None:
-            raise BadInput("ref_logprobs: expected train.kl_coefficient > 0, which keeps the reference model, got 0")
+            raise BadInput(
+                "ref_logprobs: train.kl_coefficient and train.kl_every are 0, which keeps no reference; set one"
+            )
         with self.computing() if self._start else nullcontext(), holding(self.model, self._start):
             return self._score(self._reference, replace(batch, topk_ids=None)).logprobs
 
@@ -225,28 +248,26 @@ class LocalTrainer:
 
         `sheet` and `losses` hold what `loss_of` saw: looked at once, because each look is a wait for the device.
         """
-        experts = sheet.experts is not None
         self._stepper.zero_grad()
         try:
-            own, *others = self._shares(batch, 1 + len(self._helpers), True)
             with self.computing():
-                for helper, share in zip(self._helpers, others, strict=True):
-                    helper.start(share, self.temperature, by_logprobs(loss_of, through_entropy), experts=experts)
                 try:
-                    for micro in own:
-                        scores = self._forward.score(micro, temperature=self.temperature, experts=experts)
-                        loss_of(micro, scores).backward()
+                    about = {"experts": sheet.experts is not None, "entropy": through_entropy}
+                    self._passes.differentiate(self._forward, batch, loss_of, **about)
                 except (BadInput, NonFinite):
                     self._check(batch, sheet.logprobs)  # it says more than an objective can
                     raise
-                finally:
-                    self._finish_helpers()
+            sheet.gather(self._mesh)
             self._check(batch, sheet.logprobs)
-            for loss in torch.stack(losses).tolist():
+            for loss in self._mesh.losses(losses):
                 if not math.isfinite(loss):
                     raise NonFinite(f"update {self.version}: loss is {loss}; weights left untouched")
             for helper in self._helpers:
                 helper.add_gradients()
+            if self._tree is not None:
+                self._tree.finish()
+            else:
+                add_over_replicas([p.grad for _, p in self._stepper.named if p.grad is not None], self._mesh)
             before = self._changed.look()
             metrics = self._stepper.step()
             return {**metrics, "optimizer/changed_share": self._changed.since(before)}
@@ -255,8 +276,12 @@ class LocalTrainer:
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face checkpoint name, view of the live weight): experts one by one, tied tensors once."""
-        if self._views is None:
-            self._views = checkpoint_views(self.model)
+        if self._mesh.shard > 1:
+            yield from gathered(self.model, self._pieces)
+            return
+        places = [p.data_ptr() for p in self.model.parameters()]
+        if places != self._places:  # somebody gave a parameter other memory, where views of the old one would go stale
+            self._views, self._places = checkpoint_views(self.model), places
         yield from self._views.items()
 
     def named_adapters(self) -> dict[str, torch.Tensor]:
@@ -282,7 +307,9 @@ class LocalTrainer:
         lacking = self._stepper.load_state_dict(state["optimizer"])
         if self._reference is not None:
             if "reference" not in state:
-                raise BadInput("checkpoint has no reference weights; it was written with train.kl_coefficient=0")
+                raise BadInput(
+                    "checkpoint has no reference weights: it was written with train.kl_coefficient=0 and train.kl_every=0"
+                )
             _load(self._start or _tensors(self._reference.packed.model), state["reference"])
         return lacking
 
@@ -296,47 +323,16 @@ class LocalTrainer:
     def _score(self, forward: PolicyForward, batch: TrainingBatch, experts: bool = False) -> Scores:
         batch = batch.to(self.device)
         sheet = ScoreSheet(batch, experts=experts and forward.packed.num_moe_layers > 0)
-        experts = sheet.experts is not None
+        policy = forward is self._forward
 
         def keep(micro: MicroBatch, scores: Scores) -> None:
             sheet.put(micro.indices, scores)
 
-        policy = forward is self._forward
-        helpers = self._helpers if policy else []
-        own, *others = self._shares(batch, 1 + len(helpers), policy)
         with self.computing() if policy else nullcontext():
-            for helper, share in zip(helpers, others, strict=True):
-                helper.start(share, self.temperature, sink=keep, experts=experts)
-            try:
-                for micro in own:
-                    keep(micro, forward.score(micro, temperature=self.temperature, experts=experts))
-            finally:
-                self._finish_helpers()
+            self._passes.score(forward, batch, keep, experts=sheet.experts is not None, policy=policy)
+        sheet.gather(self._mesh)
         self._check(batch, sheet.logprobs)
         return sheet.scores
-
-    def _shares(self, batch: TrainingBatch, count: int, policy: bool) -> list[list[MicroBatch]]:
-        """Micro-batches of each process, the trainer's own first; several processes get pieces small enough to balance.
-
-        `policy`: for the policy, which replays the engine's routing if it is to.
-        """
-        replay = policy and self._replay is not None
-        if policy and self._replay is not None:
-            self._replay.check(batch.experts)
-        share = self._forward.packed.varlen
-        micros = list(batch.micro_batches(self.config.micro_batch_tokens, replay=replay, share=share, processes=count))
-        return shares(micros, count) if count > 1 else [micros]
-
-    def _finish_helpers(self) -> None:
-        """Wait for every helper before the first error is raised: none may be left in the middle of a pass."""
-        errors = []
-        for helper in self._helpers:
-            try:
-                helper.finish()
-            except BaseException as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
 
     def _prepare(
         self,

@@ -15,13 +15,14 @@ from rollkeel.batch.packing import Family, families, pack, plan
 from rollkeel.errors import BadInput
 
 
-@given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 80))
-def test_a_plan_is_a_partition_within_the_budget(lengths: list[int], budget: int) -> None:
-    batches = plan(lengths, budget)
+@given(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 80), st.booleans())
+def test_a_plan_is_a_partition_within_the_budget(lengths: list[int], budget: int, padded: bool) -> None:
+    batches = plan(lengths, budget, padded=padded)
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     for batch in batches:
         assert sum(lengths[i] for i in batch) <= budget or len(batch) == 1
-    assert batches == plan(lengths, budget)
+        assert [lengths[i] for i in batch] == sorted(lengths[i] for i in batch)
+    assert batches == plan(lengths, budget, padded=padded)
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(60, 200))
@@ -29,8 +30,21 @@ def test_a_plan_needs_at_most_twice_the_fewest_batches(lengths: list[int], budge
     assert len(plan(lengths, budget)) <= 2 * -(-sum(lengths) // budget)
 
 
-def test_similar_lengths_share_a_batch_and_a_long_sequence_is_alone() -> None:
-    assert plan([5, 1, 100, 5, 2], 10) == [[1, 4, 0], [3], [2]]
+@given(st.lists(st.integers(1, 60), max_size=40), st.integers(60, 200))
+def test_no_two_batches_fit_into_one(lengths: list[int], budget: int) -> None:
+    sizes = sorted(sum(lengths[i] for i in batch) for batch in plan(lengths, budget))
+    assert len(sizes) < 2 or sizes[0] + sizes[1] > budget
+
+
+def test_best_fit_fills_passes() -> None:
+    assert plan([20, 24, 30, 40], 64) == [[0, 2], [1, 3]]  # and not [20, 24], [30], [40]
+    assert plan([7, 5, 3, 4, 2], 10) == [[4], [3, 1], [2, 0]]
+    assert plan([5, 1, 100, 5, 2], 10) == [[1, 4], [0, 3], [2]]
+
+
+def test_padded_passes_hold_similar_lengths() -> None:
+    assert plan([20, 24, 30, 40], 64, padded=True) == [[0, 1], [2], [3]]
+    assert plan([5, 1, 100, 5, 2], 10, padded=True) == [[1, 4, 0], [3], [2]]
 
 
 @pytest.mark.parametrize(("lengths", "budget"), [([3], 0), ([0, 2], 4)])

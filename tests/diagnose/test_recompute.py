@@ -18,7 +18,8 @@ from rollkeel.analyzer.capture import Tokens
 from rollkeel.analyzer.sides import engine_forward, prefill_logprobs
 from rollkeel.config import ModelConfig
 from rollkeel.diagnose import recompute
-from rollkeel.diagnose.recompute import Sampled, _taken, decided, explain, refine, sets
+from rollkeel.diagnose.guesses import sets
+from rollkeel.diagnose.recompute import Sampled, _said, _taken, decided, explain, refine
 from rollkeel.models.loading import Policy, load_policy
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import is_quantised, round_integers
@@ -55,6 +56,7 @@ def recorded(
         earlier={},
         began_clean=False,
         mode="fp32",
+        whole=True,
         tokens=tokens,
         logprobs=said,
         temperature=temperature,
@@ -157,6 +159,37 @@ def test_experts_in_another_order(policy: Policy) -> None:
     assert "model.layers.1.mlp.experts 3 places further" in cause.evidence
 
 
+def test_query_heads_in_another_order(policy: Policy) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weight, heads = checkpoint_views(policy.model)[name], policy.model.config.num_attention_heads
+    cause = explain(recorded(policy, {name: weight.roll(len(weight) // heads, 0)}))
+    assert cause is not None
+    assert cause.id == "wrong_weights"
+    assert f"{name} 1 heads further" in cause.evidence
+
+
+@pytest.mark.parametrize("part", ["mlp.", "self_attn.", ""])
+def test_layers_in_each_others_place(policy: Policy, part: str) -> None:
+    views, places = checkpoint_views(policy.model), ("model.layers.0.", "model.layers.1.")
+    moved = {
+        name.replace(one, other): tensor
+        for one, other in (places, places[::-1])
+        for name, tensor in views.items()
+        if name.startswith(one + part)
+    }
+    cause = explain(recorded(policy, moved))
+    assert cause is not None
+    assert cause.id == "wrong_weights"
+    assert f"{places[0]}{part}* and {places[1]}{part}*" in cause.evidence
+
+
+def test_a_small_gap_of_float32_is_one(policy: Policy) -> None:
+    """Honest engines miss by 3e-7; a norm that had hardly learnt anything was 2.5e-4 off."""
+    honest = recorded(policy, {})
+    assert not honest.strays
+    assert replace(honest, logprobs=honest.logprobs - 2.5e-4).strays
+
+
 def test_nothing_is_said_where_nothing_fits(policy: Policy) -> None:
     honest = recorded(policy, {})
     rng = torch.Generator().manual_seed(1)
@@ -203,6 +236,7 @@ def test_a_checkpoint_decides_where_tokens_show_nothing(
     assert refined(honest, int8).causes[0].id == "quantisation"  # an older checkpoint shows what the newest does not
     assert refined(other).causes[0].id == "wrong_weights"
     assert "no weights or dtype that were tried come near" in refined(other).causes[0].evidence
+    assert refined(replace(other, whole=False)) is whole  # old KV behind it may be all that is wrong
     shifted = replace(whole, causes=[Cause(id="alignment", score=0.9, evidence="", advice="")])
     assert refined(other, found=shifted) is shifted  # the record itself is wrong
 
@@ -240,24 +274,26 @@ def test_a_folder_that_cannot_tell_changes_nothing(tmp_path: Path) -> None:
     assert "not recomputed" in refined.notes[-1]
 
 
-def test_what_an_environment_wrote_is_not_compared() -> None:
-    """It has a place and a log-prob of 0 in the response, and nobody sampled it."""
+def test_only_what_these_weights_sampled_is_compared() -> None:
+    """What an environment wrote has a place and a log-prob of 0 in the response; older weights may have begun it, or its KV."""
     prompt = Prompt(
         id="p", index=0, text="", token_ids=np.array([3, 4]), answer="", grader=GraderSpec(name="x"), task="t"
     )
     span = TokenSpan(
-        token_ids=np.array([5, 6, 7]),
-        logprobs=np.array([-1.0, 0.0, -2.0], np.float32),
-        kept_mass=np.ones(3, np.float32),
-        versions=np.zeros(3, np.int64),
-        kv_versions=np.zeros(3, np.int64),
-        sampled=np.array([True, False, True]),
+        token_ids=np.arange(5, 10),
+        logprobs=np.array([-1.0, 0.0, -2.0, -1.0, -1.0], np.float32),
+        kept_mass=np.ones(5, np.float32),
+        versions=np.array([1, 1, 1, 0, 1]),
+        kv_versions=np.array([1, 1, 1, 0, 0]),
+        sampled=np.array([True, False, True, True, True]),
     )
     rollout = Rollout(
         id=0, group=0, member=0, prompt=prompt, span=span, status=Status.FINISHED, sampling=SamplingParams(),
         engine="local", dtype="fp32", reward=1.0,
     )  # fmt: skip
     policy = load_policy(ModelConfig(path="preset:tiny-qwen3"), "cpu")
-    sampled = _taken(policy, 1, [rollout])
+    sampled = _taken(policy, 1, _said([rollout], 1))
     assert sampled is not None
-    assert sampled.logprobs.isnan().tolist() == [True, True, False, True, False]
+    assert sampled.logprobs.isnan().tolist() == [True, True, False, True, False, True, True]
+    assert not sampled.whole
+    assert _said([rollout], 2) == []

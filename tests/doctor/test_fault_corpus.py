@@ -24,7 +24,7 @@ from benchmarks.doctor.lookup import Lookup
 from benchmarks.doctor.shifting import Shifting
 from benchmarks.doctor.sorting import Sorting
 from benchmarks.doctor.workloads import OWN_TASKS, SPLITS, today, words_of
-from rollkeel.engines import local
+from rollkeel.engines import decode, local
 from rollkeel.loop import steps as loop
 from rollkeel.loop.check import validate
 from rollkeel.recipe import load
@@ -243,7 +243,7 @@ def test_altered_hands_the_same_rollouts_on() -> None:
 def test_raw_logprobs_draw_as_before_and_log_the_model() -> None:
     logits = torch.tensor([[2.0, 0.0, -1.0]])
     one = torch.ones(1)
-    rows = local.SamplingRows(
+    rows = decode.SamplingRows(
         temperature=one * 0.5,
         top_p=one,
         top_k=torch.zeros(1, dtype=torch.int64),
@@ -252,9 +252,10 @@ def test_raw_logprobs_draw_as_before_and_log_the_model() -> None:
         tempered=True,
     )
     uniform = torch.tensor([0.99], dtype=torch.float64)
-    honest = local.sample(logits, rows, uniform)
+    nothing: Any = None
+    honest = decode.Decode(nothing, nothing, nothing)._sample(logits, rows, uniform)
     with broken.raw_logprobs():
-        raw = local.sample(logits, rows, uniform)
+        raw = decode.Decode(nothing, nothing, nothing)._sample(logits, rows, uniform)
     assert raw.ids.tolist() == honest.ids.tolist()
     torch.testing.assert_close(raw.logprobs, logits.log_softmax(-1)[:, raw.ids[0]])
     torch.testing.assert_close(honest.logprobs, (logits / 0.5).log_softmax(-1)[:, honest.ids[0]])

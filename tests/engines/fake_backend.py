@@ -52,11 +52,15 @@ class FakeBackend:
         while self.state()["sent"] < count:
             assert time.monotonic() < end, f"the server never sent {count} tokens"
 
+    def returns_experts(self, config: EngineConfig, hf_config: Any) -> bool:
+        return True
+
     def check(self, dtype: str) -> None:
         """Everything is welcome."""
 
     def objection(self, sampling: SamplingParams) -> str:
-        return "the fake does not tell the mass" if sampling.truncated and sampling.temperature > 0 else ""
+        told = sampling.evaluation or not sampling.truncated or sampling.temperature == 0
+        return "" if told else "the fake does not tell the mass"
 
     def command(self, settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
         self.port = settings.port
@@ -67,6 +71,7 @@ class FakeBackend:
 
     async def generate(self, http: Any, wanted: Generation) -> AsyncIterator[Chunk]:
         body = {"key": wanted.key, "token_ids": list(wanted.token_ids), "max_new_tokens": wanted.max_new_tokens}
+        body |= {"experts": wanted.sampling.return_experts, "experts_from": wanted.experts_from}
         body["stop"] = list(wanted.sampling.stop_token_ids)
         async with http.stream("POST", "/generate", json=body) as answer:
             if answer.status_code >= 400:
@@ -78,6 +83,7 @@ class FakeBackend:
                 yield Chunk(
                     token_ids=event["token_ids"],
                     logprobs=event["logprobs"],
+                    experts=np.array(event["experts"]).reshape(-1, 3, 2) if event.get("experts") else None,
                     finish=event["finish"],
                     version_starts=[(a, b) for a, b in event["starts"]],
                 )
@@ -86,18 +92,32 @@ class FakeBackend:
         await http.post("/abort", json={"keys": list(keys)})
 
     async def score(self, http: Any, token_ids: Sequence[int]) -> np.ndarray:
-        answer = await http.post("/score", json={"token_ids": list(token_ids)})
-        return np.array(answer.json()["logprobs"], np.float32)
+        answer = await self.ask(http, "/score", token_ids=list(token_ids))
+        return np.array(answer["logprobs"], np.float32)
 
     async def pause(self, http: Any, keep_kv: bool) -> None:
         await http.post("/pause", json={})
 
-    async def load(self, http: Any, folder: Path, version: int) -> int:
-        answer = await http.post("/load", json={"folder": str(folder), "version": version})
-        return int(answer.json()["checksum"])
+    async def load(self, http: Any, source: Path | str, version: int) -> int:
+        return int((await self.ask(http, "/load", source=str(source), version=version))["checksum"])
+
+    async def place(self, http: Any) -> str:
+        return (await self.ask(http, "/place"))["place"]
+
+    async def sleep(self, http: Any) -> None:
+        await self.ask(http, "/sleep")
+
+    async def wake(self, http: Any, what: str) -> None:
+        await self.ask(http, "/wake", what=what)
+
+    async def ask(self, http: Any, path: str, **body: Any) -> dict[str, Any]:
+        answer = await http.post(path, json=body)
+        if answer.status_code != 200:
+            raise EngineFailure(f"engine fake: {answer.json()['error']}")
+        return answer.json()
 
     async def resume(self, http: Any) -> None:
-        await http.post("/resume", json={})
+        await self.ask(http, "/resume")
 
 
 class FakeConfig:
@@ -119,11 +139,15 @@ def weights(policy: float, version: int) -> WeightUpdate:
     return full_update([("policy", torch.tensor([policy])), ("rest", torch.arange(12.0).view(3, 4).t())], version)
 
 
-def fake_engine(faults: Path, policy: float = 1.0, *, publish: bool = True, **config: Any) -> tuple[Any, FakeBackend]:
+def fake_engine(
+    faults: Path, policy: float = 1.0, *, publish: bool = True, sleeps: bool = False, **config: Any
+) -> tuple[Any, FakeBackend]:
     """An engine that serves `policy` as version 1."""
     backend = FakeBackend(faults)
     settings = EngineConfig.model_validate({"slots": 16, "deadline_s": 20.0, **config})
-    engine = ServedEngine(FakeConfig(), settings, backend, python=sys.executable, log_path=faults / "log")
+    engine = ServedEngine(
+        FakeConfig(), settings, backend, python=sys.executable, log_path=faults / "log", sleeps=sleeps
+    )
     if publish:
         update = weights(policy, 1)
         assert engine.update_weights(update).checksum == update.checksum

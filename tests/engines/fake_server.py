@@ -40,6 +40,11 @@ def score_of(ids: list[int], policy: float) -> list[float]:
     return [-(1 + (a * 31 + b) % 7) / 4 - policy / 64 for a, b in itertools.pairwise(ids)]
 
 
+def experts_of(ids: list[int]) -> list[list[int]]:
+    """Two of each of three layers at the position behind `ids`."""
+    return [[(len(ids) + layer) % 8, (ids[-1] + layer) % 8] for layer in range(3)]
+
+
 def read_weights(folder: Path) -> tuple[float, int]:
     """Value of the weight `policy`, and the checksum of all weights."""
     import zlib
@@ -58,9 +63,35 @@ def read_weights(folder: Path) -> tuple[float, int]:
     return policy, total % 2**64
 
 
+def by_handles() -> Any:
+    """vLLM's worker with our extension and no model: what it takes lies in `loaded`."""
+    import importlib.util
+    from types import SimpleNamespace
+
+    file = Path(__file__).parents[2] / "rollkeel" / "engines" / "vllm_worker.py"
+    spec = importlib.util.spec_from_file_location("rollkeel_vllm_worker", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    vars(module)["_on_cpu"] = lambda: False
+    worker = module.Publication()
+
+    def reload(weights_iterator: Any, is_checkpoint_format: bool) -> None:
+        worker.loaded = {name: tensor.clone() for name, tensor in weights_iterator}
+
+    config = SimpleNamespace(hf_config=SimpleNamespace())
+    worker.model_runner = SimpleNamespace(get_model=lambda: None, reload_weights=reload, model_config=config)
+    return worker
+
+
 class State:
     def __init__(self, folder: Path, faults: Path) -> None:
         self.faults = faults
+        self.asleep: set[str] = set()
+        self.calls: list[str] = []
+        """Of sleep, wake and load, in order."""
+        self.worker: Any = None
         self.policy, self.checksum = read_weights(folder)
         self.label = -1
         self.aborted: set[str] = set()
@@ -83,6 +114,11 @@ class State:
         except FileNotFoundError:
             return None
 
+    def held(self) -> bool:
+        """No token follows the `hold_at`-th while that fault's file is there."""
+        at = self.fault("hold_at", keep=True)
+        return at is not None and self.sent >= int(at)
+
     def due(self, name: str) -> bool:
         """True once the number of tokens sent by this server reaches the fault's argument."""
         with self.lock:
@@ -93,6 +129,9 @@ class State:
 def stream(state: State, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Events of one generation; a final one has `finish`."""
     ids, key, starts = list(asked["token_ids"]), asked["key"], []
+    experts: list[Any] | None = None
+    if asked.get("experts") and state.fault("no_experts", keep=True) is None:
+        experts = [experts_of(ids[: i + 1]) for i in range(asked["experts_from"], len(ids) - 1)]
     with state.lock:
         mute = int(state.fault("mute") or 0)
         if mute > 1:
@@ -100,13 +139,13 @@ def stream(state: State, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if mute:
         return
     for made in range(asked["max_new_tokens"]):
-        while state.stopped or state.paused.is_set():
+        while state.stopped or state.paused.is_set() or state.held():
             if key in state.aborted:
                 break
             time.sleep(DECODE_S)
         time.sleep(DECODE_S)
         if key in state.aborted and state.fault("ignore_abort", keep=True) is None:
-            yield {"token_ids": [], "logprobs": [], "finish": "abort", "starts": starts}
+            yield {"token_ids": [], "logprobs": [], "finish": "abort", "starts": starts, "experts": experts}
             return
         if state.due("crash_after"):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -124,6 +163,8 @@ def stream(state: State, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
         with state.lock:  # no weights come in the middle of a decode step
             token, label = next_token(ids, state.policy), state.label
             state.sent += 1
+        if experts is not None:
+            experts.append(experts_of(ids))
         ids.append(token)
         if not starts or starts[-1][0] != label:
             starts.append((label, made))
@@ -131,7 +172,8 @@ def stream(state: State, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
         last = stopped or made + 1 == asked["max_new_tokens"]
         finish = ("stop" if stopped else "length") if last else ""
         logprob = float("nan") if state.due("nan_after") else logprob_of(token)
-        yield {"token_ids": [token], "logprobs": [logprob], "finish": finish, "starts": starts if last else []}
+        event = {"token_ids": [token], "logprobs": [logprob], "finish": finish, "starts": starts if last else []}
+        yield event | ({"experts": experts} if last else {})
         if last:
             return
 
@@ -156,14 +198,38 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(3600)
         running = sorted(state.running)
         self._say(
-            200, {"pid": os.getpid(), "sent": state.sent, "running": running, "most": state.most, "label": state.label}
+            200,
+            {
+                "pid": os.getpid(),
+                "sent": state.sent,
+                "running": running,
+                "most": state.most,
+                "label": state.label,
+                "calls": state.calls,
+            },
         )
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         state = self.state
+        if state.asleep and self.path in ("/generate", "/score", "/resume"):
+            return self._say(400, {"error": f"asleep: {self.path}"})
+        if self.path in ("/sleep", "/wake", "/load"):
+            state.calls.append(asked.get("what") or self.path[1:])
         if self.path == "/generate":
             self._generate(asked)
+        elif self.path == "/sleep":
+            if state.running or state.fault("cannot_sleep") is not None:
+                return self._say(500, {"error": f"{len(state.running)} requests are running"})
+            state.asleep, state.policy = {"weights", "kv_cache"}, float("nan")
+            self._say(200, {})
+        elif self.path == "/wake":
+            if state.fault("cannot_wake") is not None:
+                return self._say(500, {"error": "no memory"})
+            state.asleep.remove(asked["what"])
+            self._say(200, {})
+        elif self.path == "/place":
+            self._say(200, {"place": state.fault("place", keep=True) or ""})
         elif self.path == "/abort":
             state.aborted |= set(asked["keys"])
             self._say(200, {})
@@ -178,7 +244,16 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/load":
             if state.fault("crash_in_load") is not None:
                 os.kill(os.getpid(), signal.SIGKILL)
-            policy, checksum = read_weights(Path(asked["folder"]))
+            if "weights" in state.asleep:
+                return self._say(500, {"error": "its weights sleep"})
+            if asked["source"].startswith("{"):
+                state.worker = state.worker or by_handles()
+                answer = state.worker.rollkeel_take(asked["source"])
+                if "error" in answer:
+                    return self._say(500, answer)
+                policy, checksum = float(state.worker.loaded["policy"][0]), int(answer["checksum"])
+            else:
+                policy, checksum = read_weights(Path(asked["source"]))
             lost, wrong = state.fault("lose_load") is not None, state.fault("wrong_checksum") is not None
             with state.lock:
                 state.policy, state.label = state.policy if lost else policy, asked["version"]

@@ -75,8 +75,7 @@ def test_a_run_is_refused_before_it_begins() -> None:
     validate(load("default", words))
     with pytest.raises(BadInput, match="mass"):
         validate(load("default", [*words, "sampling.top_p=0.5"]))
-    with pytest.raises(BadInput, match="decode steps"):
-        validate(load("default", [*words, "run.loop=budgeted"]))
+    validate(load("default", [*words, "run.loop=budgeted"]))
     assert Config().engine.kind == "local"
 
 

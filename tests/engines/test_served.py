@@ -13,14 +13,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from engine_kit import drain
+from engine_kit import drain, resumed
 from fake_backend import FakeBackend, assert_true, ends_well, fake_engine, request, requests, weights
-from fake_server import STOP, score_of
+from fake_server import STOP, experts_of, score_of
 
 from rollkeel.engines import keeper
 from rollkeel.engines.flights import seed_of
@@ -53,11 +54,21 @@ def check(asked: list[Request], got: dict[int, Segment], policies: dict[int, flo
         assert_true(r, got[r.id].span, policies)
 
 
-def test_it_is_an_engine_that_is_probed_and_not_stepped(open_engine: Any) -> None:
+def test_an_evaluation_may_be_truncated_and_then_nothing_is_said_of_the_kept_mass(open_engine: Any) -> None:
+    engine, _ = open_engine()
+    asked = [replace(r, sampling=replace(r.sampling, top_p=0.9, evaluation=True)) for r in requests(3)]
+    engine.submit(asked)
+    got = drain(engine)
+    assert all(len(got[r.id].span) and np.isnan(got[r.id].span.kept_mass).all() for r in asked)
+    with pytest.raises(BadInput, match="mass"):
+        engine.submit([replace(asked[0], id=9, sampling=replace(asked[0].sampling, evaluation=False))])
+
+
+def test_it_is_an_engine_that_is_probed_and_stepped(open_engine: Any) -> None:
     engine, _ = open_engine(publish=False)
     assert isinstance(engine, Engine)
     assert isinstance(engine, ProbedEngine)
-    assert not isinstance(engine, SteppedEngine)
+    assert isinstance(engine, SteppedEngine)
 
 
 def test_every_request_comes_back_once_with_its_own_tokens(open_engine: Any) -> None:
@@ -164,6 +175,42 @@ def test_streams_that_ignore_an_abort_are_cut(open_engine: Any, monkeypatch: pyt
     segment = engine.poll(0.0)[0]
     assert segment.status == "interrupted"
     assert_true(asked, segment.span, {1: 1.0})
+
+
+@pytest.mark.parametrize("fault", [None, "crash_after", "cut_after"])
+def test_every_token_has_its_experts_and_those_of_the_prompt_or_is_sampled_again(
+    open_engine: Any, fault: str | None
+) -> None:
+    engine, backend = open_engine(slots=4)
+    asked = [request(i, 90, stop_token_ids=(), return_experts=True, return_prompt_experts=True) for i in range(6)]
+    engine.submit(asked)
+    backend.until_sent(60)
+    engine.interrupt([0])
+    (part,) = [s for s in engine.poll(0.0) if s.request_id == 0]
+    engine.submit([resumed(asked[0], part.span)])
+    if fault:
+        backend.set(fault, 150)
+    got = drain(engine)
+    check(asked[1:], {i: got[i] for i in range(1, 6)}, {1: 1.0})
+    got[0] = replace(got[0], span=part.span.append(got[0].span))
+    for r in asked:
+        span, ids = got[r.id].span, [*r.prompt_ids.tolist()]
+        assert len(span) == 90
+        assert span.experts is not None
+        assert span.prompt_experts is not None
+        assert span.prompt_experts.tolist() == [experts_of(ids[: i + 1]) for i in range(len(ids) - 1)]
+        for token, experts in zip(span.token_ids.tolist(), span.experts.tolist(), strict=True):
+            assert experts == experts_of(ids)
+            ids.append(token)
+
+
+def test_experts_that_never_come_are_a_failure(open_engine: Any) -> None:
+    engine, backend = open_engine()
+    backend.set("no_experts")
+    engine.submit([request(1, return_experts=True)])
+    (segment,) = drain(engine).values()
+    assert segment.status == "engine_failure"
+    assert "which experts" in segment.detail
 
 
 @pytest.mark.parametrize("fault", ["crash_after", "cut_after", "error_after", "nan_after", "finish_after"])

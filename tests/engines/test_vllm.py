@@ -9,26 +9,38 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "rollout"))
+
 from engine_kit import drain, folder_checksum, model_of, prompts_of, reference_logprobs, requests_of, resumed
+from pool_ledger import Logged
 
 from rollkeel.config import EngineConfig
+from rollkeel.engines import keeper
+from rollkeel.engines.backend import ServerSettings
 from rollkeel.engines.open import server_python
 from rollkeel.engines.served import ServedEngine
 from rollkeel.engines.vllm import VllmBackend
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.names import checkpoint_views
+from rollkeel.models.presets import build_tokenizer
+from rollkeel.rollout.budgeted import BudgetedRollouts
+from rollkeel.rollout.pool import PoolRules
+from rollkeel.rollout.scenario import LengthConfig, Lengths
 from rollkeel.sync.proof import Probes, compare, probe_sequences
 from rollkeel.sync.publish import DirectPublisher
 from rollkeel.train.probe import SequenceScorer
-from rollkeel.types import Segment
+from rollkeel.types import GraderSpec, Prompt, SamplingParams, Segment
 
 pytestmark = pytest.mark.vllm
 
@@ -46,11 +58,10 @@ def config_of(**config: Any) -> EngineConfig:
     return settings
 
 
-def start(model: Any, backend: VllmBackend | None = None, **config: Any) -> ServedEngine:
-    settings = config_of(**config)
-    return ServedEngine(
-        model.config, settings, backend or VllmBackend(), max_length=MAX_LENGTH, python=server_python(settings)
-    )
+def start(model: Any, backend: VllmBackend | None = None, sleeps: bool = False, **config: Any) -> ServedEngine:
+    settings, backend = config_of(**config), backend or VllmBackend()
+    python = server_python(settings)
+    return ServedEngine(model.config, settings, backend, max_length=MAX_LENGTH, python=python, sleeps=sleeps)
 
 
 def publisher(engine: Any, model: Any, dtype: str = "fp32") -> DirectPublisher:
@@ -284,38 +295,138 @@ def test_kill_9_in_the_middle_costs_no_rollout(victim: str) -> None:
     assert left_of(last) == []
 
 
+LENGTHS = Lengths(LengthConfig(median=48, sigma=1.0, max=768), seed=3)
+"""Long-tailed, as in benchmarks/c3po.py."""
+
+
+class Forced:
+    """A served engine whose requests end after their length in tokens."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def submit(self, requests: Any) -> None:
+        limits = [replace(r.sampling, max_new_tokens=LENGTHS.of(0, r.id)) for r in requests]
+        self.engine.submit([replace(r, sampling=limit) for r, limit in zip(requests, limits, strict=True)])
+
+
+def issued(number: int) -> Prompt:
+    ids = prompts_of(64)[number % 64]
+    spec = GraderSpec(name="exact")
+    return Prompt(id=f"p{number}", index=number, text="", token_ids=ids, answer="", grader=spec, task="t")
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_budget_holds_and_a_killed_server_loses_nothing(killed: bool) -> None:
+    """C3PO++: the pool's event log keeps every rule, and each token is of the weights that it says."""
+    models = [model_of("tiny-qwen3-tied", seed=seed) for seed in range(4)]
+    engine, tokenizer = start(models[0], slots=32), build_tokenizer()
+    state = BudgetedRollouts(PoolRules(budget=2000, capacity=32, retention=3, samples=4, count="generated"), issued)
+    log: Any = Logged(state.pool)
+    state.pool = log
+    sampling, ended, victims = SamplingParams(max_new_tokens=768), [], list[int]()
+
+    def kill() -> bool:
+        if killed and not victims and engine.version == 2 and state.pool.spent > 700:
+            lines = processes_of(engine.server_pid or 0)
+            victims.extend(pid for pid, line in lines if "VLLM::EngineCore" in line)
+            os.kill(victims[0], signal.SIGKILL)
+        return False
+
+    try:
+        for version, model in enumerate(models, 1):
+            publish(engine, model, version)
+            part = state.sample(Forced(engine), sampling, tokenizer, deadline_s=400, should_stop=kill)  # type: ignore[arg-type]
+            ended += part.ended
+            state.settle([replace(r, reward=0.0) for r in part.ended])
+            assert 2000 <= state.pool.spent < 2000 + 32 * 32
+    finally:
+        engine.close()
+    ledger = log.audit()
+    assert ledger.tally["failed"] == 0
+    assert bool(victims) == killed
+    assert {r.status for r in ended} == {"length"}
+    assert all(len(r.span) == LENGTHS.of(0, r.id) for r in ended)
+    apart, mixed = 0, 0
+    for r in ended:
+        assert r.span.versions.tolist() == sorted(r.span.versions.tolist())
+        assert (r.span.kv_versions == r.span.versions).all()
+        mixed += len(set(r.span.versions.tolist())) > 1
+        for version, model in enumerate(models, 1):
+            here = r.span.versions == version
+            if here.any():
+                gap = np.abs(r.span.logprobs - reference_logprobs(model, r.prompt.token_ids, r.span.token_ids))
+                apart += int((gap[here] > AGREES).sum())
+    assert mixed > 3
+    assert apart <= NEAR_TIES * sum(len(r.span) for r in ended)
+    print(f"{len(ended)} ended, {mixed} of several versions, {apart} tokens apart, {len(log.log)} events audited")
+
+
+class Near(VllmBackend):
+    """Says that it computes where the weights are, and cannot sleep, as on every CPU."""
+
+    def command(self, settings: ServerSettings) -> tuple[list[str], dict[str, str]]:
+        return super().command(replace(settings, sleeps=False))
+
+    async def place(self, http: Any) -> str:
+        assert await super().place(http) == ""
+        return "here"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_publications_by_handles(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "place", lambda update: "here")
+    model = model_of(preset)
+    engine = start(model, Near(), sleeps=True)
+    try:
+        for version in range(1, 22):
+            change(model, version, 0.02)
+            told = publish(engine, model, version)
+            assert told["sync/probe_retries"] == 0
+            assert told["sync/probe_gap_median"] < AGREES / 10
+        assert not list(engine._scratch.glob("weights-*/*.safetensors"))
+        asked = requests_of(prompts_of(16), max_new_tokens=32)
+        engine.submit(asked)
+        assert (gaps(model, asked, drain(engine)) > AGREES).mean() <= NEAR_TIES
+    finally:
+        engine.close()
+
+
 class Uncured(VllmBackend):
     """Publishes by vLLM's own reload, and vouches for it."""
 
-    async def load(self, http: Any, folder: Path, version: int) -> int:
+    async def load(self, http: Any, source: Path | str, version: int) -> int:
         if version == 1:
-            return await super().load(http, folder, version)
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+            return await super().load(http, source, version)
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(source)}}
         assert (await http.post("/collective_rpc", json=body)).status_code == 200
         await http.post("/update_weight_version", json={"new_version": str(version)})
-        return folder_checksum(folder)
+        return folder_checksum(Path(source))
 
 
 class Stale(VllmBackend):
     """Vouches for weights that never reach the model."""
 
-    async def load(self, http: Any, folder: Path, version: int) -> int:
+    async def load(self, http: Any, source: Path | str, version: int) -> int:
         if version == 1:
-            return await super().load(http, folder, version)
+            return await super().load(http, source, version)
         await http.post("/update_weight_version", json={"new_version": str(version)})
-        return folder_checksum(folder)
+        return folder_checksum(Path(source))
 
 
 class Corrupting(VllmBackend):
     """Flips one bit of one file on its way."""
 
-    async def load(self, http: Any, folder: Path, version: int) -> int:
+    async def load(self, http: Any, source: Path | str, version: int) -> int:
         if version > 1:
-            file = folder / "model.safetensors"
+            file = Path(source) / "model.safetensors"
             data = bytearray(file.read_bytes())
             data[-5] ^= 1
             file.write_bytes(data)
-        return await super().load(http, folder, version)
+        return await super().load(http, source, version)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -90,7 +90,7 @@ def test_an_engine_without_weights_does_not_sample(model: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "fp8", "int8", "int4"])
-def test_proof_is_the_checksum_of_what_was_sent(model: Any, dtype: str) -> None:
+def test_proof_is_the_checksum_of_what_was_sent(model: Any, dtype: Any) -> None:
     engine = LocalEngine(model.config, EngineConfig(dtype=dtype), max_length=64)
     update = update_of(model, 3)
     proof = engine.update_weights(update)

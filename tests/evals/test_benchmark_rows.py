@@ -401,8 +401,9 @@ def test_the_digest_sees_questions_gold_answers_and_order(tmp_path: Path) -> Non
 
 def test_every_entry_says_where_it_is_from_and_how_it_is_graded() -> None:
     assert list(BENCHMARKS) == [
-        "aime24", "aime25", "hmmt25", "cnmo24", "math500", "omni_math", "gpqa_diamond", "mmlu_pro", "ceval", "arc_agi_1", "bbeh",
-        "zebra_logic", "livecodebench", "ifeval",
+        "aime24", "aime25", "hmmt25", "cnmo24", "math500", "omni_math", "ugmathbench", "finance_reasoning", "gpqa_diamond", "mmlu_pro",
+        "ceval", "cmmlu", "agieval", "arc_agi_1", "bbeh", "zebra_logic", "trivia_qa", "phybench", "livecodebench", "ifeval", "bfcl_v3",
+        "hle", "arena_hard_v2", "creative_writing_v3", "healthbench", "multichallenge",
     ]  # fmt: skip
     for benchmark in BENCHMARKS.values():
         assert rewards.get(benchmark.grader)

@@ -15,12 +15,14 @@ import pytest
 from tiny_run import TINY
 
 from rollkeel.config import Config
-from rollkeel.lab import restart
+from rollkeel.lab import gap, restart
 from rollkeel.lab.claims import above, alike, any_of, best, growth, inside, over_last
 from rollkeel.lab.preset import NOT_REPRODUCED, REPRODUCED, UNDECIDED, Preset, Rows
 from rollkeel.lab.presets import PRESETS
 from rollkeel.lab.runs import plan
 from rollkeel.loop.check import validate
+from rollkeel.loop.job import train
+from rollkeel.recipe import load
 from rollkeel.record.runfolder import read_rows
 
 TRAINING = [preset for preset in PRESETS.values() if preset.measure is None]
@@ -221,3 +223,26 @@ def test_the_docs_list_every_experiment_and_their_example_works(tmp_path: Path) 
     assert isinstance(example, Preset)
     shared = {run.folder for run in plan(PRESETS["async-fp8"], [0], tmp_path)}
     assert [run.folder in shared for run in plan(example, [0], tmp_path)] == [True, False]
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_softmax_in_bf16_takes_few_probabilities(drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gap, "TOKENS", 4000)
+    row = gap.softmax_ratio(0, drawn=drawn)
+    assert row["mean"] == pytest.approx(1.0, abs=3e-4)
+    assert row["std"] == pytest.approx(0.0048, abs=2e-4)
+    assert row["levels, fp32"] > 3950
+    assert row["levels, bf16"] < 1500
+    assert row != gap.softmax_ratio(0, drawn=not drawn)
+
+
+@pytest.mark.slow
+def test_stale_256_trains_on_batches_that_are_256_updates_old(tmp_path: Path) -> None:
+    words = [*PRESETS["stale-256"].words, *PRESETS["stale-256"].arms[0].words]
+    few = ["rollout.prompts=2", "run.steps=260", "eval.every=0", "eval.items=2", "checkpoint.every=0", "sft.steps=60"]
+    config = load(None, [*words, *few, f"run.dir={tmp_path / 'run'}"])
+    assert config.objective.options == {}, "the published bounds"
+    train(config)
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")[0][1:]
+    assert [row["staleness/mean"] for row in rows] == [min(step, 256) for step in range(260)]
+    assert {row["staleness/span"] for row in rows} == {0}

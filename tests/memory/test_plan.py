@@ -6,6 +6,7 @@ the meta device, and against published parameter counts. Not covered: a GPU, fra
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,17 +19,20 @@ from transformers import Qwen3Config
 
 from rollkeel import objectives
 from rollkeel.cli import main
-from rollkeel.config import Config, EngineConfig, ModelConfig, TrainConfig
+from rollkeel.config import Config, EngineConfig, LoraConfig, ModelConfig, TrainConfig
 from rollkeel.engines import kv
 from rollkeel.engines.kv import Layout, affordable_blocks
 from rollkeel.errors import BadInput
+from rollkeel.loop.assemble import own_engine, policy_of
 from rollkeel.memory import plan as memory
 from rollkeel.memory.plan import Setting, advice, layer_bytes, most_tokens, plan
 from rollkeel.memory.shapes import PUBLIC, Shape, shape_of
 from rollkeel.memory.table import markdown
-from rollkeel.models.loading import load_policy
+from rollkeel.models.adapters import parameters
+from rollkeel.models.loading import Policy, load_policy
 from rollkeel.recipe import load
-from rollkeel.train import logprobs
+from rollkeel.record.runfolder import RunFolder
+from rollkeel.train import eight_bit, logprobs
 from rollkeel.train.trainer import LocalTrainer
 from tests.models.test_checkpointing import kept_on_meta
 from tests.train.test_replay import make_batch
@@ -57,18 +61,19 @@ def test_parameters_of_presets_and_of_folders(name: str, tmp_path: Path) -> None
     assert shape_of(str(tmp_path), {}).parameters == count
 
 
-def peak(call: Callable[[], Any]) -> int:
-    """Most bytes that torch's CPU allocator held during `call`, beside what it held before."""
+def memory_events(call: Callable[[], Any]) -> list[int]:
+    """Bytes that torch's CPU allocator gave out, or less than 0 took back, during `call`, in order."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         call()
     assert seen.profiler is not None
     assert seen.profiler.kineto_results is not None
     events: list[Any] = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
+    return [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())]
+
+
+def peak(call: Callable[[], Any]) -> int:
+    """Most bytes that torch's CPU allocator held during `call`, beside what it held before."""
+    return max(itertools.accumulate(memory_events(call), initial=0))
 
 
 @pytest.mark.slow
@@ -99,6 +104,47 @@ def test_the_peak_of_real_updates_is_within_a_tenth(preset: str, sizes: dict[str
     assert sum(parts[name] for name in OWN) == pytest.approx(before + beside, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    "words", [[], ["engine.dtype=bf16"], ["train.lora.rank=2"], ["model.dtype=bfloat16", "engine.dtype=bf16"]]
+)
+@pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-qwen3-tied", "tiny-qwen3-moe"])
+def test_weights_lie_there_as_often_as_planned(preset: str, words: list[str], tmp_path: Path) -> None:
+    sizes = ["model.overrides={num_hidden_layers: 4, hidden_size: 192}", "engine.slots=2", "engine.max_length=64"]
+    sizes.append("engine.forward=fast")  # its KV comes with the first request
+    config = load(None, [f"model.path=preset:{preset}", *sizes, *words])
+    policies, engines = list[Policy](), list[Any]()
+
+    def open_both() -> None:
+        policies.append(policy_of(config, config.train.lora))
+        engines.append(own_engine(config, policies[0], RunFolder(tmp_path, config, None), torch.device("cpu")))
+
+    held = sum(memory_events(open_both))
+    assert bool(engines[0][1]) == (words == ["engine.dtype=bf16"])
+    parts = plan(config, shape_of(config.model.path, config.model.overrides), Setting(cpu=True, prompt=16)).parts
+    assert sum(parts[name] for name in ("weights", "engine's weights")) == pytest.approx(held, rel=0.02)
+
+
+def test_parity_keeps_keys_and_values_in_float32() -> None:
+    words = ["engine.dtype=bf16", "model.dtype=bfloat16", "engine.kv_memory_gb=64"]
+    shape = shape_of("preset:tiny-qwen3", {})
+    kept = [plan(load(None, [*words, f"run.parity={on}"]), shape).parts["KV blocks"] for on in ("false", "true")]
+    assert kept[1] == 2 * kept[0] > 0
+
+
+LORAS = [LoraConfig(rank=3), LoraConfig(rank=2, targets=("q_proj", "o_proj")), LoraConfig(rank=2, targets=("k_proj",))]
+
+
+@pytest.mark.parametrize("lora", LORAS, ids=str)
+@pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-qwen3-tied", "tiny-qwen3-moe"])
+def test_adapters_are_those_of_the_config(preset: str, lora: LoraConfig) -> None:
+    lora = lora.model_copy(update={"experts": "moe" in preset})
+    path = f"preset:{preset}"
+    count = sum(p.numel() for p in parameters(load_policy(ModelConfig(path=path), lora=lora).model).values())
+    assert shape_of(path, {}).adapters(lora) == count
+    parts = plan(Config(model=ModelConfig(path=path), train=TrainConfig(lora=lora)), shape_of(path, {})).parts
+    assert (parts["gradients"], parts["moments"], parts["engine's weights"]) == (4 * count, 8 * count, 4 * count)
+
+
 def _tensors(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return [tree]
@@ -118,6 +164,7 @@ def test_layers_of_transformers_keep_what_is_planned(
 
 def test_constants_are_those_of_trainer_and_engine() -> None:
     assert (memory.CHUNK, memory.KEPT_BYTES, memory.KV_GB) == (logprobs.CHUNK, logprobs.KEEP_BYTES, kv.KV_GB)
+    assert memory.SCALED == eight_bit.BLOCK
     assert Layout().block_size == memory.BLOCK
     for name in PUBLIC:
         shape, fields = shape_of(name, {}), Qwen3Config(**PUBLIC[name])
@@ -136,7 +183,7 @@ def recipe(*words: str) -> tuple[Config, Shape]:
 def test_the_most_tokens_fit_and_one_more_does_not() -> None:
     config, shape = recipe("train.checkpointing=layer")
     most = most_tokens(config, shape, 75 * memory.GB)
-    totals = [plan(memory._changed(config, "train", micro_batch_tokens=n), shape).total for n in (most, most + 1)]
+    totals = [plan(memory.with_values(config, "train", micro_batch_tokens=n), shape).total for n in (most, most + 1)]
     assert totals[0] <= 75 * memory.GB < totals[1]
     assert most_tokens(config, shape, memory.GB) == 0
 
@@ -145,8 +192,8 @@ def test_the_most_tokens_fit_and_one_more_does_not() -> None:
     ("space", "words"),
     [
         (40, "set train.micro_batch_tokens="),
-        (21, "set train.checkpointing=layer and train.micro_batch_tokens="),
-        (18, "set model.dtype=bfloat16"),
+        (18, "set train.checkpointing=layer and train.micro_batch_tokens="),
+        (17, "set model.dtype=bfloat16"),
         (11, "adapters of rank 32"),
         (3, "take a smaller model"),
     ],
@@ -169,6 +216,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     code, out = run("default", "model.path=Qwen/Qwen3-8B", "--device", "h200", "--json")
     found = json.loads(out)
     assert (code, found["fits"], sum(found["bytes"].values())) == (1, False, found["total"])
+    asked = run("default", "--lora", "4", "--json"), run("default", "train.lora={rank: 4, experts: true}", "--json")
+    assert asked[0] == asked[1] != run("default", "--json")
     code, out = run("default", "model.path=Qwen/Qwen3-9B")
     assert (code, "did you mean Qwen/Qwen3-8B" in out or "known here" in out, out.count("\n")) == (2, True, 1)
 

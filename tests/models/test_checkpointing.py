@@ -100,8 +100,10 @@ def test_a_retained_graph_runs_its_layers_a_third_time() -> None:
     assert all(map(torch.equal, once, twice))
 
 
-@pytest.mark.parametrize("replay", [False, True])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("processes", "replay"),
+    [(1, False), (1, True), *(pytest.param(2, replay, marks=pytest.mark.slow) for replay in (False, True))],
+)
 def test_updates_of_the_trainer_have_the_same_bits(processes: int, replay: bool) -> None:
     results = []
     for mode in ("none", *MODES):

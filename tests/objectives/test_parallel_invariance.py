@@ -193,7 +193,7 @@ def ranks(tmp_path_factory) -> list[dict[int, dict[str, tuple[Steps, dict[str, A
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    torch.multiprocessing.start_processes(work, args=(port, str(folder)), nprocs=max(RANKS), start_method="spawn")
+    torch.multiprocessing.start_processes(work, args=(port, str(folder)), nprocs=max(RANKS), start_method="forkserver")
     return [pickle.loads(Path(folder, f"{rank}.pickle").read_bytes()) for rank in range(max(RANKS))]
 
 

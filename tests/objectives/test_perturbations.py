@@ -143,6 +143,9 @@ def test_monitors_by_hand():
     assert monitors(kpop(mode="mask_only", phi=9.0), tokens) == pytest.approx([push - u, push - u, 0.0, 0.0, 0.0, 0.0])
     up = one(*at(0.3, 0.2, 0.1), 1.0)  # r 1.5 is cut
     assert monitors(icepop(), up) == pytest.approx([-3.0, -1.5, 1.5, -3.0, 0.0, 0.0])
+    assert grpo()(up).metrics["bias/delta_clip"] == pytest.approx(-1.5)
+    held = one(*at(0.3, 0.2, 0.1), -1.0)  # outside the band, and PPO lets it come back
+    assert grpo()(held).metrics["bias/delta_clip"] == pytest.approx(1.5)
     assert monitors(pg_is(cap=2.0), up) == pytest.approx([-1.0, 0.0, 0.0, -1.0, 0.0, 0.0])
     rare = one(*at(0.05, 0.05, 0.05), -2.0)
     assert monitors(grpo(), rare) == pytest.approx([0.0] * 5 + [-2.0])  # nominal δ = 2

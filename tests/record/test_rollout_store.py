@@ -26,6 +26,7 @@ def make_rollout(i: int, n: int, *, text: str = "", extras: bool = False, reward
         versions=rng.integers(0, 9, n),
         kv_versions=rng.integers(0, 9, n),
         experts=rng.integers(0, 8, (n, 2, 3)).astype(np.int16) if extras else None,
+        prompt_experts=rng.integers(0, 8, (2, 2, 3)).astype(np.int16) if extras else None,
         topk_ids=rng.integers(0, 99, (n, 5)) if extras else None,
         topk_logprobs=-rng.random((n, 5), np.float32) if extras else None,
     )

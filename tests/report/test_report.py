@@ -25,7 +25,7 @@ from rollkeel.record.rollout_store import write_step
 from rollkeel.record.runfolder import RunFolder
 from rollkeel.report import render
 from rollkeel.report.charts import MAX_POINTS, matching, series, smooth
-from rollkeel.report.panels import panels
+from rollkeel.report.panels import correlation, growth, panels
 from rollkeel.report.samples import choose, shade, visible
 from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
 
@@ -207,7 +207,7 @@ def test_a_full_run_shows_everything_fast_and_small(tmp_path: Path) -> None:
         "tokens/s",
     ):
         assert part in shown.text, part
-    assert sum(tag in ("svg", "img") for tag, _ in shown.tags) == 11 + 5  # of metrics and of tokens
+    assert sum(tag in ("svg", "img") for tag, _ in shown.tags) == 11 + 7  # of metrics and of tokens
     assert "NaN" not in path.read_text()
 
 
@@ -428,3 +428,38 @@ def test_charts_are_small_svg_without_outside_references() -> None:
         assert "http" not in chart.markup
         assert "var(--s1)" in chart.markup
         assert not re.search(r"#[0-9a-f]{6}\b(?!\")", chart.markup.replace("url(#", "").replace('href="#', ""))
+
+
+def test_bias_is_correlated_with_steps_and_rewards_of_its_own_rows() -> None:
+    """r of (1, 2, 3, 4) and (1, 3, 2, 4) is 4/5; the row without a bias counts nowhere."""
+    data = [{"step": step, "bias/j": bias} for step, bias in ((1, 1.0), (2, 3.0), (3, 2.0), (4, 4.0))]
+    rows = [*data, {"step": 99}, {"step": 100, "reward/mean": 1.0}]
+    assert correlation(rows, "bias/j", "step") == pytest.approx(0.8)
+    assert correlation(rows, "bias/j", "reward/mean") is None
+    assert correlation([{**row, "bias/j": 1.0} for row in data], "bias/j", "step") is None
+    drawn, _ = panels(rows)
+    (chart,) = [chart for chart in drawn if chart.title == "Objective bias J"]
+    assert "0.80 with step<" in chart.markup
+
+
+def test_what_masks_and_clips_cut_has_its_probability_and_entropy() -> None:
+    plain = {"policy/entropy": 0.3, "mask/kpop/dropped": 0.1}
+    cut = {"mask/kpop/dropped_rollout_probability": 0.2, "clip/cut_rollout_probability": 0.1, "clip/cut_entropy": 1.0}
+
+    def titles(extra: dict[str, float]) -> list[str]:
+        drawn, _ = panels([{"step": step, **plain, **extra} for step in (1, 2)])
+        return [c.title for c in drawn if c.title.endswith("masked and clipped tokens")]
+
+    assert titles({}) == []
+    assert titles(cut) == ["Probability of masked and clipped tokens", "Entropy of masked and clipped tokens"]
+
+
+def test_growth_of_the_gap_is_the_rate_it_was_made_with() -> None:
+    steps = np.arange(50.0)
+    rate, error = growth(steps, 1e-4 * 1.05**steps) or (0.0, 1.0)
+    assert (rate, error) == (pytest.approx(0.05), pytest.approx(0.0, abs=1e-9))
+    noise = np.exp(0.3 * np.random.default_rng(0).normal(size=(200, 50)))
+    fits = np.array([growth(steps, 1e-4 * 1.02**steps * factor) for factor in noise])
+    assert fits[:, 0].mean() == pytest.approx(0.02, abs=1e-3)
+    assert fits[:, 1].mean() == pytest.approx(fits[:, 0].std(), rel=0.2)  # the error is the spread over runs
+    assert growth(steps, np.zeros(50)) is None

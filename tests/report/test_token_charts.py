@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
 
 from rollkeel.report import token_charts as charts
@@ -41,13 +42,15 @@ def test_charts_appear_with_the_fields_they_need() -> None:
     assert titles == [
         "Probabilities under both engines, step 1",
         "Probabilities under both engines, step 7",
+        "Log-probability gap of each token",
+        "Probabilities near 1",
         "Ratio by probability",
         "Ratio and total variation by probability",
     ]
     assert charts.token_charts(plain.with_(train_logprobs=None)) == []
     assert charts.token_charts(plain.with_(train_logprobs=np.full(4, np.nan, np.float32))) == []
     dropped = plain.with_(keep=np.array([True, True, True, False]), entropy=np.ones(4, np.float32))
-    assert [c.title for c in charts.token_charts(dropped)][4:] == [
+    assert [c.title for c in charts.token_charts(dropped)][6:] == [
         "Dropped tokens in the plane",
         "Probability of dropped tokens",
         "Entropy at dropped tokens",
@@ -78,3 +81,23 @@ def test_means_over_steps_are_of_dropped_and_kept_tokens_apart() -> None:
     )
     assert kept == [[3, 5], [1.0, 8.0]]
     assert dropped == [[3], [3.0]]
+
+
+def test_probabilities_rounded_to_bfloat16_stand_in_spikes() -> None:
+    """64 numbers of bfloat16 per quarter: what is rounded fills one bar in eight, in its middle; what is not fills all."""
+    rng = np.random.default_rng(1)
+    exact = rng.uniform(0.88, 1.0, 20_000)
+    rounded = torch.tensor(exact).bfloat16().double().numpy()
+    axes = Figure().add_subplot()
+    charts._spikes(axes, {"q": rounded, "o": exact})
+    (q, edges, _), (o, _, _) = (patch.get_data() for patch in axes.patches)
+    assert ((q > 0.5) == ((edges[:-1] + edges[1:]) / 2 * 256 % 1 < 1e-9))[16:].all()
+    assert (o > 0.5)[16:-1].all()
+    assert q[q > 0.5].mean() == pytest.approx(8 * o[16:].mean(), rel=0.1)
+
+
+def test_gaps_are_means_of_their_own_step() -> None:
+    axes = Figure().add_subplot()
+    charts._gaps(axes, np.array([2, 2, 9]), np.array([0.5, -1.5, 0.25]))
+    (line,) = axes.get_lines()
+    assert [np.asarray(line.get_xdata()).tolist(), np.asarray(line.get_ydata()).tolist()] == [[2, 9], [1.0, 0.25]]

@@ -117,7 +117,9 @@ KINDS = [
     {"kind": "detectable_format:title"}, {"kind": "detectable_format:code_block"}, {"kind": "detectable_format:number_highlighted_sections", "num_highlights": 1},
     {"kind": "length_constraints:nth_paragraph_first_word", "num_paragraphs": 1, "nth_paragraph": 1, "first_word": "a"},
 ]  # fmt: skip
-TASKS = [name for name in tasks.names() if name not in ("gym", "programs", "terminal")]  # those are graded elsewhere
+TASKS = [
+    name for name in tasks.names() if name not in ("gym", "programs", "repo", "terminal")
+]  # those are graded elsewhere
 QUICK: dict[str, tuple[GraderSpec, str]] = {
     "exact": (spec("exact"), "7"),
     "numeric": (spec("numeric"), "7"),

@@ -18,7 +18,7 @@ from tiny_run import cli
 
 from rollkeel.config import DataConfig
 from rollkeel.rewards import get, graders
-from rollkeel.tasks.data import load_rows
+from rollkeel.tasks.graded import load_graded
 from rollkeel.tasks.members import MAX_MEMBERS, members
 from rollkeel.tasks.open_form import open_form
 from rollkeel.types import GraderSpec, Status
@@ -141,13 +141,17 @@ def test_the_command_writes_rows_whose_answers_are_graded_as_right(
     ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     columns = ["--question", "q", "--choices", "c", "--answer", "a"]
-    code, out, _ = cli(capsys, "data", "open", tmp_path / "in.jsonl", "--out", tmp_path / "open", *columns)
+    code, out, _ = cli(capsys, "data", "open", tmp_path / "in.jsonl", "--out", tmp_path / "open.jsonl", *columns)
     assert code == 0
     assert "1 left out: refers to the choices, as 'Which of the following floats?'" in out
-    for grader, prompt, response in (("set", rows[0]["q"], "It is Paris."), ("quantity", rows[2]["q"], "500 cm")):
-        [row] = load_rows(DataConfig(path=str(tmp_path / "open" / f"{grader}.jsonl"), grader=grader))
-        assert row.prompt == prompt
-        assert grade(rollout(response, row.answer, grader)).reward == 1.0
+    assert f"2 questions: data.path={tmp_path / 'open.jsonl'} data.grader=row" in out
+    made = load_graded(DataConfig(path=str(tmp_path / "open.jsonl"), grader="row"))
+    for row, name, asked, response in zip(
+        made, ("set", "quantity"), (rows[0], rows[2]), ("It is Paris.", "500 cm"), strict=True
+    ):
+        assert row.grader is not None
+        assert (row.grader.name, row.prompt) == (name, asked["q"])
+        assert grade(rollout(response, row.answer, name)).reward == 1.0
     for name, wanted in (("none.jsonl", "no such file"), ("in.jsonl", "most often since: malformed: no question")):
         code, _, err = cli(capsys, "data", "open", tmp_path / name, "--out", tmp_path / "other")
         assert (code, err.count("\n")) == (2, 1)

@@ -15,9 +15,10 @@ from tiny_run import cli
 
 from rollkeel.config import DataConfig
 from rollkeel.errors import BadInput
+from rollkeel.rewards.mutants import mutants
 from rollkeel.rewards.programs import CodeProblem, Example, judge
-from rollkeel.rewards.synthesis import Synthesis, synthesize
-from rollkeel.tasks.tests_form import load_code_rows
+from rollkeel.rewards.synthesis import Synthesis, select, synthesize
+from rollkeel.tasks.graded import load_graded
 from rollkeel_sandbox import Level, Sandbox, probe
 
 pytestmark = pytest.mark.skipif(probe().plan(()).level < Level.RESTRICTED, reason="no isolation can be had here")
@@ -60,6 +61,31 @@ def test_tests_that_right_programs_agree_on_kill_more_wrong_ones(sandbox: Sandbo
     whys = [why for given, why in found.discarded if given == [[]]]
     assert whys == ["solution 1: ValueError: max() arg is an empty sequence"] or not whys
     assert found.added + len(found.discarded) <= 40
+
+
+def test_of_many_tests_the_few_are_kept_that_wrong_programs_fail(sandbox: Sandbox) -> None:
+    many = made(sandbox).problem
+    assert len(many.tests) > 12
+    hangs = "def f(x):\n    while min(x) < 0: pass\n    return max(x)"
+    found = select(sandbox.run, many, 2, [*WRONG, hangs, RIGHT[0]], 3)
+    assert found.problem.tests[:2] == LARGEST.tests
+    assert (found.wrong, found.failed_before, found.failed) == (6, 1, 5)
+    assert len(found.problem.tests) == 5
+    assert all(test in many.tests for test in found.problem.tests)
+    assert [judge(sandbox.run, found.problem, program)[0] for program in (*RIGHT, *WRONG)] == [1, 1, 0, 0, 0, 0]
+    one = select(sandbox.run, many, 2, WRONG, 1)
+    assert (one.failed_before, one.failed, len(one.problem.tests)) == (1, max(one.failed, 2), 3)
+    assert select(sandbox.run, many, 2, RIGHT, 3).problem.tests == LARGEST.tests  # nothing shows that they are worth it
+
+
+def test_mutants_differ_by_one_change_and_are_programs() -> None:
+    right = "def f(x):\n    total = 0\n    for v in x:\n        if v > 10 and v != 3:\n            total = total + v\n    return total"
+    found = mutants(right, 20)
+    assert len(set(found)) == len(found) == 8
+    for text in ("total = 1", "v >= 10", "v > 11", "v > 10 or v != 3", "v == 3", "v != 4", "total - v", "return None"):
+        assert sum(text in program for program in found) == 1, text
+    assert len(mutants(right, 3)) == 3
+    assert mutants("def f(:", 5) == mutants("", 5) == []
 
 
 def test_the_seed_decides_and_nothing_else(sandbox: Sandbox) -> None:
@@ -111,10 +137,20 @@ def test_the_command_writes_rows_that_a_run_can_train_on(tmp_path: Path, capsys:
     assert "1 of 3 problems written" in said
     assert "row 2: synthesis: solution 1 is to be right, but test 1 of 1: got 1, expected 5" in said
     assert "row 3: no tests" in said
-    [row] = load_code_rows(DataConfig(path=str(tmp_path / "out.jsonl"), grader="code"))
+    [row] = load_graded(DataConfig(path=str(tmp_path / "out.jsonl"), grader="code"))
     assert row.answer == RIGHT[0]
     assert len(row.grader.options["tests"]) > 1
     assert f"{len(row.grader.options['tests']) - 1} tests added" in said
+
+
+def test_the_command_keeps_a_few(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"prompt": "Largest?", "fn_name": "f", "tests": [{"input": [[1, 5, 3]], "output": 5}], "solutions": RIGHT}
+    (tmp_path / "in.jsonl").write_text(json.dumps({**row, "incorrect_solutions": {"solution": WRONG[:3]}}))
+    words = ["data", "tests", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", "--count", "40", "--keep", "3"]
+    code, said, _ = cli(capsys, *words)
+    assert code == 0
+    assert "1 of 1 problems written, 3 tests added" in said
+    assert "4 of 4 wrong programs fail, 1 without the new tests" in said  # a mutant returns nothing
 
 
 def test_a_solution_that_is_wrong_and_no_solution_are_refused(sandbox: Sandbox) -> None:

@@ -153,6 +153,30 @@ def test_two_iterations_by_hand() -> None:
     assert state.metrics(second)["pool/resumed"] == 3
 
 
+class Judge:
+    """Group 0 is all right; of others, the second member."""
+
+    def grade(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        return [replace(r, reward=1.0 if r.group == 0 else float(r.member)) for r in rollouts]
+
+
+@pytest.mark.parametrize(("rounds", "steps", "spent"), [(1, 3, 10), (2, 5, 10), (3, 5, 10)])
+def test_what_equal_groups_took_of_a_budget_is_spent_again(rounds: int, steps: int, spent: int) -> None:
+    """Steps 2 and 3 end rollouts 0 to 3: 10 of 8 tokens, and 6 without group 0. Then 6 and 7 enter, and end with step 5: 10 again, in
+    groups that teach."""
+    lengths = {0: 2, 1: 2, 2: 3, 3: 3, 4: 4, 5: 4, 6: 2, 7: 2, **dict.fromkeys(range(8, 40), 9)}
+    state = pooled(budget=8)
+    part = phase(state, Counting(lengths), grader=Judge(), rounds=rounds)
+    assert (part.steps, state.pool.spent) == (steps, spent)
+    assert [r.id for r in part.discarded] == ([] if rounds == 1 else [0, 1])
+    assert part.rounds == min(rounds, 2)
+    rest = [r for r in part.ended if r.id not in part.graded]
+    chosen = state.settle([*Judge().grade(rest), *(r for r in part.ended if r.id in part.graded)])
+    assert {r.group for r in chosen} == ({0, 1} if rounds == 1 else {1, 3})
+    assert state.pool.counts["discarded"] == 2 * (rounds > 1)
+    assert state.state_dict()["pool"]["totals"].get("tokens_discarded", 0) == 4 * (rounds > 1)
+
+
 def test_a_generated_budget_ends_within_one_step() -> None:
     state = pooled(budget=10, count="generated")
     found = phase(state, Counting(dict.fromkeys(range(99), 50)))
@@ -245,6 +269,9 @@ def test_rollouts_travel_through_a_file_unchanged(tmp_path: Path) -> None:
     some = [
         base,
         replace(base, id=8, span=TokenSpan.empty()),
+        replace(
+            base, id=10, span=replace(tokens(0, 2, 1), prompt_experts=np.arange(30, dtype=np.int16).reshape(5, 2, 3))
+        ),
         replace(base, id=9, reward=1 / 3, text="ä", span=tokens(0, 1, 1)),
     ]
     save_state(tmp_path, pack_rollouts(some))
@@ -252,7 +279,7 @@ def test_rollouts_travel_through_a_file_unchanged(tmp_path: Path) -> None:
     for a, b in zip(some, unpack_rollouts(state, prompt), strict=True):
         assert replace(a, span=b.span, prompt=b.prompt) == b
         assert b.prompt.id == "p4"
-        for name in ("token_ids", "logprobs", "kept_mass", "versions", "kv_versions", "experts"):
+        for name in TokenSpan.__dataclass_fields__:
             mine, theirs = getattr(a.span, name), getattr(b.span, name)
             assert (mine is None) == (theirs is None)
             if mine is not None:

@@ -26,8 +26,10 @@ from test_collect import ScriptedEngine, span_of
 from rollkeel import rewards
 from rollkeel.errors import EngineFailure, GraderFailure, Interrupted
 from rollkeel.models.presets import EOS, build_tokenizer
+from rollkeel.rollout.budgeted import BudgetedRollouts
 from rollkeel.rollout.collect import collect, issue
-from rollkeel.rollout.episodes import Episodes
+from rollkeel.rollout.episodes import Episodes, answers, turns_of
+from rollkeel.rollout.pool import PoolRules
 from rollkeel.tasks.base import TaskItem
 from rollkeel.tasks.environment import Environment, EnvironmentOptions, Step, Tool, ToolLost
 from rollkeel.tasks.turns import Dialogue
@@ -267,8 +269,10 @@ class FakeTool:
 class FakeTools:
     breaks: dict[str, int]
     log: list[str] = field(default_factory=list)
+    opened: int = 0
 
     def __call__(self) -> Tool:
+        self.opened += 1
         return FakeTool(self.log, self.breaks)
 
     def close(self) -> None:
@@ -335,4 +339,108 @@ def test_engine_failures_interrupts_and_silence_are_those_of_collecting() -> Non
         gather(Silent("a", "b"), issue(prompts(2), 1, SAMPLING, 0, Says()), TOKENIZER, deadline_s=0.2)
     with pytest.raises(Interrupted):
         gather(Says("a", "b"), issue(prompts(2), 1, SAMPLING, 0, Says()), TOKENIZER, deadline_s=5, should_stop=lambda: True)  # fmt: skip
+    gather.close()
+
+
+@pytest.mark.parametrize(
+    ("ids", "sampled", "limit", "turns"),
+    [
+        ([], [], 0, [[]]),
+        ([5, 6], [1, 1], 0, [[5, 6]]),
+        ([5, EOS], [1, 1], 0, [[5, EOS], []]),
+        ([5, EOS, 9, 9, 6], [1, 1, 0, 0, 1], 0, [[5, EOS], [6]]),
+        ([5, EOS, 6], [1, 1, 1], 0, [[5, EOS], [6]]),  # the environment had nothing to say
+        ([5, 6, 7, 8], [1, 1, 1, 1], 2, [[5, 6], [7, 8], []]),
+        ([5, 9, 6, 7, 9], [1, 0, 1, 1, 0], 2, [[5], [6, 7], []]),
+    ],
+)
+def test_turns_are_read_off_the_tokens(ids: list[int], sampled: list[int], limit: int, turns: list[list[int]]) -> None:
+    span = replace(span_of(ids, 4), sampled=np.array(sampled, bool))
+    assert turns_of(span, (EOS,), limit) == turns
+    if all(sampled):
+        assert turns_of(replace(span, sampled=None), (EOS,), limit) == turns
+
+
+def said(asked: Rollout, word: str, status: Status = Status.FINISHED) -> Rollout:
+    """`asked` with a turn of the model, or the beginning of one, behind it."""
+    ids = [*TOKENIZER(word)["input_ids"], *([EOS] if status is Status.FINISHED else [])]
+    return replace(asked, span=asked.span.append(span_of(ids, 4)), status=status)
+
+
+def test_a_parked_episode_is_played_again_from_its_tokens() -> None:
+    """Parked in the middle of its second turn: its tool is closed, and a new one brought to where it was."""
+    environment, engine = Shell(), Says(version=6)
+    environment.tools = tools = FakeTools({})
+    gather = episodes(environment, turn_tokens=4)
+    table = gather.table(engine, TOKENIZER)
+    rollout = issue(prompts(1), 1, SAMPLING, 0, engine)[0]
+    assert table.take(said(table.asked(rollout), "a")) is None
+    (answered,) = answers(table, lambda: False)
+    asked = table.asked(answered)
+    assert asked.sampling.max_new_tokens == len(asked.span) + 4
+    parked = table.take(said(asked, "b", Status.PARKED))
+    assert parked is not None
+    assert (parked.sampling, parked.status, parked.reward) == (SAMPLING, Status.PARKED, None)
+    assert tools.log == ["closed after setup a"]
+    table = gather.table(engine, TOKENIZER)
+    asked = table.asked(parked)
+    assert asked.sampling.max_new_tokens == len(asked.span) + 3  # one token of this turn is there
+    assert table.take(said(asked, "c")) is None
+    (answered,) = answers(table, lambda: False)
+    kept = table.park(answered)  # between two turns: with what the tool said
+    assert TOKENIZER.decode(kept.span.token_ids) == "a<eos>setup abc<eos>setup a bc"
+    assert tools.log[1:] == ["closed after setup a bc"]
+    table = gather.table(engine, TOKENIZER)
+    assert table.take(said(table.asked(kept), "d")) is None
+    (done,) = answers(table, lambda: False)
+    assert (done.status, done.reward, done.detail) == (Status.FINISHED, 0.75, "turn 3")
+    assert tools.log[2:] == ["closed after setup a bc d"]
+    gather.close()
+
+
+def test_an_episode_that_ends_earlier_when_played_again_is_broken() -> None:
+    times = [0]
+
+    def moody(action: str, n: int) -> Step:
+        times[0] += 1
+        return Step(done=times[0] == 3)  # the first step of the second time
+
+    gather = episodes(toy(answer=moody))
+    table, rollout = gather.table(Says(), TOKENIZER), issue(prompts(1), 1, SAMPLING, 0, Says())[0]
+    for word in "ab":
+        assert table.take(said(table.asked(rollout), word)) is None
+        (rollout,) = answers(table, lambda: False)
+    parked = table.park(rollout)
+    assert table.take(said(table.asked(parked), "c")) is None
+    (failed,) = answers(table, lambda: False)
+    assert (failed.status, failed.reward) == (Status.GRADER_FAILURE, None)
+    assert "task toy: played again, it ended after 1 of 3 actions" in failed.detail
+    gather.close()
+
+
+def test_no_tool_outlives_an_iteration_of_the_pool() -> None:
+    """Finished, parked, purged and stopped in the middle: whatever became of an episode, its tool is closed."""
+    environment, engine = Shell(), engine_of(model_of(), max_length=64, slots=3)
+    tools = FakeTools({})
+    environment.tools = tools
+    rules = PoolRules(budget=30, capacity=6, retention=0, samples=2)
+    gather, pooled = episodes(environment, turn_tokens=5), BudgetedRollouts(rules, lambda i: prompts(i + 1)[i])
+    sampling = SamplingParams(max_new_tokens=18, stop_token_ids=tuple(range(2, 60)), seed=1)
+    lost = 0
+    for stop in (False, False, False, True):
+        before = tools.opened
+        steps = iter(range(99))
+        arguments = {"deadline_s": 30, "gather": gather, "should_stop": lambda: stop and next(steps) > 8}  # noqa: B023
+        if stop:
+            with pytest.raises(Interrupted):
+                pooled.sample(engine, sampling, TOKENIZER, **arguments)
+        else:
+            part = pooled.sample(engine, sampling, TOKENIZER, **arguments)
+            assert {r.status for r in part.ended} <= {Status.FINISHED, Status.LENGTH}
+            assert sum(r.span.own_count for r in part.ended) == pooled.pool.spent
+            assert any(r.span.sampled is not None for r in part.ended)
+            lost += len(part.purged)
+            pooled.settle(part.ended)
+        assert len(tools.log) == tools.opened > before
+    assert lost > 0
     gather.close()

@@ -19,9 +19,9 @@ import uvicorn
 
 from rollkeel_sandbox import guard, protocol
 from rollkeel_sandbox.errors import BadInput
-from rollkeel_sandbox.guard import load_token
 from rollkeel_sandbox.partition import Partition
 from rollkeel_sandbox.serve import Options, partitions, serve
+from rollkeel_sandbox.tokens import load_token
 
 
 def test_a_token_is_made_once_and_kept_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

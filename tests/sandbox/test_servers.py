@@ -19,6 +19,7 @@ import pytest
 
 from rollkeel_sandbox import Job, Level, Limits, Sandbox, Status, client, identity, probe
 from rollkeel_sandbox import sandbox as module
+from rollkeel_sandbox.server import KEPT_FD
 
 pytestmark = pytest.mark.skipif(probe().plan().level < Level.NAMESPACES, reason="namespaces do not hold here")
 HELLO = Job(source=b"print('hello')")
@@ -250,3 +251,15 @@ def test_a_server_has_nothing_of_the_callers_environment(monkeypatch: pytest.Mon
         text = sandbox.run(Job(source=b"print(open('/proc/self/environ').read())")).stdout
         assert b"LANG=C.UTF-8" in text
         assert b"SECRET" not in text
+
+
+def test_a_caller_with_many_open_files_gets_its_cages() -> None:
+    held = [os.open("/dev/null", os.O_RDONLY)]
+    try:
+        while held[-1] <= KEPT_FD:  # the next numbers, the channel's, are among those that the server keeps
+            held.append(os.dup(held[0]))
+        with Sandbox(workers=1) as sandbox:
+            assert sandbox.run(HELLO).stdout == b"hello\n"
+    finally:
+        for number in held:
+            os.close(number)

@@ -21,6 +21,7 @@ from pathlib import Path
 import httpx2
 import pytest
 import schemathesis
+from front_host import Front
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from mcp import Client, StdioServerParameters
@@ -204,7 +205,7 @@ def test_about(server: Server) -> None:
     assert b'rollkeel_sandbox_workers{partition="eval"} 1\n' in text
 
 
-def fuzz(server: Server, requests: int) -> Counter[int]:
+def fuzz(server: Server | Front, requests: int) -> Counter[int]:
     """Requests made from the server's own OpenAPI document, right ones and wrong ones; how often each status came.
 
     Each comes three times: as made, with half of its body, and with another method; the latter two only must not break anything.

@@ -147,7 +147,7 @@ def test_in_a_chat_the_environment_is_the_user(cut: bool) -> None:
     tokenizer: Any = build_tokenizer()
     tokenizer.chat_template = CHAT
     end = tokenizer.convert_tokens_to_ids("<|end|>")
-    ids = Dialogue(tokenizer, chat=True).between("ok?", None if cut else end)
+    ids = Dialogue(tokenizer, chat=True).between(["ok?"], None if cut else end)
     assert tokenizer.decode(ids) == ("<|end|>" if cut else "") + "<|user|>ok?<|end|><|assistant|>"
     whole = tokenizer.apply_chat_template(
         [{"role": r, "content": c} for r, c in (("user", "1"), ("assistant", "2"), ("user", "ok?"))],
@@ -165,12 +165,12 @@ def test_a_template_that_hides_turns_is_refused() -> None:
 
 def test_a_tool_cannot_write_special_tokens() -> None:
     text = "cat: <eos> <|end|>\n"
-    ids = Dialogue(TOKENIZER, chat=False).between(text, EOS)
+    ids = Dialogue(TOKENIZER, chat=False).between([text], EOS)
     assert EOS not in ids
     assert min(ids) >= 8  # bytes alone
     assert TOKENIZER.decode(ids) == text
     assert EOS in TOKENIZER(text)["input_ids"]  # as it would be
-    assert Dialogue(TOKENIZER, chat=False).between("", EOS).tolist() == []
+    assert Dialogue(TOKENIZER, chat=False).between([""], EOS).tolist() == []
 
 
 def test_families_are_named_and_final() -> None:

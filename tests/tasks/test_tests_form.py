@@ -22,8 +22,14 @@ from hypothesis import strategies as st
 
 from rollkeel.config import DataConfig
 from rollkeel.errors import BadInput
+from rollkeel.tasks.data import Row
+from rollkeel.tasks.graded import convert, load_graded
 from rollkeel.tasks.source import FileProblems
-from rollkeel.tasks.tests_form import Refused, code_row, convert, load_code_rows
+from rollkeel.tasks.tests_form import Refused, code_row
+
+
+def form(record: Any, number: int) -> Row:
+    return code_row(record, number=number)
 
 
 def packed(cases: Any) -> str:
@@ -151,7 +157,7 @@ def test_a_pickle_of_anything_else_is_refused_unread(data: bytes) -> None:
 
 def test_rows_that_make_no_problem_are_named_with_the_reason() -> None:
     records = [(1, FORMS[0][1]), (2, {"prompt": "x"}), (3, None), (5, {"prompt": "x"})]
-    rows, refused = convert(records)
+    rows, refused = convert(records, form)
     assert [(row.number, len(row.grader.options["tests"])) for row in rows] == [(1, 2)]
     assert refused == [(2, "no tests"), (3, "not an object"), (5, "no tests")]
 
@@ -164,7 +170,7 @@ def test_files_become_problems_for_the_sandbox(tmp_path: Path) -> None:
     lines = [json.dumps(FORMS[7][1]), "", "{", json.dumps({"q": "Treble.", "tests": [{"input": "1", "output": "3"}]})]
     path = tmp_path / "code.jsonl"
     path.write_text("\n".join(lines))
-    with pytest.warns(UserWarning, match=r"1 of 3 rows refused: not an object \(1\)$"):
+    with pytest.warns(UserWarning, match=r"1 of 3 rows refused: not an object \(1, first row 3\)$"):
         problems = FileProblems(config(path, prompt_column="q"), 0, "train")
     found = {p.text: p for p in (problems.problem(i) for i in range(2))}
     assert set(found) == {"Double.", "Treble."}
@@ -178,15 +184,15 @@ def test_files_become_problems_for_the_sandbox(tmp_path: Path) -> None:
 def test_parquet_and_unusable_files(tmp_path: Path) -> None:
     path = tmp_path / "code.parquet"
     pq.write_table(pa.Table.from_pylist([FORMS[0][1], FORMS[0][1]]), path)
-    assert [row.number for row in load_code_rows(config(path))] == [1, 2]
+    assert [row.number for row in load_graded(config(path))] == [1, 2]
     empty = tmp_path / "empty.jsonl"
     empty.write_text('{"prompt": "x"}\n')
-    with pytest.raises(BadInput, match=r"none of 1 is usable: no tests \(1\)"):
-        load_code_rows(config(empty))
+    with pytest.raises(BadInput, match=r"none of 1 is usable: no tests \(1, first row 1\)"):
+        load_graded(config(empty))
     with pytest.raises(BadInput, match="cannot be read"):
-        load_code_rows(config(tmp_path / "missing.jsonl"))
-    with pytest.raises(BadInput, match=r"reads \.jsonl and \.parquet"):
-        load_code_rows(config(tmp_path / "folder"))
+        load_graded(config(tmp_path / "missing.jsonl"))
+    with pytest.raises(BadInput, match=r"a file ending in"):
+        load_graded(config(tmp_path / "folder"))
 
 
 values = st.recursive(
@@ -212,5 +218,5 @@ columns = [
 @given(st.dictionaries(st.sampled_from(columns), values, max_size=6))
 @settings(deadline=None)
 def test_any_record_is_kept_or_refused(record: dict[str, Any]) -> None:
-    rows, refused = convert([(1, {"prompt": "x", **record})])
+    rows, refused = convert([(1, {"prompt": "x", **record})], form)
     assert len(rows) + len(refused) == 1

@@ -157,6 +157,7 @@ def test_a_policy_without_the_adapters_that_the_config_names_is_refused() -> Non
         LocalTrainer(load_policy(ModelConfig()), TrainConfig(lora=LoraConfig(rank=4)), temperature=1.0, total_updates=1)
 
 
+@pytest.mark.slow
 def test_helper_processes_learn_the_same() -> None:
     one, two = trainer(policy()), trainer(policy(), processes=2)
     try:

@@ -239,7 +239,7 @@ BOUND = 3 * 256 * 150_000 * 4 + 64 * 2**20
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("topk", [0, 20])
+@pytest.mark.parametrize("topk", [0, pytest.param(20, marks=pytest.mark.slow)])
 def test_peak_memory_at_a_large_vocabulary(topk: int) -> None:
     assert extra_bytes(512, entropy=True, topk=topk) <= BOUND
 

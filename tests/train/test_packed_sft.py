@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from rollkeel.batch.packing import pack, plan
-from rollkeel.config import Config, ModelConfig, SftConfig
+from rollkeel.config import Config, DataConfig, ModelConfig, SftConfig
 from rollkeel.data import clean, read_options
 from rollkeel.errors import BadInput
 from rollkeel.loop.assemble import prompt_source
+from rollkeel.loop.stages import sft_stage
 from rollkeel.models.loading import Policy, load_policy
 from rollkeel.recipe import load
 from rollkeel.train.logprobs import PolicyForward
@@ -52,6 +53,17 @@ def test_a_cleaned_folder_is_learnt_from(tmp_path: Path) -> None:
     assert {source.prompt(i).answer for i in range(7)} == {str(i) for i in range(7)}  # RL is still graded on the answer
     metrics = run_sft(policy, source.demonstrations, SftConfig(steps=2, batch_size=7), pack_tokens=65_536)
     assert metrics["sft/steps"] == 2
+
+
+def test_epochs_count_the_rows_of_the_file(tmp_path: Path) -> None:
+    asked = SftConfig(epochs=3, batch_size=4, warmup_steps=0, min_lr_ratio=0.25)
+    config = cleaned(tmp_path, ["think"] * 7).model_copy(update={"sft": asked})
+    metrics = sft_stage(config, tmp_path / "model")
+    assert metrics["sft/steps"] == 6  # 21 examples, 4 at a time
+    assert metrics["optimizer/lr"] == 0.25 * asked.lr
+    endless = config.model_copy(update={"data": DataConfig()})
+    with pytest.raises(BadInput, match=r"sft.epochs=3: generated and mixed examples have no end"):
+        sft_stage(endless, tmp_path / "other")
 
 
 def test_a_demonstration_that_does_not_fit_is_refused_and_not_cut(tmp_path: Path) -> None:

@@ -221,7 +221,8 @@ def test_a_checkpoint_without_masters_resumes_from_its_weights_and_says_so() -> 
     updated(new, 1)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_helper_processes_add_up_to_one(dtype: str) -> None:
     one, two = trainer(dtype), trainer(dtype, processes=2)
     try:

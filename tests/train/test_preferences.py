@@ -159,8 +159,7 @@ def test_measure_by_hand() -> None:
 
 def test_every_pair_is_seen_once_before_any_is_seen_again() -> None:
     pairs = sevens(10)
-    training = Training(sft=FEW, pack_tokens=128)
-    seen = [p for step in range(5) for p in _batch(pairs, step, training)]
+    seen = [p for step in range(5) for p in _batch(pairs, range(4 * step, 4 * step + 4), 0)]
     assert sorted(p.prompt for p in seen[:10]) == sorted(p.prompt for p in seen[10:]) == sorted(p.prompt for p in pairs)
     assert seen[:10] != seen[10:]
 
@@ -218,10 +217,10 @@ def test_pairs_from_files(tmp_path: Path) -> None:
     ("row", "message"),
     [
         ({"prompt": "p", "chosen": "a"}, "row 1: no column 'rejected'; present: 'prompt', 'chosen'"),
-        ({"prompt": "p", "chosen": "a", "rejected": None}, "column 'rejected': expected text"),
-        ({"prompt": "p", "chosen": " ", "rejected": "b"}, "column 'chosen': expected text"),
+        ({"prompt": "p", "chosen": "a", "rejected": None}, "no column 'rejected'; present: 'prompt', 'chosen'"),
+        ({"prompt": "p", "chosen": " ", "rejected": "b"}, "row 1: chosen: expected text"),
         ({"prompt": "p", "chosen": "a", "rejected": "a"}, "are equal"),
-        ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": -1}, "column 'margin'"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": -1}, "margin: expected a finite number"),
     ],
 )
 def test_pairs_that_are_refused(row: dict[str, object], message: str, tmp_path: Path) -> None:
@@ -231,3 +230,17 @@ def test_pairs_that_are_refused(row: dict[str, object], message: str, tmp_path: 
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(BadInput, match="at least one"):
         load_pairs(tmp_path / "empty.jsonl")
+
+
+def test_battles_of_people_are_pairs_and_those_that_nobody_won_are_left_out(tmp_path: Path) -> None:
+    asked, said = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+    one, other, longer = [asked, said], [asked, {**said, "content": "5"}], [asked, said, asked, said]
+    battles = [("model_a", one, other), ("tie", one, other), ("model_b", one, other), ("model_a", longer, longer)]
+    rows = [{"winner": w, "conversation_a": json.dumps(a), "conversation_b": b, "judge": 1} for w, a, b in battles]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.warns(UserWarning, match="2 battles without a winner or of several turns left out"):
+        pairs = load_pairs(tmp_path / "x.jsonl")
+    assert pairs == [Pair(prompt="2+2?", chosen=c, rejected=r) for c, r in ("45", "54")]
+    (tmp_path / "x.jsonl").write_text(json.dumps({**rows[0], "winner": "me"}) + "\n")
+    with pytest.raises(BadInput, match="row 1: winner: expected model_a, model_b or a tie, got 'me'"):
+        load_pairs(tmp_path / "x.jsonl")

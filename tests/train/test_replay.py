@@ -44,25 +44,40 @@ def policy(preset: str = "tiny-qwen3-moe", **overrides: Any) -> Policy:
     return load_policy(ModelConfig(path=f"preset:{preset}", overrides={"initializer_range": 0.25, **overrides}))
 
 
-def make_batch(lengths: tuple[int, ...] = (3, 9, 1, 6), seed: int = 0, *, layers: int = LAYERS) -> TrainingBatch:
-    """Random tokens with random distinct experts."""
+def make_batch(
+    lengths: tuple[int, ...] = (3, 9, 1, 6),
+    seed: int = 0,
+    *,
+    layers: int = LAYERS,
+    prompts: tuple[int, ...] = (),
+    shared: bool = False,
+) -> TrainingBatch:
+    """Random tokens with random distinct experts; those of `prompts`, of these lengths, too. `shared`: members of a group have one."""
     r = np.random.default_rng(seed)
+
+    def routed(count: int) -> np.ndarray:
+        return r.permuted(np.tile(np.arange(EXPERTS), (count, layers, 1)), axis=2)[..., :K].astype(np.int16)
+
     rollouts = []
     for i, n in enumerate(lengths):
         stamp = np.zeros(n, np.int64)
-        ids = r.permuted(np.tile(np.arange(EXPERTS), (n, layers, 1)), axis=2)[..., :K]
+        ids = routed(n)
+        read = routed(prompts[i] - 1) if prompts else None
         span = TokenSpan(
             token_ids=r.integers(8, 264, n),
             logprobs=np.full(n, -5.6, np.float32),
             kept_mass=np.ones(n, np.float32),
             versions=stamp,
             kv_versions=stamp,
-            experts=ids.astype(np.int16),
+            experts=ids,
+            prompt_experts=rollouts[-1].span.prompt_experts if shared and i % 2 else read,
         )
         prompt = Prompt(
-            id=str(i), index=i, text="", token_ids=r.integers(8, 264, 4 + i % 3), answer="",
+            id=str(i), index=i, text="", token_ids=r.integers(8, 264, prompts[i] if prompts else 4 + i % 3), answer="",
             grader=GraderSpec(name="x"), task="t",
         )  # fmt: skip
+        if shared and i % 2:
+            prompt = rollouts[-1].prompt
         rollouts.append(
             Rollout(
                 id=i, group=i // 2, member=i % 2, prompt=prompt, span=span, status=Status.FINISHED,
@@ -132,14 +147,23 @@ def explicit(model: Any, chosen: torch.Tensor, where: range) -> Iterator[None]:
             del block.forward
 
 
-def test_another_choice_gives_the_log_probs_and_gradients_of_the_explicit_computation() -> None:
-    t, reference, batch = trainer(micro_batch_tokens=20), policy(), make_batch()
+@pytest.mark.parametrize("read", ["not", "alone", "shared"])
+def test_another_choice_gives_the_log_probs_and_gradients_of_the_explicit_computation(read: str) -> None:
+    """`read`: whether experts of the prompt are replayed as well, and of prompts that answers share in the pass."""
+    prompts = {"not": (), "alone": (5, 1, 6, 4), "shared": (40, 40, 36, 36)}[read]
+    made = make_batch(prompts=prompts, shared=read == "shared")
+    size = 60 if read == "shared" else 20
+    t, reference, batch = trainer(micro_batch_tokens=size), policy(), made
     assert batch.experts is not None
     model: Any = reference.model
     want, start, loss = [], 0, torch.zeros(())
     for sequence, prompt in zip(batch.sequences, batch.prompt_lengths, strict=True):
         ids, n = torch.from_numpy(sequence), len(sequence) - prompt
-        with explicit(model, batch.experts[start : start + n], range(prompt - 1, len(ids) - 1)):
+        experts, first = batch.experts[start : start + n], prompt - 1
+        if batch.read_experts is not None:
+            before = torch.from_numpy(batch.read_experts[batch.sequence_ids[start]][:first])
+            experts, first = torch.cat((before, experts)), 0
+        with explicit(model, experts, range(first, len(ids) - 1)):
             log_p = model(input_ids=ids[None]).logits[0].log_softmax(-1)
         lp = log_p[prompt - 1 : -1].gather(1, ids[prompt:, None]).squeeze(1)
         window = slice(start, start + n)
@@ -150,7 +174,9 @@ def test_another_choice_gives_the_log_probs_and_gradients_of_the_explicit_comput
     torch.testing.assert_close(got, torch.cat(want), rtol=1e-4, atol=2e-5)
     assert (trainer(replay=False).score(batch).logprobs - got).abs().max() > 0.1  # another choice is another model
     loss.backward()
-    for micro in batch.micro_batches(20, replay=True):
+    share = t._forward.packed.varlen and read == "shared"
+    for micro in batch.micro_batches(size, replay=True, share=share):
+        assert (micro.parents is not None) == share
         lp = t._forward.score(micro).logprobs
         (-(batch.coefficients * batch.advantages)[micro.indices] * lp).sum().backward()
     found = {n: p.grad for n, p in t.model.named_parameters()}
@@ -190,6 +216,7 @@ def test_micro_batches_do_not_matter() -> None:
         assert out.metrics["optimizer/grad_norm"] == pytest.approx(outputs[0].metrics["optimizer/grad_norm"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_helper_processes_replay_too() -> None:
     batch = make_batch((3, 9, 1, 6, 12, 2, 7, 7))
     one, two = trainer(), trainer(processes=2)
@@ -206,6 +233,10 @@ def test_helper_processes_replay_too() -> None:
 def broken(batch: TrainingBatch, how: str) -> TrainingBatch:
     experts = batch.experts
     assert experts is not None
+    if how == "prompt":
+        assert batch.read_experts is not None
+        batch.read_experts[1][2, 0, 1] = EXPERTS
+        return batch
     if how == "missing":
         return replace(batch, experts=None)
     if how == "layers":
@@ -226,10 +257,11 @@ def broken(batch: TrainingBatch, how: str) -> TrainingBatch:
         ("high", r"in \[0, 8\).*ids 0 to 8;"),
         ("low", r"in \[0, 8\).*ids -1 to 7;"),
         ("twice", "with repetitions"),
+        ("prompt", r"in \[0, 8\).*ids 0 to 8;"),
     ],
 )
 def test_experts_that_do_not_fit_are_refused_before_anything_runs(how: str, message: str) -> None:
-    t, batch = trainer(), broken(make_batch(), how)
+    t, batch = trainer(), broken(make_batch(prompts=(4, 5, 6, 4)), how)
     before = weights(t)
     with pytest.raises(BadInput, match=message) as refused:
         t.update(batch, objectives.grpo(), old_is_current=True)

@@ -15,7 +15,7 @@ import torch
 from rollkeel.config import ModelConfig, SftConfig
 from rollkeel.errors import BadInput
 from rollkeel.models.loading import Policy, load_policy
-from rollkeel.train.sft import Example, run_sft
+from rollkeel.train.sft import Example, cuts, run_sft
 from rollkeel.train.unfinished import Unfinished
 
 CONFIG = SftConfig(steps=4, batch_size=6, warmup_steps=1)
@@ -161,3 +161,37 @@ def test_one_that_was_killed_goes_on_from_what_was_saved_last(tmp_path: Path, mo
     run_sft(whole, source, CONFIG)
     assert seen == [2, 3]
     assert all(torch.equal(a, b) for a, b in zip(weights(again).values(), weights(whole).values(), strict=True))
+
+
+def test_epochs_and_token_batches_cut_the_stream_of_examples() -> None:
+    """Examples have 4, 5, 6, 4, 5, 6, … tokens."""
+    assert list(cuts(CONFIG, 7)) == [0, 6, 12, 18, 24]
+    assert list(cuts(SftConfig(steps=0, epochs=3, batch_size=6), 7)) == [0, 6, 12, 18, 21]
+    tokens = SftConfig(steps=3, batch_tokens=14)
+    assert list(cuts(tokens, 5, source)) == [0, 2, 4, 6]
+    assert list(cuts(tokens.model_copy(update={"epochs": 1}), 5, source)) == [0, 2, 4, 5]
+    assert list(cuts(tokens.model_copy(update={"batch_tokens": 15}), None, source)) == [0, 3, 6, 9]
+    assert list(cuts(tokens.model_copy(update={"batch_tokens": 1}), None, source)) == [0, 1, 2, 3]
+    long = cuts(SftConfig(epochs=100, batch_tokens=15), 9, source)
+    assert list(long) == list(range(0, 901, 3))
+
+
+def test_the_cosine_of_epochs_ends_at_zero_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"epochs": 3, "batch_tokens": 14, "min_lr_ratio": 0.0})
+    batches = cuts(config, 4, source)
+    rates: list[float] = []
+    whole, again = policy(), policy()
+    asked = iter([False] * 3 + [True])
+    run_sft(whole, source, config, batches=batches, progress=lambda _step, m: rates.append(m["optimizer/lr"]))
+    assert len(rates) == len(batches) - 1 == 6
+    assert rates[-1] == 0.0 < rates[-2]
+    for stop in (lambda: next(asked), None):
+        run_sft(again, source, config, batches=batches, should_stop=stop, kept=Unfinished(tmp_path / "u", "a"))
+    assert all(torch.equal(a, b) for a, b in zip(weights(again).values(), weights(whole).values(), strict=True))
+
+
+@pytest.mark.parametrize(("config", "rows"), [({"epochs": 2}, None), ({"batch_tokens": 9}, 7)])
+def test_what_cannot_be_counted_is_refused(config: dict[str, int], rows: int | None) -> None:
+    with pytest.raises(BadInput, match=f"sft.{next(iter(config))}=") as error:
+        cuts(SftConfig(**config), rows)
+    assert "set sft." in str(error.value)

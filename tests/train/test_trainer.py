@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig
 
 from rollkeel import objectives
 from rollkeel.batch import packing
@@ -20,6 +21,7 @@ from rollkeel.config import ModelConfig, TrainConfig
 from rollkeel.errors import BadInput, NonFinite
 from rollkeel.models.loading import Policy, load_policy, save_policy
 from rollkeel.models.routers import is_router
+from rollkeel.recipe import load
 from rollkeel.train.optimizer import Schedule
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenBatch, TokenSpan
@@ -146,7 +148,7 @@ def test_gradients_of_micro_batches_add_up() -> None:
 
 
 @pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-qwen3-tied", "tiny-qwen3-moe"])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_prompts_that_are_shared_change_no_gradient(
     preset: str, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +167,7 @@ def test_prompts_that_are_shared_change_no_gradient(
         monkeypatch.setattr(packing, "SHARED_LEAST", least)
         t = trainer(policy(preset), micro_batch_tokens=tokens, processes=processes, clip_norm=1e9)
         try:
-            rows = sum(m.input_ids.numel() for m in t._shares(batch, 1, True)[0])
+            rows = sum(m.input_ids.numel() for m in t._passes._shares(t._forward, batch, 1, True)[0])
             return gradients(t, batch), t.logprobs(batch)[0], rows
         finally:
             t.close()
@@ -177,6 +179,11 @@ def test_prompts_that_are_shared_change_no_gradient(
         torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
         for name, g in plain.items():
             assert (g - shared[name]).norm() <= 3e-6 * g.norm().clamp_min(1e-6), name
+        gap, size = (
+            torch.stack([t.norm() for t in ts]).norm()
+            for ts in ([g - shared[n] for n, g in plain.items()], plain.values())
+        )
+        assert gap <= 1e-6 * size  # as two packings of unshared prompts differ
 
 
 def test_gradient_is_that_of_the_objective_over_full_logits() -> None:
@@ -278,13 +285,32 @@ def test_a_non_finite_logprob_names_rollout_and_token() -> None:
 
 
 def test_freeze_router_freezes_routers_alone() -> None:
-    t = trainer(freeze_router=True, lr=1e-2)
+    t = trainer(freeze_router="router", lr=1e-2)
     before = weights(t)
     update(t, make_batch())
     changed = {n for n, w in weights(t).items() if not torch.equal(w, before[n])}
     routers = {n for n in before if is_router(n)}
     assert routers == {f"model.layers.{i}.mlp.gate.weight" for i in range(2)}
     assert changed == set(before) - routers
+
+
+@pytest.mark.parametrize(("what", "held"), [("off", ""), ("bias", "router.bias"), ("router", "router.")])
+def test_biases_alone_are_frozen_and_not_their_routers(what: str, held: str) -> None:
+    """GPT-OSS: the biases of its routers have gradients, while those of DeepSeek-V3 and its kin are buffers."""
+    sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
+    model = AutoModelForCausalLM.from_config(GptOssConfig(**sizes, **heads, num_local_experts=8, num_experts_per_tok=2))
+    config = TrainConfig(freeze_router=what, lr=1e-2)  # type: ignore[arg-type]
+    t = LocalTrainer(replace(policy(), model=model), config, temperature=1.0, total_updates=1)
+    before = {n: w.detach().clone() for n, w in model.named_parameters()}
+    update(t, make_batch())
+    still = {n for n, w in model.named_parameters() if torch.equal(w, before[n])}
+    assert still == {n for n in before if held and held in n}
+
+
+@pytest.mark.parametrize(("written", "read"), [("true", "router"), ("false", "off"), ("off", "off"), ("bias", "bias")])
+def test_freeze_router_reads_what_it_was_before(written: str, read: str) -> None:
+    assert load(None, [f"train.freeze_router={written}"]).train.freeze_router == read
 
 
 def test_reference_stays_where_the_run_started() -> None:

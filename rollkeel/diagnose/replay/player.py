@@ -213,7 +213,7 @@ class Player:
         config = self.config
         policy = policy_of(config, config.train.lora)
         folder = RunFolder(self.scratch, config, None)
-        if warm and config.sft.steps > 0:
+        if warm and config.sft.on:
             warm_start(policy, config, self.view, self.stop, folder.events)
         self.run = assemble(config, folder, policy, self.view, self.stop, None if self.samples else IdleEngine())
         self._stack.callback(self.run.close)

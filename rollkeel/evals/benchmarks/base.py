@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from rollkeel import rewards
 from rollkeel.config import Node
-from rollkeel.errors import BadInput
+from rollkeel.errors import BadInput, fault
+from rollkeel.rewards.judge_model import JudgeModelOptions
 from rollkeel.tasks.base import content_hash
 from rollkeel.tasks.rows import Row, find_files, read_files, read_hub
 from rollkeel.tasks.source import Problem, Problems
@@ -31,6 +32,8 @@ class Options(Node):
     """Only problems of this date (`2024-08` or `2024-08-01`) and later, where rows have dates."""
     until: str | None = Field(default=None, pattern=r"^\d{4}-\d{2}(-\d{2})?$")
     """Only problems of this date and earlier; a month counts to its end."""
+    judge: dict[str, Any] = Field(default_factory=dict)
+    """Of a judged benchmark: options of the grader `judge_model`, at least `url` and `model`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,8 @@ class Item:
     """Subject, task or level that is reported on its own."""
     unit: str = ""
     """What is independent of what: items of one unit are averaged before errors are computed. Empty: the item itself."""
+    messages: tuple[Mapping[str, str], ...] = ()
+    """What a chat template is given, where that is more than `text` as the user's turn."""
     order: tuple[int, ...] = ()
     """Places that the choices had as published, in the order they are shown; empty when nothing is shuffled."""
 
@@ -70,7 +75,7 @@ class Benchmark:
     name: str
     title: str
     hub: str
-    """Data set id on the Hugging Face hub."""
+    """Data set id on the Hugging Face hub; empty for one that is read from files alone."""
     config: str | None = None
     split: str
     files: tuple[str, ...]
@@ -90,18 +95,32 @@ class Benchmark:
     """Samples per item where the caller does not say."""
     read: Callable[[str], str | None] | None = None
     """The answer that a response votes for in majority@k; None where answers cannot be compared as text."""
-    aggregate: Literal["items", "groups", "harmonic"] = "items"
-    """What is reported beside the mean over items: the mean, or harmonic mean, of the groups' means."""
+    aggregate: Literal["items", "groups", "harmonic", "effective"] = "items"
+    """What is reported beside the mean over items: the mean, or harmonic mean, of the groups' means; or the mean over units of the
+    probability that all their items are right."""
+    context: int = 32_768
+    """Prompt and response together in the Ring-1T report (§3.2), tokens."""
+    join: Callable[[Iterator[Row]], Iterator[Row]] | None = None
+    """Rows from those of the files, where a question and its gold answer stand apart."""
+
+    @property
+    def judged(self) -> bool:
+        """Whether a language model grades."""
+        return self.grader == "judge_model"
 
     def load(self, path: str | Path | None, options: Options | None = None) -> Loaded:
         """All items. Raises `BadInput` (one line) when files, columns or the grader are not there, or nothing is left."""
         options = options or Options()
         rewards.get(self.grader)
+        if path is None and not self.hub:
+            raise BadInput(f"{self.name}: is read from files alone; give --path: {self.where}")
         if path is None:
             rows = read_hub(self.hub, self.config, self.split, self.where)
         else:
             root = Path(path).expanduser()
             rows = read_files(find_files(root, self.files, self.where), root)
+        if self.judged:
+            self._check_judge(options)
         items: dict[str, Item] = {}
         silent = 0
         for item in self._items(rows, options):
@@ -118,7 +137,9 @@ class Benchmark:
                 f"{self.name}: no items in {path or self.hub} with {options.model_dump(exclude_none=True)}; "
                 f"{silent} without a gold answer were left out"
             )
-        usual = options.model_copy(update={"shuffle": None}) == Options()
+        for name in {item.grader.name for item in items.values()}:
+            rewards.get(name)
+        usual = options.model_copy(update={"shuffle": None, "judge": {}}) == Options()
         warning = ""
         if silent or (usual and len(items) != self.items):
             warning = (
@@ -127,8 +148,17 @@ class Benchmark:
             )
         return Loaded(benchmark=self, options=options, items=tuple(items.values()), warning=warning)
 
+    def _check_judge(self, options: Options) -> None:
+        try:
+            JudgeModelOptions(**options.judge)
+        except ValidationError as error:
+            where, why = fault(error)
+            raise BadInput(
+                f"{self.name}: a model judges it, set data.grader_options={{url: …, model: …}}; {'.'.join(where)}: {why}"
+            ) from None
+
     def _items(self, rows: Iterator[Row], options: Options) -> Iterator[Item]:
-        for number, row in enumerate(rows):
+        for number, row in enumerate(self.join(rows) if self.join else rows):
             where = f"{self.name} row {number + 1}"
             try:
                 built = self.build(row, number, options)
@@ -174,7 +204,9 @@ class _Problems(Problems):
 
     def problem(self, index: int) -> Problem:
         item = self.items[index]
-        return Problem(text=item.text, answer=item.answer, grader=item.grader, metadata={"key": item.key})
+        return Problem(
+            text=item.text, answer=item.answer, grader=item.grader, metadata={"key": item.key}, messages=item.messages
+        )
 
     def response(self, index: int, label_noise: float) -> str:
         raise BadInput(f"{self.name}: a benchmark has no demonstrations; nothing is trained on it")

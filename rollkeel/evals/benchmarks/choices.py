@@ -1,11 +1,13 @@
-"""Multiple choice: GPQA-Diamond, MMLU-Pro, C-Eval. The order of the choices is part of the question, so it is a function of a seed."""
+"""Multiple choice: GPQA-Diamond, MMLU-Pro, C-Eval, CMMLU, AGIEval. The order of the choices is part of the question, so it is a function of a seed."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from rollkeel.evals import reading
-from rollkeel.evals.benchmarks.base import Benchmark, Item, Options, text_of
+from rollkeel.evals.benchmarks.base import Benchmark, Builder, Item, Options, text_of
+from rollkeel.evals.benchmarks.maths import TEMPLATE as BOXED
 from rollkeel.tasks.base import keyed_rng
 from rollkeel.tasks.rows import ALL_CONFIGS, SOURCE, Row
 from rollkeel.types import GraderSpec
@@ -16,6 +18,13 @@ TEMPLATE = (
     "Reason step by step, and end with a line of the form `Answer: X`, where X is the letter of the right choice."
 )
 CHINESE = "{question}\n\n{choices}\n\n请逐步推理，最后把正确选项的字母写在\\boxed{{}}中。"
+SEVERAL = (
+    "{question}\n\n{choices}\n\n"
+    "One or more choices are right. Reason step by step, and put the letters of all of them within \\boxed{{}}, as in \\boxed{{A, C}}."
+)
+CHINESE_SEVERAL = "{question}\n\n{choices}\n\n有一个或多个正确选项。请逐步推理，最后把所有正确选项的字母写在\\boxed{{}}中，如\\boxed{{A, C}}。"
+_MARK = re.compile(r"^\s*\([A-Z]\)\s*")
+_IN_CHINESE = ("gaokao", "jec-qa", "logiqa-zh")
 
 
 def item(
@@ -66,24 +75,52 @@ def mmlu_pro(row: Row, number: int, options: Options) -> list[Item]:
     return [item("mmlu_pro", key, text_of(row, "question"), shown, kept.index(gold), options.shuffle, group=group)]
 
 
-def ceval(row: Row, number: int, options: Options) -> list[Item]:
-    """One file or config per subject; ids count from 0 in each."""
-    subject = str(row[SOURCE]).rsplit("/", 1)[-1].split(".")[0].removesuffix("_val")
-    answer = text_of(row, "answer").strip().upper() if row["answer"] is not None else ""
-    if answer not in ("A", "B", "C", "D", ""):
-        raise ValueError(f"column 'answer': expected A, B, C or D, got {answer!r}")
-    choices = [text_of(row, name) for name in "ABCD"]
-    found = item(
-        "ceval",
-        f"{subject}/{text_of(row, 'id')}",
-        text_of(row, "question"),
-        choices,
-        "ABCD".index(answer or "A"),
-        options.shuffle,
-        template=CHINESE,
-        group=subject,
-    )
-    return [found] if answer else []
+def by_subject(name: str, question: str, answer: str, key: str | None) -> Builder:
+    """A builder for Chinese questions, one file or config per subject; ids count from 0 in each."""
+
+    def build(row: Row, number: int, options: Options) -> list[Item]:
+        subject = _stem(row).removesuffix("_val")
+        gold = text_of(row, answer).strip().upper() if row[answer] is not None else ""
+        if gold not in ("A", "B", "C", "D", ""):
+            raise ValueError(f"column {answer!r}: expected A, B, C or D, got {gold!r}")
+        made = item(
+            name,
+            f"{subject}/{text_of(row, key) if key else number + 1}",
+            text_of(row, question),
+            [text_of(row, letter) for letter in "ABCD"],
+            "ABCD".index(gold or "A"),
+            options.shuffle,
+            template=CHINESE,
+            group=subject,
+        )
+        return [made] if gold else []
+
+    return build
+
+
+def _stem(row: Row) -> str:
+    return str(row[SOURCE]).rsplit("/", 1)[-1].split(".")[0]
+
+
+def agieval(row: Row, number: int, options: Options) -> list[Item]:
+    """One file per exam. `label` is a letter, or a list of all right ones; exams without choices have an `answer` in its place."""
+    exam, label = _stem(row), row["label"]
+    question = f"{row.get('passage') or ''}\n\n{text_of(row, 'question')}".strip()
+    key = f"{exam}/{number + 1}"
+    if not row["options"]:
+        answer, grader = text_of(row, "answer"), GraderSpec(name="math")
+        return [Item(key=key, text=BOXED.format(problem=question), answer=answer, grader=grader, group=exam)]
+    choices = [_MARK.sub("", str(choice)) for choice in row["options"]]
+    right = list(label) if isinstance(label, list | str) else []
+    if not right or not set(right) <= set(LETTERS[: len(choices)]):
+        raise ValueError(f"column 'label': expected letters of {len(choices)} choices, got {label!r}")
+    template = CHINESE if exam.startswith(_IN_CHINESE) else TEMPLATE
+    if isinstance(label, str) and len(right) == 1:
+        gold = LETTERS.index(label)
+        return [item("agieval", key, question, choices, gold, options.shuffle, template=template, group=exam)]
+    listed = "\n".join(f"{letter}. {choice.strip()}" for letter, choice in zip(LETTERS, choices, strict=False))
+    text = (CHINESE_SEVERAL if template is CHINESE else SEVERAL).format(question=question, choices=listed)
+    return [Item(key=key, text=text, answer=", ".join(right), grader=GraderSpec(name="set"), group=exam)]
 
 
 BENCHMARKS = (
@@ -140,10 +177,44 @@ BENCHMARKS = (
         items=1346,
         license="CC BY-NC-SA 4.0",
         grader="choice",
-        build=ceval,
+        build=by_subject("ceval", "question", "answer", "id"),
         reported="Ring-1T: without k; answers of the test split are not public, so this is the validation split",
         k=1,
         read=reading.letter,
+        aggregate="groups",
+    ),
+    Benchmark(
+        name="cmmlu",
+        title="CMMLU",
+        hub="haonan-li/cmmlu",
+        config=ALL_CONFIGS,
+        split="test",
+        files=("**/test/*.csv", "**/test*.parquet", "**/*.csv"),
+        where="https://huggingface.co/datasets/haonan-li/cmmlu, cmmlu_v1_0_1.zip, folder test",
+        columns=("Question", "A", "B", "C", "D", "Answer"),
+        items=11582,
+        license="CC BY-NC 4.0",
+        grader="choice",
+        build=by_subject("cmmlu", "Question", "Answer", None),
+        reported="Ring-1T: without k; asked here without examples",
+        k=1,
+        read=reading.letter,
+        aggregate="groups",
+    ),
+    Benchmark(
+        name="agieval",
+        title="AGIEval",
+        hub="",
+        split="test",
+        files=("**/v1_1/*.jsonl", "**/v1/*.jsonl", "**/*.jsonl"),
+        where="https://github.com/ruixiangcui/AGIEval, folder data/v1_1",
+        columns=("passage", "question", "options", "label", "answer"),
+        items=8062,
+        license="MIT",
+        grader="choice",
+        build=agieval,
+        reported="Ring-1T: without k; asked here without examples",
+        k=1,
         aggregate="groups",
     ),
 )

@@ -1,10 +1,10 @@
-"""Competition mathematics with short final answers: AIME, HMMT, CNMO, MATH-500, Omni-MATH."""
+"""Competition mathematics with short final answers: AIME, HMMT, CNMO, MATH-500, Omni-MATH, UGMathBench; and of finance: FinanceReasoning."""
 
 from __future__ import annotations
 
 from rollkeel.evals import reading
 from rollkeel.evals.benchmarks.base import Benchmark, Builder, Item, Options, text_of
-from rollkeel.tasks.rows import Row
+from rollkeel.tasks.rows import ALL_CONFIGS, Row
 from rollkeel.types import GraderSpec
 
 TEMPLATE = "{problem}\n\nReason step by step, and put your final answer within \\boxed{{}}."
@@ -28,6 +28,35 @@ def problems(
         ]
 
     return build
+
+
+def ugmath(row: Row, number: int, options: Options) -> list[Item]:
+    """Three versions of a problem with other numbers: three items of one unit."""
+    unit = text_of(row, "idx") if "idx" in row else str(number + 1)
+    unit, subject = f"{text_of(row, 'subject')}/{unit}", text_of(row, "subject")
+    made = []
+    for version in ("v1", "v2", "v3"):
+        answer = row[f"answer_{version}"]
+        gold = ", ".join(map(str, answer)) if isinstance(answer, list) else text_of(row, f"answer_{version}")
+        problem = TEMPLATE.format(problem=text_of(row, f"problem_{version}").strip())
+        grader, key = GraderSpec(name="math"), f"{unit}/{version}"
+        made.append(Item(key=key, text=problem, answer=gold.strip(), grader=grader, group=subject, unit=unit))
+    return made
+
+
+def finance(row: Row, number: int, options: Options) -> list[Item]:
+    """A number is right within 0.2 % of the gold one."""
+    float(text_of(row, "ground_truth"))
+    asked = f"{row.get('context') or ''}\n\n{text_of(row, 'question')}".strip()
+    return [
+        Item(
+            key=text_of(row, "question_id"),
+            text=f"{TEMPLATE.format(problem=asked)} It is a number alone.",
+            answer=text_of(row, "ground_truth"),
+            grader=GraderSpec(name="near", options={"relative": 0.002}),
+            group=text_of(row, "level") if "level" in row else "",
+        )
+    ]
 
 
 BENCHMARKS = (
@@ -61,6 +90,7 @@ BENCHMARKS = (
         build=problems(),
         reported="Ring-1T: avg@64; DPPO: avg@32, temperature 0.7, top-p 0.95; AC-MIS-PO: avg@16",
         k=64,
+        context=131_072,
         read=reading.boxed,
     ),
     Benchmark(
@@ -77,6 +107,7 @@ BENCHMARKS = (
         build=problems(),
         reported="Ring-1T: avg@16",
         k=16,
+        context=131_072,
         read=reading.boxed,
     ),
     Benchmark(
@@ -94,6 +125,7 @@ BENCHMARKS = (
         build=problems("question"),
         reported="Ring-1T: without k",
         k=16,
+        context=65_536,
         read=reading.boxed,
     ),
     Benchmark(
@@ -125,6 +157,40 @@ BENCHMARKS = (
         grader="math",
         build=problems(group="difficulty"),
         reported="Ring-1T: without k; its authors judge with a model, here by rule, so proofs and prose score 0",
+        k=1,
+        read=reading.boxed,
+    ),
+    Benchmark(
+        name="ugmathbench",
+        title="UGMathBench",
+        hub="UGMathBench/ugmathbench",
+        config=ALL_CONFIGS,
+        split="test",
+        files=("**/data/*.json", *ANY),
+        where="https://huggingface.co/datasets/UGMathBench/ugmathbench, folder data",
+        columns=("idx", "subject", "problem_v1", "answer_v1", "problem_v2", "answer_v2", "problem_v3", "answer_v3"),
+        items=15186,
+        license="GPL-3.0",
+        grader="math",
+        build=ugmath,
+        reported="Ring-1T: without k; its authors report the share of 5,062 problems that are right in all three versions",
+        k=1,
+        read=reading.boxed,
+        aggregate="effective",
+    ),
+    Benchmark(
+        name="finance_reasoning",
+        title="FinanceReasoning",
+        hub="BUPT-Reasoning-Lab/FinanceReasoning",
+        split="test",
+        files=("**/data/*.json", *ANY),
+        where="https://huggingface.co/datasets/BUPT-Reasoning-Lab/FinanceReasoning",
+        columns=("question_id", "question", "context", "ground_truth"),
+        items=2238,
+        license="see its card",
+        grader="near",
+        build=finance,
+        reported="Ring-1T: without k",
         k=1,
         read=reading.boxed,
     ),

@@ -86,5 +86,6 @@ BENCHMARKS = (
         build=livecodebench,
         reported="Ring-1T: avg@4 on 2408 to 2505",
         k=4,
+        context=131_072,
     ),
 )  # fmt: skip

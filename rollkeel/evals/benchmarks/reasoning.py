@@ -1,12 +1,14 @@
-"""Puzzles and reasoning with answers of a form of their own: ARC-AGI-1, BIG-Bench Extra Hard, ZebraLogic."""
+"""Puzzles and reasoning with answers of a form of their own: ARC-AGI-1, BIG-Bench Extra Hard, ZebraLogic, TriviaQA, PhyBench."""
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from rollkeel.evals import reading
 from rollkeel.evals.benchmarks.base import Benchmark, Item, Options, text_of
+from rollkeel.evals.benchmarks.maths import TEMPLATE as BOXED
 from rollkeel.tasks.rows import SOURCE, Row
 from rollkeel.types import GraderSpec
 
@@ -86,6 +88,37 @@ def zebra(row: Row, number: int, options: Options) -> list[Item]:
     ]
 
 
+def trivia(row: Row, number: int, options: Options) -> list[Item]:
+    """Any of the answer's names counts."""
+    answer = row["answer"]
+    if not isinstance(answer, dict) or not isinstance(answer.get("value"), str):
+        raise ValueError("column 'answer': expected an object with value and aliases")
+    names = [answer["value"], *answer.get("aliases", ()), *answer.get("normalized_aliases", ())]
+    return [
+        Item(
+            key=text_of(row, "question_id"),
+            text=BBEH_TEMPLATE.format(question=text_of(row, "question").strip()),
+            answer=answer["value"],
+            grader=GraderSpec(name="alias", options={"aliases": list(dict.fromkeys(names))}),
+        )
+    ]
+
+
+def phybench(row: Row, number: int, options: Options) -> list[Item]:
+    """Most rows come without an answer, and are left out; what an answer is equal to is behind its last `=`."""
+    answer = text_of(row, "answer") if row["answer"] is not None else ""
+    answer = re.sub(r"\$+|\\\[|\\\]", "", answer).rpartition("=")[2].strip(" .\n")
+    return [
+        Item(
+            key=text_of(row, "id"),
+            text=BOXED.format(problem=text_of(row, "content").strip()),
+            answer=answer,
+            grader=GraderSpec(name="expression_distance"),
+            group=text_of(row, "tag"),
+        )
+    ]
+
+
 BENCHMARKS = (
     Benchmark(
         name="arc_agi_1",
@@ -101,6 +134,7 @@ BENCHMARKS = (
         build=arc,
         reported="Ring-1T: without k or split; 400 tasks with 419 test inputs, a task counts the share of its inputs that are right",
         k=4,
+        context=131_072,
         read=reading.grid,
     ),
     Benchmark(
@@ -117,6 +151,7 @@ BENCHMARKS = (
         build=bbeh,
         reported="Ring-1T: without k; its authors report the harmonic mean over 23 tasks of accuracy in percent plus 1",
         k=1,
+        context=65_536,
         read=reading.said,
         aggregate="harmonic",
     ),
@@ -135,6 +170,40 @@ BENCHMARKS = (
         build=zebra,
         reported="Ring-1T: without k; puzzle accuracy, every cell right",
         k=1,
+        context=131_072,
         read=reading.vote_houses,
+    ),
+    Benchmark(
+        name="trivia_qa",
+        title="TriviaQA (closed book)",
+        hub="mandarjoshi/trivia_qa",
+        config="rc.nocontext",
+        split="validation",
+        files=("**/rc.nocontext/validation*.parquet", "**/validation*.parquet", "**/*.parquet", "**/*.jsonl"),
+        where="https://huggingface.co/datasets/mandarjoshi/trivia_qa, config rc.nocontext",
+        columns=("question_id", "question", "answer"),
+        items=17944,
+        license="the data set states none",
+        grader="alias",
+        build=trivia,
+        reported="Ring-1T: without k or split; asked here without examples",
+        k=1,
+        read=reading.said,
+    ),
+    Benchmark(
+        name="phybench",
+        title="PHYBench",
+        hub="Eureka-Lab/PHYBench",
+        split="train",
+        files=("**/PHYBench-fullques*.json", "**/*.json", "**/*.jsonl", "**/*.parquet"),
+        where="https://huggingface.co/datasets/Eureka-Lab/PHYBench, PHYBench-fullques_v1.json",
+        columns=("id", "tag", "content", "answer"),
+        items=100,
+        license="MIT",
+        grader="expression_distance",
+        build=phybench,
+        reported="Ring-1T: without k; here the EED score over 100 of 500 problems, whose answers are public; pass@k is its accuracy",
+        k=1,
+        read=reading.boxed,
     ),
 )

@@ -26,6 +26,7 @@ RELATIONS: dict[str, Callable[[int, int], bool]] = {
     "less than": lambda count, n: count < n,
     "at most": lambda count, n: count <= n,
     "exactly": lambda count, n: count == n,
+    "around": lambda count, n: abs(count - n) <= max(round(n / 10), 1),  # of RLVR-IFEval
 }
 ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _ABBREVIATIONS = re.compile(r"\b(?:mr|mrs|ms|dr|prof|st|vs|etc|e\.g|i\.e|no|fig|approx|[a-z])\.$", re.IGNORECASE)
@@ -60,11 +61,6 @@ def sentences(text: str) -> int:
     return count + bool(words(text[end:]))
 
 
-def paragraphs(text: str) -> list[str] | None:
-    """Between lines of `***`; None where one in the middle is empty."""
-    return _parts(text, "***")
-
-
 def counted(count: int, n: Any, relation: str, what: str) -> Found:
     """Raises `BadInput` for an unknown relation."""
     if relation not in RELATIONS or not isinstance(n, int):
@@ -72,6 +68,11 @@ def counted(count: int, n: Any, relation: str, what: str) -> Found:
             f"constraint on {what}: expected a whole number and one of {', '.join(RELATIONS)}, got {n!r}, {relation!r}"
         )
     return RELATIONS[relation](count, n), f"{count} {what}, {relation} {n} asked for"
+
+
+def paragraphs(text: str, divider: str = "***") -> list[str] | None:
+    """Between the dividers; None where one in the middle is empty."""
+    return _parts(text, divider)
 
 
 def _parts(text: str, mark: str) -> list[str] | None:
@@ -85,7 +86,9 @@ def _keywords(text: str, a: Arguments) -> Found:
 
 
 def _frequency(text: str, a: Arguments) -> Found:
-    return counted(text.lower().count(a["keyword"].lower()), a["frequency"], a["relation"], f"times {a['keyword']!r}")
+    text, word = text.lower(), a["keyword"].lower()
+    count = words(text).count(word) if a.get("whole_word") else text.count(word)
+    return counted(count, a["frequency"], a["relation"], f"times {a['keyword']!r}")
 
 
 def _forbidden(text: str, a: Arguments) -> Found:
@@ -111,7 +114,7 @@ def _language(text: str, a: Arguments) -> Found:
 
 
 def _paragraph_count(text: str, a: Arguments) -> Found:
-    parts = paragraphs(text)
+    parts = paragraphs(text, a.get("divider", "***"))
     return (
         (False, "an empty paragraph")
         if parts is None
@@ -150,7 +153,7 @@ def _bullets(text: str, a: Arguments) -> Found:
 
 
 def _constrained(text: str, a: Arguments) -> Found:
-    return any(answer in text for answer in ANSWERS), "one of the given answers" if a is not None else ""
+    return any(answer in text for answer in a.get("options", ANSWERS)), "one of the given answers"
 
 
 def _highlights(text: str, a: Arguments) -> Found:

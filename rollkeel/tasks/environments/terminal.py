@@ -21,7 +21,7 @@ WORDS = (
 FOLDERS = ("docs", "data", "logs", "notes")
 ENDINGS = ("txt", "log", "csv")
 DONE = "done"
-_LOOK = "find . -type f -exec sha256sum {} +"
+LOOK = "find . -type f -exec sha256sum {} +"
 
 Files = dict[str, str]
 """Path → content."""
@@ -64,12 +64,7 @@ class Terminal(Environment[TerminalOptions]):
     def reset(self, item: TaskItem) -> str:
         self._item, self._left = item, self.options.turns or self.options.goals + 4
         self._tool = self.tool()
-        parts = []
-        for path, content in item.metadata["start"].items():
-            parts.append(f"mkdir -p {shlex.quote(path.rpartition('/')[0] or '.')}")
-            parts.append(f"printf %s {shlex.quote(content)} > {shlex.quote(path)}")
-        if error := self._tool.run(" && ".join(parts)):
-            raise RuntimeError(f"the files could not be made: {excerpt(error)}")
+        write_files(self._tool, item.metadata["start"])
         return item.text
 
     def step(self, action: str) -> Step:
@@ -81,12 +76,12 @@ class Terminal(Environment[TerminalOptions]):
                 said = self._tool.run(command)
                 if self._left > 0:
                     return Step(text=f"\n{said}$ ", detail=excerpt(command))
-            return self._judged(self._tool.inspect(_LOOK))
+            return self._judged(self._tool.inspect(LOOK))
         except ToolEnded as error:
             return Step(done=True, detail=str(error))
 
     def _judged(self, shown: str) -> Step:
-        found = {path: digest for digest, path in re.findall(r"^([0-9a-f]{64})  \./(.*)$", shown, re.MULTILINE)}
+        found = digests(shown)
         expected = self._item.metadata["expected"]
         other = sorted(p for p in found.keys() | expected.keys() if found.get(p) != expected.get(p))
         right = not other and len(shown.splitlines()) == len(
@@ -106,6 +101,21 @@ class Terminal(Environment[TerminalOptions]):
     def mistakes(self, item: TaskItem) -> Sequence[Sequence[str]]:
         *before, last = item.answer.split("\n")  # what is wrong earlier may be deleted later
         return [[*before, item.metadata["near"], DONE], [*before, DONE], [*before, last, "touch extra", DONE]]
+
+
+def write_files(tool: Tool, files: Mapping[str, str]) -> None:
+    """Make the files in the tool's folder."""
+    parts = list[str]()
+    for path, content in files.items():
+        parts.append(f"mkdir -p {shlex.quote(path.rpartition('/')[0] or '.')}")
+        parts.append(f"printf %s {shlex.quote(content)} > {shlex.quote(path)}")
+    if error := tool.run(" && ".join(parts)):
+        raise RuntimeError(f"the files could not be made: {excerpt(error)}")
+
+
+def digests(shown: str) -> dict[str, str]:
+    """Path → SHA-256 of what `LOOK` printed; a name with a line break in it is written otherwise, and left out."""
+    return {path: digest for digest, path in re.findall(r"^([0-9a-f]{64})  \./(.*)$", shown, re.MULTILINE)}
 
 
 def _files(rng: random.Random, options: TerminalOptions) -> Files:

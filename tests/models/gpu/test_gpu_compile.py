@@ -1,0 +1,112 @@
+"""Kernels compile for cards that are not here: the interpreter accepts types, shapes and loops that the compiler refuses.
+
+Not covered: whether what was compiled is right, and how fast it is.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from rollkeel.models import checksum
+
+SHARED = 99 * 1024
+"""Bytes of shared memory that a program has on the smallest of the cards."""
+TORCH = {"bf16": 2, "fp16": 2, "fp32": 4}
+SCRIPT = """
+from importlib import import_module
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+for place, name, types, constants in {kernels!r}:
+    kernel = getattr(import_module("rollkeel.models.gpu." + place), name)
+    signature = {{each: "constexpr" if each in constants else types[each] for each in kernel.arg_names}}
+    aligned = {{(i,): [["tt.divisibility", 16]] for i, each in enumerate(signature.values()) if each[0] == "*"}}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    for capability in (80, 90):
+        try:
+            made = compile(source, target=GPUTarget("cuda", capability, 32))
+            print("compiled", made.metadata.shared, len(made.asm["cubin"]), end=" ")
+        except Exception as error:
+            print(" ".join(str(error).split()), end=" ")
+    print()
+"""
+
+
+def attention(dtype: str, width: int, single: bool) -> tuple[str, str, dict[str, str], dict[str, Any]]:
+    types = dict.fromkeys(("query", "keys", "values", "sinks", "out"), "*" + dtype)
+    types |= {"table": "*i64", "positions": "*i64", "parts": "*fp32", "scale": "fp32"}
+    types |= dict.fromkeys(("table_row", "splits", "query_row", "query_head"), "i32")
+    constants: dict[str, Any] = dict.fromkeys(("WIDTH", "VALUES", "WIDTH_2", "VALUES_2"), width)
+    constants |= {"KV": 8, "GROUP": 4, "SIZE": 16, "WINDOW": 2**60, "SINKS": single, "SINGLE": single, "WIDEN": False}
+    constants |= {"SPLIT": 512, "TILE": max(16, min(64, 2**14 // (width * TORCH[dtype]))), "ROWS": 16}
+    return "attention", "_attend", types, constants
+
+
+def merge(dtype: str) -> tuple[str, str, dict[str, str], dict[str, Any]]:
+    types = {"positions": "*i64", "out": "*" + dtype, "parts": "*fp32", "splits": "i32"}
+    return "attention", "_merge", types, {"HEADS": 32, "VALUES": 96, "WINDOW": 128, "SPLIT": 512, "VALUES_2": 128}
+
+
+def statistics(vocabulary: int, cap: float) -> tuple[str, str, dict[str, str], dict[str, Any]]:
+    types = dict.fromkeys(("logits", "normaliser", "logprobs", "entropies", "topk"), "*fp32")
+    types |= {"targets": "*i64", "ids": "*i64", "scale": "fp32", "cap": "fp32"}
+    constants = {"V": vocabulary, "K": 20, "K_2": 32, "CAPPED": cap > 0, "ENTROPY": True, "BLOCK": 4096}
+    return "logprobs", "_statistics", types, constants
+
+
+def gradient(vocabulary: int, cap: float) -> tuple[str, str, dict[str, str], dict[str, Any]]:
+    types = dict.fromkeys(("logits", "normaliser", "entropies", "d_logprobs", "d_entropies", "out"), "*fp32")
+    types |= {"targets": "*i64", "scale": "fp32", "cap": "fp32"}
+    constants = {"V": vocabulary, "CAPPED": cap > 0, "OF_LOGPROBS": True, "OF_ENTROPIES": True, "BLOCK": 4096}
+    return "logprobs", "_gradient", types, constants
+
+
+def sums(bits: str) -> tuple[str, str, dict[str, str], dict[str, Any]]:
+    types = {"elements": "*" + bits, "sums": "*i64", "count": "i32", "offset": "i64", "base": "i64"}
+    numbers = {"STEP": checksum._STEP, "HIGH": checksum._HIGH, "FLIP": checksum._FLIP}
+    return "checksum", "_sum", types, {**numbers, "MASK": 2 ** int(bits[1:]) - 1, "BLOCK": 4096}
+
+
+ROWS = {"logits": "*fp32", "tops": "*fp32", "totals": "*fp32", "uniform": "*fp64", "ids": "*i64", "logprobs": "*fp32"}
+
+KERNELS = {
+    "attention bf16": attention("bf16", 128, False),
+    "attention fp16, one split": attention("fp16", 64, True),
+    "attention fp32, wide": attention("fp32", 256, False),
+    "merge": merge("bf16"),
+    "log-probs": statistics(151_936, 0.0),
+    "log-probs, capped": statistics(1001, 30.0),
+    "their gradient": gradient(151_936, 30.0),
+    "checksum of 16 bits": sums("i16"),
+    "checksum of 64 bits": sums("i64"),
+    "sums of a draw": ("sampling", "_sums", {**ROWS, "blocks": "i32"}, {"V": 151_936, "BLOCK": 2048}),
+    "draw": ("sampling", "_draw", {**ROWS, "blocks": "i32"}, {"V": 151_936, "BLOCK": 2048, "BLOCKS_2": 128}),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the compiler says of each kernel. In a process of its own: in this one Triton interprets."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(kernels=list(KERNELS.values()))], capture_output=True, text=True, timeout=600,
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return dict(zip(KERNELS, done.stdout.splitlines(), strict=True))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton's assembler for another machine")
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_compiles_for_cards(name: str, compiled: dict[str, str]) -> None:
+    words = compiled[name].split()
+    assert words[::3] == ["compiled", "compiled"], compiled[name]
+    assert max(map(int, words[1::3])) < SHARED
+    assert min(map(int, words[2::3])) > 0

@@ -1,0 +1,143 @@
+"""What every rank of tests/train/test_mesh.py runs: trainers on one mesh after the other, over gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rollkeel import objectives
+from rollkeel.batch.build import TrainingBatch, build_batch
+from rollkeel.config import ModelConfig, TrainConfig
+from rollkeel.models.loading import load_policy
+from rollkeel.train.mesh import Mesh, join, local
+from rollkeel.train.trainer import LocalTrainer
+from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
+
+LENGTHS = (3, 17, 9, 30, 4, 12, 25, 1, 8, 8, 20, 5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mesh, and what is trained on it."""
+
+    replicate: int = 1
+    shard: int = 1
+    model: str = "tiny-qwen3-moe"
+    objective: str = "kpop"
+    updates: int = 5
+    order: tuple[int, ...] = tuple(range(len(LENGTHS)))
+    """Of the sequences in each batch."""
+    options: dict[str, Any] = field(default_factory=dict)
+    replay: bool = False
+    fails: bool = False
+    """The objective raises on the micro-batch with token 0 of the batch."""
+
+    @property
+    def size(self) -> int:
+        return self.replicate * self.shard
+
+
+def batch(seed: int, order: tuple[int, ...], experts: bool) -> TrainingBatch:
+    rng = np.random.default_rng(seed)
+    rollouts, advantages = [], rng.normal(size=len(LENGTHS))
+    for i, n in enumerate(LENGTHS):
+        stamp = np.zeros(n, np.int64)
+        routed = np.argsort(rng.random((n, 2, 8)))[:, :, :2].astype(np.int16)
+        span = TokenSpan(
+            token_ids=rng.integers(0, 264, n),
+            logprobs=rng.normal(-5.6, 0.1, n).astype(np.float32),
+            kept_mass=np.ones(n, np.float32),
+            versions=stamp,
+            kv_versions=stamp,
+            experts=routed if experts else None,
+        )
+        ids = rng.integers(0, 264, 5)
+        about: dict[str, Any] = {"text": "", "answer": "", "grader": GraderSpec(name="x"), "task": "t"}
+        prompt = Prompt(id=str(i), index=i, token_ids=ids, **about)
+        made: dict[str, Any] = {"sampling": SamplingParams(), "engine": "fake", "dtype": "fp32", "reward": 0.0}
+        rollouts.append(
+            Rollout(id=i, group=i // 2, member=i % 2, prompt=prompt, span=span, status=Status.FINISHED, **made)
+        )
+    return build_batch([rollouts[i] for i in order], advantages[list(order)], "token_mean")
+
+
+def trainer(case: Case, mesh: Mesh) -> LocalTrainer:
+    options: dict[str, Any] = {"lr": 1e-3, "warmup_steps": 0, "clip_norm": 0.5, "micro_batch_tokens": 48}
+    config = TrainConfig(**(options | case.options))
+    policy = load_policy(ModelConfig(path=f"preset:{case.model}"))
+    about: dict[str, Any] = {"temperature": 1.0, "total_updates": 10, "replay_routing": case.replay}
+    return LocalTrainer(policy, config, mesh=mesh, **about)
+
+
+class Failing:
+    """kpop, but for one micro-batch."""
+
+    def __init__(self) -> None:
+        self._inner = objectives.build("kpop")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __call__(self, tokens: Any) -> Any:
+        return self._inner(tokens)
+
+    def loss(self, tokens: Any) -> torch.Tensor:
+        if 0 in tokens.sequence_ids.tolist():
+            raise ValueError("sequence 0 cannot be")
+        return self._inner.loss(tokens)
+
+
+def trained(case: Case, mesh: Mesh) -> dict[str, Any]:
+    """Weights and all that updates measured, whole on every rank."""
+    t = trainer(case, mesh)
+    out: dict[str, Any] = {"metrics": []}
+    terms = {key: value for key, value in case.options.items() if key.endswith("_coefficient")}
+    objective: Any = Failing() if case.fails else objectives.build(case.objective, **terms)
+    about: dict[str, Any] = {"old_is_current": True}
+    for number in range(case.updates):
+        data = batch(number, case.order, case.replay)
+        if "ref_logprobs" in objective.needs:
+            about["ref_logprobs"] = t.ref_logprobs(data)
+        try:
+            seen = t.update(data, objective, experts=case.replay, **about)
+        except Exception as error:
+            out["error"] = f"{type(error).__name__}: {error}"
+            break
+        out["metrics"].append(seen.metrics)
+        out |= {"logprobs": seen.logprobs, "experts": seen.experts}
+    out["weights"] = {name: w.clone() for name, w in t.named_weights()}
+    moments = [s[key] for s in t._stepper.adamw.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    parameters = [local(p) for p in t.model.parameters()]
+    out["bytes"] = sum(x.numel() * x.element_size() for x in (*moments, *parameters))
+    return out
+
+
+def serve(rank: int, world: int, folder: str, cases: list[Case]) -> None:
+    torch.set_num_threads(1)
+    start = f"file://{folder}/start"
+    dist.init_process_group("gloo", init_method=start, rank=rank, world_size=world, timeout=timedelta(seconds=120))
+    meshes: dict[tuple[int, int], Mesh] = {}
+    for number, case in enumerate(cases):
+        key = (case.replicate, case.shard)
+        if key not in meshes:
+            meshes[key] = join(*key, ranks=range(case.size))
+        if rank < case.size:
+            result = trained(case, meshes[key])
+            torch.save(result, Path(folder) / f"{number}-{rank}.pt")
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def other_order(case: Case) -> Case:
+    """The same groups in another order."""
+    pairs = [tuple(case.order[i : i + 2]) for i in range(0, len(case.order), 2)]
+    return replace(case, order=tuple(itertools.chain(*reversed(pairs))))

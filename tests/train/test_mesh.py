@@ -1,0 +1,170 @@
+"""A model trained on several ranks is the model that one process trains.
+
+Matters because a rank that holds a stale part, counts a micro-batch twice or scales a gradient by the number of ranks would train on,
+silently wrong. Does not cover GPUs (NCCL has not run), several machines, and a whole run.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+
+from rollkeel.errors import BadInput
+from rollkeel.train.mesh import Mesh
+from rollkeel.train.tree import Tree, pairwise
+from tests.train.mesh_ranks import Case, other_order, serve, trained, trainer
+
+MESHES = ((2, 1), (1, 2), (1, 4), (2, 2))
+MODELS = ("tiny-qwen3", "tiny-qwen3-tied", "tiny-qwen3-moe")
+OBJECTIVES = ("kpop", "icepop", "dppo_binary_tv", "ac_mis_po", "m2po")
+PLAIN = [Case(*mesh) for mesh in MESHES] + [Case(2, 2, model) for model in MODELS[:2]]
+PLAIN += [Case(*mesh, objective=name) for mesh, name in zip(MESHES, OBJECTIVES[1:], strict=True)]
+EVERY = [Case(*mesh, model, objective=name) for mesh in MESHES for model in MODELS for name in OBJECTIVES]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "checkpointing": {"checkpointing": "layer"},
+    "selective": {"checkpointing": "selective"},
+    "entropy": {"entropy_coefficient": 0.1},
+    "router": {"freeze_router": "router"},
+    "reference": {"kl_coefficient": 0.1},
+}
+MORE = [Case(1, 2, options=options) for options in OPTIONS.values()] + [Case(2, 2, replay=True)]
+TREE = [
+    Case(*mesh, options={"reduce": "tree"}, updates=20) for mesh in ((1, 1), (2, 1), (1, 2), (1, 4), (2, 2), (4, 1))
+]
+TREE_OF_FEW = [replace(case, updates=2, options={"reduce": "tree", "micro_batch_tokens": 120}) for case in TREE[3:5]]
+ORDERED = Case(2, 2)
+FAILING = Case(1, 4, fails=True)
+ALL = [*PLAIN, *MORE, *TREE, *TREE_OF_FEW, ORDERED, other_order(ORDERED), FAILING]
+
+
+class Found(Protocol):
+    """What a rank of a case came to."""
+
+    def __call__(self, case: Case, rank: int = 0) -> dict[str, Any]: ...
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What a rank of a case came to."""
+    return run([c for c in ALL if c.size > 1], tmp_path_factory.mktemp("ranks"))
+
+
+def run(cases: list[Case], folder: Path) -> Found:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.train.mesh_ranks"])  # imported once for all ranks
+    ranks = [context.Process(target=serve, args=(rank, 4, str(folder), cases)) for rank in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(300)
+    assert [rank.exitcode for rank in ranks] == [0] * 4
+
+    def of(case: Case, rank: int = 0) -> dict[str, Any]:
+        return torch.load(Path(folder) / f"{cases.index(case)}-{rank}.pt", weights_only=False)
+
+    return of
+
+
+def alone(case: Case) -> dict[str, Any]:
+    return trained(replace(case, replicate=1, shard=1), Mesh())
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """2-norm of the difference of all weights, relative."""
+    assert list(a) == list(b)
+    one, two = (torch.cat([w.flatten().double() for w in x.values()]) for x in (a, b))
+    return float((one - two).norm() / two.norm())
+
+
+@pytest.mark.slow
+def test_every_mesh_model_and_objective(tmp_path: Path) -> None:
+    found = run(EVERY, tmp_path)
+    for case in EVERY:
+        assert_alike(case, found)
+
+
+@pytest.mark.parametrize("case", [*PLAIN, *MORE], ids=str)
+def test_weights_and_norms_are_those_of_one_process(case: Case, found: Found) -> None:
+    assert_alike(case, found)
+
+
+def assert_alike(case: Case, found: Found) -> None:
+    ours, theirs = found(case, 0), alone(case)
+    assert "error" not in theirs
+    assert distance(ours["weights"], theirs["weights"]) < 1e-5
+    for a, b in zip(ours["metrics"], theirs["metrics"], strict=True):
+        assert a.keys() == b.keys()
+        assert a["optimizer/grad_norm"] == pytest.approx(b["optimizer/grad_norm"], rel=1e-5)
+    assert torch.allclose(ours["logprobs"], theirs["logprobs"], atol=1e-4)
+
+
+@pytest.mark.parametrize("case", [case for case in TREE if case.size > 1], ids=str)
+def test_a_tree_gives_the_same_bits_on_any_number_of_ranks(case: Case, found: Found) -> None:
+    one, ours = alone(case), found(case)
+    assert {n: w.tolist() for n, w in ours["weights"].items()} == {n: w.tolist() for n, w in one["weights"].items()}
+    assert [m["optimizer/grad_norm"] for m in ours["metrics"]] == [m["optimizer/grad_norm"] for m in one["metrics"]]
+
+
+@pytest.mark.parametrize("case", [case for case in TREE_OF_FEW if case.size > 1], ids=str)
+def test_fewer_micro_batches_than_ranks(case: Case, found: Found) -> None:
+    one, ours = alone(case), found(case)
+    assert {n: w.tolist() for n, w in ours["weights"].items()} == {n: w.tolist() for n, w in one["weights"].items()}
+
+
+def test_every_rank_ends_with_the_same(found: Found) -> None:
+    case = MORE[-1]
+    first, *others = [found(case, rank) for rank in range(case.size)]
+    for other in others:
+        assert other["metrics"] == first["metrics"]
+        assert torch.equal(other["logprobs"], first["logprobs"])
+        assert torch.equal(other["experts"], first["experts"])
+        assert distance(other["weights"], first["weights"]) == 0
+
+
+def test_ranks_hold_their_part_of_the_model(found: Found) -> None:
+    whole = alone(PLAIN[0])["bytes"]
+    for case in PLAIN[: len(MESHES)]:
+        held = [found(case, rank)["bytes"] for rank in range(case.size)]
+        assert sum(held) == whole * case.replicate
+        assert max(held) <= whole / case.shard * 1.1
+
+
+def test_the_order_of_sequences_changes_rounding_alone(found: Found) -> None:
+    a, b = found(ORDERED), found(other_order(ORDERED))
+    assert distance(a["weights"], b["weights"]) < 1e-6
+
+
+def test_an_error_on_one_rank_is_raised_on_all(found: Found) -> None:
+    for rank in range(FAILING.size):
+        assert found(FAILING, rank)["error"] == "ValueError: sequence 0 cannot be"
+
+
+def test_what_a_mesh_cannot_do_is_refused() -> None:
+    def refused(**options: Any) -> str:
+        with pytest.raises(BadInput) as error:
+            trainer(Case(options=options), Mesh(replicate=2))
+        return str(error.value)
+
+    assert refused(processes=2) == "train.processes: cannot be on 2 ranks yet; set its default or train.mesh to 1"
+    assert refused(compile=True).startswith("train.compile: ")
+    with pytest.raises(BadInput, match=r"train\.mesh\.shard=3 is no power of two; set one, or reduce=sum"):
+        Tree(Mesh(shard=3))
+
+
+def test_pairs_are_neighbours() -> None:
+    big, small = torch.tensor(2.0**24), torch.tensor(1.0)
+    assert pairwise([big, small, small]).item() == 2.0**24 + 1 - 1  # (big + 1) + 1, each rounded to even
+    assert pairwise([small, small, big]).item() == 2.0**24 + 2
+
+
+def test_rows_of_all_parts_are_all_rows() -> None:
+    for rows in (0, 1, 5, 8):
+        parts = [Mesh(shard=4, rank=r).rows(rows) for r in range(4)]
+        assert [i for part in parts for i in range(rows)[part]] == list(range(rows))
+        sizes = [len(chunk) for chunk in torch.arange(rows).chunk(4)]  # as FSDP deals them
+        assert [p.stop - p.start for p in parts] == [*sizes, 0, 0, 0, 0][:4]
