@@ -170,7 +170,7 @@ CORPUS = (
     ),
     Escape(
         "slow-down-host-process",
-        "os.setpriority(os.PRIO_PROCESS, @victim@, 15); escaped()",
+        "os.setpriority(os.PRIO_PROCESS, @victim@, 19); escaped()",
         (*PROCESSES, "seccomp"),
         canary="victim_slowed",
     ),

@@ -107,7 +107,7 @@ class Host:
 
     def victim_slowed(self, _stdout: bytes) -> bool:
         assert self._victim is not None
-        return self._victim.poll() is None and os.getpriority(os.PRIO_PROCESS, self._victim.pid) > 10
+        return self._victim.poll() is None and os.getpriority(os.PRIO_PROCESS, self._victim.pid) > os.nice(0)
 
     def victim_dead(self, _stdout: bytes, wait_s: float = 0.5) -> bool:
         assert self._victim is not None
