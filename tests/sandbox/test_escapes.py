@@ -67,6 +67,8 @@ OPEN_WHERE_RESTRICTED = {
 @pytest.mark.parametrize("name", BY_NAME)
 def test_where_namespaces_are_blocked(name: str, driver: Here | There, host: Host, user: str) -> None:
     # Without its user namespace an ordinary user has no others; root keeps the uid per job.
+    if user == "root" and not probe().plan(NAMESPACES).readable:
+        pytest.skip("jobs of root's have no way to this Python without a root of their own")
     result = attempt(BY_NAME[name], driver, host, NAMESPACES if user == "root" else ("user",))
     assert result.level is Level.RESTRICTED
     assert (b"ESCAPED" in result.stdout) == (name in OPEN_WHERE_RESTRICTED)
