@@ -95,6 +95,7 @@ def test_killed_mixture_continues_bit_for_bit(words: list[str], whole: Path, tmp
     [
         (["rollout.zero_variance=refill"], 3.0),  # what one step leaves open the next fills
         (["run.loop=budgeted", "rollout.budget.tokens=64", "rollout.budget.capacity=24"], 3.0),  # and the pool holds
+        (["run.loop=budgeted", "rollout.budget={tokens: 64, capacity: 24}", "rollout.zero_variance=refill"], 3.0),
         (["run.loop=async", "engine.processes=1", "rollout.overlap.max_staleness=4"], 1.0),
     ],
 )

@@ -335,7 +335,8 @@ def open_feed(config: Config, sampler: Sampler, source: PromptSource, view: Live
     size = config.rollout
     varied_only = size.zero_variance == "drop"
     if config.run.loop == "budgeted":
-        pooled = BudgetedRollouts(pool_rules(config), source.prompt)
+        heard = {"useless": source.mixed.useless} if source.mixed else {}
+        pooled = BudgetedRollouts(pool_rules(config), source.prompt, **heard)
         return Budgeted(sampler, pooled, rounds=refill_rounds(config), varied_only=varied_only)
     if config.run.loop == "async":
         limit, updates = size.overlap.max_staleness, config.train.updates_per_step

@@ -211,6 +211,9 @@ class Budgeted(_Idle):
 
     def draw(self, clock: Clock, version: int) -> StepRollouts:
         s, pooled = self._sampler, self._pooled
+        mixed = s.mixed if self._rounds else None
+        if mixed:
+            mixed.begin(self.consumed)
         with clock.stage("rollout"):
             partition = pooled.sample(
                 stepped(s.engine),
@@ -235,6 +238,9 @@ class Budgeted(_Idle):
         useful = set(varied_groups(chosen))
         batch = [r for r in chosen if r.group in useful or not self._varied_only]
         seen = [*partition.discarded, *chosen]
+        if mixed:
+            mixed.useless([r for r in chosen if r.group not in useful])
+            mixed.end(len(useful))
         if self._rounds:
             metrics["rollout/dynamic_rounds"] = float(partition.rounds)
             metrics["rollout/dynamic_discarded"] = float(len({r.group for r in seen} - {r.group for r in batch}))

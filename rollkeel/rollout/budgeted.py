@@ -60,10 +60,17 @@ class Partition:
 class BudgetedRollouts:
     """The pool with the rollouts behind its members: everything that one iteration hands to the next."""
 
-    def __init__(self, rules: PoolRules, prompt: Callable[[int], Prompt]) -> None:
-        """`prompt(index)` looks a prompt up in the data source."""
+    def __init__(
+        self,
+        rules: PoolRules,
+        prompt: Callable[[int], Prompt],
+        useless: Callable[[Sequence[Rollout]], None] = lambda rollouts: None,
+    ) -> None:
+        """`prompt(index)` looks a prompt up in the data source; `useless` hears of the groups that dynamic sampling drops, before
+        others begin in their place."""
         self.pool = Pool(rules)
         self._prompt = lru_cache(maxsize=4096)(prompt)
+        self._useless = useless
         self._rollouts: dict[int, Rollout] = {}
         """Parked rollouts, and finished ones whose group is not complete, by id."""
         self._kv: dict[int, KeptKV] = {}
@@ -111,8 +118,7 @@ class BudgetedRollouts:
         except Interrupted:
             engine.interrupt()
             engine.advance(0)
-            self.pool.load_state_dict(before[0])
-            self._rollouts, self._kv = before[1:]
+            self._put_back(*before)
             raise
         finally:
             phase.table.close()
@@ -129,14 +135,22 @@ class BudgetedRollouts:
             discarded=phase.discarded,
         )
 
+    def _put_back(self, pool: dict[str, Any], rollouts: dict[int, Rollout], kv: dict[int, KeptKV]) -> None:
+        """Before the iteration. A mixture may fill its slots with other prompts when the step is repeated."""
+        self.pool.load_state_dict(pool)
+        self._rollouts, self._kv = rollouts, kv
+        self._prompt.cache_clear()
+
     def _discard(self, phase: _Phase) -> None:
         """Dynamic sampling: drop the groups that are complete and have nothing to teach."""
-        known = self._rollouts | phase.grade()
+        known, dropped = self._rollouts | phase.grade(), list[Rollout]()
         for group, ids in self.pool.complete.items():
             rewards = {known[i].reward for i in ids}
             if len(rewards) == 1 and None not in rewards:
                 self.pool.discard(group)
-                phase.discarded += [known[i] for i in ids]
+                dropped += [known[i] for i in ids]
+        phase.discarded += dropped
+        self._useless(dropped)
         phase.rounds += not self.pool.exhausted
 
     def settle(self, graded: Sequence[Rollout]) -> list[Rollout]:

@@ -58,6 +58,8 @@ class MixedProblems(Problems):
                 )
         self._fill_anew([])
         self._trained = [0] * len(parts)
+        self._back, self._back_now = [0] * len(parts), [0] * len(parts)
+        """Slots of each source whose groups were of no use, up to the last step and in this one: they count as not taken."""
         self._rewards: list[dict[str, float]] = [{} for _ in parts]
         """Mean reward of alike prompts in the last step that had any."""
 
@@ -78,8 +80,11 @@ class MixedProblems(Problems):
 
     def _at(self, index: int) -> tuple[int, int]:
         while len(self._filled) <= index:
-            self._fill(due(self._shares, self._taken))
+            self._fill(due(self._shares, self._counted()))
         return self._filled[index]
+
+    def _counted(self) -> list[int]:
+        return [taken - back - now for taken, back, now in zip(self._taken, self._back, self._back_now, strict=True)]
 
     def _fill_anew(self, filled: Sequence[tuple[int, int]]) -> None:
         """Source, and place in it, of every slot so far; of each source how many slots, and the place behind the last."""
@@ -139,17 +144,48 @@ class MixedProblems(Problems):
         """So many groups of each source were trained in a step of `asked`. What a source owes beyond a quarter of its share of a
         step, or one group, is forgotten: one that has nothing left to teach must not take the place of the others."""
         counts = [count + groups.get(n, 0) for n, count in enumerate(self._trained)]
-        least = [int(share * sum(counts) - max(1, share * asked / 4)) for share in self._shares]
-        self._trained = [max(pair) for pair in zip(counts, least, strict=True)]
+        self._trained = [max(pair) for pair in zip(counts, self._least(counts, asked), strict=True)]
+
+    def _least(self, counts: Sequence[int], asked: int) -> list[int]:
+        """What sources with `counts` groups count as at least."""
+        return [int(share * sum(counts) - max(1, share * asked / 4)) for share in self._shares]
+
+    # -- for dynamic sampling with a pool, whose next group begins while others are under way ------------------------------
+
+    def begin(self, consumed: int) -> None:
+        """A step begins behind `consumed` slots. Others were only looked at, or are of the same step, which was interrupted."""
+        self._fill_anew(self._filled[:consumed])
+        self._back_now = [0] * len(self.parts)
+
+    def useless(self, rollouts: Sequence[Rollout]) -> None:
+        """Groups that are not trained: the next slots are of their sources."""
+        names = {source.name: number for number, source in enumerate(self._sources)}
+        for task in {r.group: r.prompt.task for r in rollouts}.values():
+            self._back_now[names[task]] += 1
+
+    def end(self, trained: int) -> None:
+        """The step trained so many groups. What a source owes is forgotten as in `trained`."""
+        self._back = [back + now for back, now in zip(self._back, self._back_now, strict=True)]
+        self._back_now = [0] * len(self.parts)
+        counts = self._counted()
+        least = self._least(counts, trained)
+        self._back = [back - max(0, few - count) for back, few, count in zip(self._back, least, counts, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
         """For `train.state.save_state`."""
         filled = np.array(self._filled, np.int64).reshape(-1, 2)
         names = [source.name for source in self._sources]
-        return {"names": names, "filled": filled, "trained": self._trained, "rewards": self._rewards}
+        return {
+            "names": names,
+            "filled": filled,
+            "trained": self._trained,
+            "back": self._back,
+            "rewards": self._rewards,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`."""
         self._fill_anew([(int(source), int(place)) for source, place in np.asarray(state["filled"])])
         self._trained = [int(count) for count in state["trained"]]
+        self._back = [int(count) for count in state.get("back", [0] * len(self.parts))]
         self._rewards = [dict(rewards) for rewards in state["rewards"]]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rollout.test_budgeted_phase import SAMPLING, Counting, Letters
 
-from rollkeel.errors import BadInput
+from rollkeel.errors import BadInput, Interrupted
 from rollkeel.recipe import from_tree
+from rollkeel.rollout.budgeted import BudgetedRollouts
 from rollkeel.rollout.dynamic import draw_varied, varied_groups
+from rollkeel.rollout.pool import PoolRules
 from rollkeel.tasks.mixed import MixedProblems, due
 from rollkeel.tasks.source import problems_of
 from rollkeel.types import Prompt, Rollout, SamplingParams, Status, TokenSpan
@@ -95,6 +99,109 @@ def test_a_source_with_nothing_to_teach_leaves_the_others_their_place() -> None:
     trained, _ = dynamic(shares(1, 1), [1.0, 0.0], steps=50, size=8, rounds=4)
     assert trained[1] == 0
     assert trained[0] > 50 * 8 / 4
+
+
+class Lengths(dict[int, int]):
+    """Of each rollout, 1 to 12 tokens."""
+
+    def __missing__(self, id: int) -> int:
+        return 1 + id * 7919 % 97 % 12
+
+
+@dataclass
+class Budgeted:
+    """Steps of C3PO++ on a mixture, with an engine whose rollouts have known lengths; a share of each source's groups varies."""
+
+    mixed: MixedProblems
+    useful: Sequence[float]
+    rounds: int = 4
+    dropped: list[Rollout] = field(default_factory=list)
+    trained: Counter[str] = field(default_factory=Counter)
+    consumed: int = 0
+
+    def __post_init__(self) -> None:
+        rules = PoolRules(budget=160, capacity=24, retention=2, samples=2, count="generated")
+        self.pooled = BudgetedRollouts(rules, lambda slot: group(self.mixed, slot, [0.0])[0].prompt, self.useless)
+
+    def useless(self, rollouts: Sequence[Rollout]) -> None:
+        self.dropped += rollouts
+        self.mixed.useless(rollouts)
+
+    def grade(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        slots = [r.prompt.index for r in rollouts]
+        varied = [np.random.default_rng(slot).random() < self.useful[self.mixed.number(slot)] for slot in slots]
+        return [replace(r, reward=float(r.member) * v) for r, v in zip(rollouts, varied, strict=True)]
+
+    def step(self, should_stop: Callable[[], bool] = lambda: False) -> list[int]:
+        """Sources of the slots so far."""
+        self.mixed.begin(self.consumed)
+        partition = self.pooled.sample(
+            Counting(Lengths()), SAMPLING, Letters(), deadline_s=60, grader=self, rounds=self.rounds, should_stop=should_stop
+        )  # fmt: skip
+        done = [r for r in partition.ended if r.id in partition.graded]
+        chosen = self.pooled.settle(done + self.grade([r for r in partition.ended if r.id not in partition.graded]))
+        useful = set(varied_groups(chosen))
+        self.mixed.useless([r for r in chosen if r.group not in useful])
+        self.mixed.end(len(useful))
+        self.trained.update({r.group: r.prompt.task for r in chosen if r.group in useful}.values())
+        self.consumed = self.pooled.pool.counts["prompts_consumed"]
+        return [self.mixed.number(slot) for slot in range(self.consumed)]
+
+    def waiting(self) -> Counter[str]:
+        """Groups in the pool."""
+        slots = {m.group: m.prompt for m in self.pooled.pool.members.values()}
+        return Counter(self.mixed.source(slot) for slot in slots.values())
+
+
+def test_a_budget_is_refilled_from_the_sources_that_lost_groups() -> None:
+    """What is trained or waits in the pool has its share to within a group, once the next slots have made up for the last step."""
+    sizes = {"s0": 5, "s1": 3, "s2": 2}
+    run = Budgeted(shares(*sizes.values()), useful=[0.9, 0.6, 0.4])
+    assert run.mixed.number(2000) in (0, 1, 2)  # looked at before the first step, to see how long prompts are
+    for _ in range(100):
+        run.step()
+    kept = run.trained + run.waiting()
+    asked = Counter(run.mixed.source(slot) for slot in range(run.consumed))
+    owed = (run.mixed._taken[n] - kept[name] for n, name in enumerate(sizes))  # pyright: ignore[reportPrivateUsage]
+    assert asked["s2"] > 1.6 * run.trained["s2"]
+    for slot in range(run.consumed, run.consumed + sum(owed)):
+        whole = kept.total()
+        if all(abs(kept[name] - whole * size / 10) < 1 for name, size in sizes.items()):
+            break
+        kept[run.mixed.source(slot)] += 1
+    else:
+        pytest.fail(f"{kept} of {asked}")
+    assert slot - run.consumed < 12
+    assert run.trained.total() > 300
+    assert len(run.dropped) > 300
+
+
+def test_a_source_without_use_costs_a_budget_no_more_than_its_rounds() -> None:
+    run = Budgeted(shares(1, 1), useful=[1.0, 0.0])
+    for _ in range(40):
+        run.step()
+    assert run.trained["s1"] == 0
+    assert run.trained["s0"] > 40 * 3
+
+
+def test_a_budgeted_step_that_was_stopped_or_resumed_asks_for_the_same_prompts() -> None:
+    whole, other = (Budgeted(shares(5, 3, 2), useful=[0.5, 0.3, 0.2]) for _ in range(2))
+    stopped = 0
+    for _ in range(12):
+        other.dropped.clear()
+        try:
+            found = other.step(lambda: bool(other.dropped))  # behind the first refill
+        except Interrupted:
+            stopped += 1
+            again = Budgeted(other.mixed, other.useful, trained=other.trained.copy(), consumed=other.consumed)
+            again.mixed = shares(5, 3, 2)
+            again.mixed.load_state_dict(other.mixed.state_dict())
+            again.pooled.load_state_dict(other.pooled.state_dict())
+            assert again.step() == (found := other.step())
+            assert again.trained == other.trained
+        assert found == whole.step()
+    assert other.trained == whole.trained
+    assert stopped > 6
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> str:

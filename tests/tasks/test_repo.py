@@ -46,16 +46,17 @@ def earned(steps: list[Step]) -> tuple[float, bool]:
 
 
 @caged
-@pytest.mark.parametrize("level", [1, 2, 3, 4, 5])
-def test_gold_episodes_earn_1_and_broken_ones_0(tools: TerminalTools, level: int) -> None:
-    family = repo(tools, level=level)
-    for index in range(6):
-        item = family.item(0, "train", index)
-        steps = play(family, item, family.actions(item))
-        assert earned(steps) == (1.0, True), (item, steps[-1])
-        for actions in family.mistakes(item):
-            steps = play(family, item, actions)
-            assert earned(steps) == (0.0, True), (item, actions, steps[-1])
+def test_thirty_gold_episodes_earn_1_and_the_broken_ones_beside_them_0(tools: TerminalTools) -> None:
+    families = [repo(tools, level=level) for level in (1, 2, 3, 4, 5)]
+    items = [(family, family.item(0, "train", index)) for family in families for index in range(6)]
+    gold = [earned(play(family, item, family.actions(item))) for family, item in items]
+    assert gold == [(1.0, True)] * 30
+    assert all(family.mistakes(item) for family, item in items)
+    broken = [(family, item, actions) for family, item in items for actions in family.mistakes(item)]
+    assert len(broken) >= 30
+    for family, item, actions in broken:
+        steps = play(family, item, actions)
+        assert earned(steps) == (0.0, True), (item, actions, steps[-1])
 
 
 SOURCE = "def add(a, b):\n    return a - b\n"
@@ -136,6 +137,12 @@ def test_who_cheats_earns_nothing(tools: TerminalTools, cheat: str) -> None:
     assert earned(steps) == (0.0, True), steps[-1]
     honest = play(family, ITEM, [ITEM.answer, "done"])
     assert earned(honest) == (1.0, True)
+
+
+def test_at_least_ten_of_them_are_out_to_read_or_replace_the_hidden_tests() -> None:
+    read = {"looked for", "frames", "link", "tracing"}
+    replace = {"conftest", "plugins", "startup", "patched unittest", "shadowed modules", "hidden path", "waiting", "waiting in the code"}  # fmt: skip
+    assert len(CHEATS.keys() & (read | replace)) == 12
 
 
 @caged

@@ -213,18 +213,24 @@ KINDS = [
 ]
 
 
+def test_thirty_gold_episodes_earn_1_and_three_hundred_broken_ones_0() -> None:
+    families = [Prices({"things": things}) for things in (1, 2, 3, 4, 5, 6)]
+    items = [(family, family.item(0, "train", index)) for family in families for index in range(5)]
+
+    def earned(family: Prices, item: TaskItem, actions: Sequence[str]) -> tuple[float, bool]:
+        steps = play(family, item, actions)
+        return sum(step.reward for step in steps), steps[-1].done
+
+    gold = [(family, item, family.actions(item)) for family, item in items]
+    assert [earned(*episode) for episode in gold] == [(1.0, True)] * 30
+    at_once = [(family, item, ["".join(actions[:-1]), item.answer.split("\n")[-1]]) for family, item, actions in gold]
+    assert [earned(*episode) for episode in at_once] == [(1.0, True)] * 30
+    for kind in KINDS:
+        assert [earned(family, item, broken(item, kind)) for family, item in items] == [(0.0, True)] * 30, kind
+
+
 @pytest.mark.parametrize("things", [1, 2, 3, 4, 5, 6])
-def test_gold_episodes_earn_1_and_broken_ones_0(things: int) -> None:
-    family = Prices({"things": things})
-    for index in range(5):
-        item = family.item(0, "train", index)
-        steps = play(family, item, family.actions(item))
-        assert sum(step.reward for step in steps) == 1.0
-        calls = family.actions(item)[:-1]
-        assert sum(step.reward for step in play(family, item, ["".join(calls), item.answer.split("\n")[-1]])) == 1.0
-        for kind in KINDS:
-            steps = play(family, item, broken(item, kind))
-            assert (sum(step.reward for step in steps), steps[-1].done) == (0.0, True), kind
+def test_every_size_passes_the_check_of_task_families(things: int) -> None:
     assert tasks.check(tasks.get("prices", {"things": things}), 10).failures == ()
 
 
