@@ -7,19 +7,32 @@ Every rank runs the same program on the same batch. Model and optimizer lie in `
     runs      its own micro-batches, parts of the weights coming in layer by layer
     adds      gradients over the shards in every pass, over the replicas once for each update
 
-A mesh of one adds nothing, sends nothing and needs no process group.
+Inside of a part lie, from the outermost to the innermost, `expert` ranks that hold so many experts each and run micro-batches of their
+own (`expert_parallel`). A mesh of one adds nothing, sends nothing and needs no process group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from rollkeel.errors import BadInput
 
+SIZES = ("replicate", "shard", "expert")
+"""Of a mesh, from the outermost to the innermost: ranks that differ in the last one alone are neighbours."""
+OF_WORKERS = ("replicate", "shard", "expert")
+"""Ranks that differ in one of these run micro-batches of their own."""
+OF_MODEL = ("shard", "expert")
+"""Ranks that differ in these alone hold one copy of the model together."""
+HOLD_THE_SAME, HOLD_SAME_EXPERTS = ("replicate", "expert"), ("replicate",)
+"""Ranks that differ in these alone hold the same part of what is no expert's, and of experts."""
+TRAVELLED = (SIZES, OF_WORKERS, OF_MODEL, HOLD_THE_SAME, HOLD_SAME_EXPERTS, ("expert",))
+"""Sets of sizes that ranks send each other something over."""
 BUCKET = 2**24
 """Most elements of gradients that travel between replicas in one message."""
 
@@ -30,33 +43,74 @@ class Mesh:
 
     replicate: int = 1
     shard: int = 1
+    expert: int = 1
     rank: int = 0
     """Among the ranks of the mesh, replica by replica."""
-    group: Any = None
-    """Process group of all its ranks."""
     shards: Any = None
     """`DeviceMesh` of the ranks that hold the parts of this rank's replica."""
-    replicas: Any = None
-    """Process group of the ranks that hold the same part as this one."""
+    groups: Mapping[tuple[str, ...], Any] = field(default_factory=dict)
+    """Process group of the ranks that differ from this one in these sizes alone; sizes of 1 are left out."""
 
     @property
     def size(self) -> int:
-        """Ranks that run micro-batches."""
-        return self.replicate * self.shard
+        """Ranks in all."""
+        return self.over(*SIZES)
+
+    @property
+    def workers(self) -> int:
+        """How many run micro-batches of their own."""
+        return self.over(*OF_WORKERS)
+
+    @cached_property
+    def place(self) -> Mapping[str, int]:
+        """This rank's number along each size."""
+        left, out = self.rank, dict[str, int]()
+        for name in reversed(SIZES):
+            left, out[name] = divmod(left, getattr(self, name))
+        return out
+
+    @property
+    def worker(self) -> int:
+        """Which of the workers this rank is."""
+        number = 0
+        for name in OF_WORKERS:
+            number = number * getattr(self, name) + self.place[name]
+        return number
 
     @property
     def part(self) -> int:
         """Which part of the model this rank holds."""
-        return self.rank % self.shard
+        return self.place["shard"]
 
     @property
     def replica(self) -> int:
         """Which copy of the model it belongs to."""
-        return self.rank // self.shard
+        return self.place["replicate"]
+
+    @property
+    def in_step(self) -> bool:
+        """True if ranks wait for each other inside of a pass, so that all must run equally many."""
+        return self.over(*OF_MODEL) > 1
+
+    def over(self, *names: str) -> int:
+        """Ranks along these sizes."""
+        return math.prod(getattr(self, name) for name in names)
+
+    def group(self, *names: str) -> Any:
+        """Process group of the ranks that differ from this one in these sizes alone; None if there is no other."""
+        return self.groups.get(_several(self, names))
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` added up over all ranks, in place."""
-        return _added(tensor, self.group if self.size > 1 else None)
+        """`tensor` added up over all workers, in place."""
+        return _added(tensor, self.group(*OF_WORKERS))
+
+    def over_model(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` added up over the ranks that hold one copy of the model together, in place."""
+        return _added(tensor, self.group(*OF_MODEL))
+
+    def counts(self, dealt: bool) -> bool:
+        """True if this rank counts a parameter in sums over a copy of the model: `dealt` over the experts' ranks, or the same on them."""
+        return dealt or self.place["expert"] == 0
 
     def over_shards(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` added up over the parts of this replica, in place."""
@@ -77,7 +131,7 @@ class Mesh:
         import torch.distributed as dist
 
         errors: list[Exception | None] = [None] * self.size
-        dist.all_gather_object(errors, error, group=self.group)
+        dist.all_gather_object(errors, error, group=self.group(*SIZES))
         for failed in filter(None, errors):
             raise failed
 
@@ -87,7 +141,19 @@ class Mesh:
         return slice(min(self.part * each, count), min((self.part + 1) * each, count))
 
 
-def join(replicate: int, shard: int, *, device: str = "cpu", ranks: Sequence[int] | None = None) -> Mesh:
+def _several(sizes: Any, names: Iterable[str]) -> tuple[str, ...]:
+    """Those of `names` that are no 1, in the order of a mesh."""
+    return tuple(name for name in SIZES if name in names and getattr(sizes, name) > 1)
+
+
+def join(
+    replicate: int = 1,
+    shard: int = 1,
+    *,
+    expert: int = 1,
+    device: str = "cpu",
+    ranks: Sequence[int] | None = None,
+) -> Mesh:
     """The mesh of these `ranks` of the default process group, all of them if not given, in their order.
 
     Every process of the default group calls it, with the same arguments. Raises `BadInput` if the sizes do not multiply to the ranks.
@@ -96,17 +162,33 @@ def join(replicate: int, shard: int, *, device: str = "cpu", ranks: Sequence[int
     from torch.distributed.device_mesh import DeviceMesh
 
     ranks = range(dist.get_world_size()) if ranks is None else ranks
-    if replicate < 1 or shard < 1 or replicate * shard != len(ranks):
-        raise BadInput(
-            f"train.mesh: replicate={replicate} × shard={shard} is {replicate * shard} ranks, there are {len(ranks)}; set one of them to match"
-        )
-    mesh = DeviceMesh(device, torch.tensor(ranks).view(replicate, shard), mesh_dim_names=("replicate", "shard"))
-    group = dist.new_group(list(ranks))
+    asked = Mesh(replicate=replicate, shard=shard, expert=expert)
+    sizes = [getattr(asked, name) for name in SIZES]
+    if min(sizes) < 1 or asked.size != len(ranks):
+        said = " × ".join(f"{n}={s}" for n, s in zip(SIZES, sizes, strict=True) if s != 1 or n in SIZES[:2])
+        raise BadInput(f"train.mesh: {said} is {asked.size} ranks, there are {len(ranks)}; set one of them to match")
+    grid = torch.tensor(ranks).view(sizes)
+    rows = grid.movedim(SIZES.index("shard"), -1).reshape(-1, shard)
+    shards = DeviceMesh(device, rows, mesh_dim_names=("others", "shard"))
+    groups = _groups(asked, grid)
     if dist.get_rank() not in ranks:
         return Mesh()
-    place = list(ranks).index(dist.get_rank())
-    replicas = mesh["replicate"].get_group()
-    return Mesh(replicate=replicate, shard=shard, rank=place, group=group, shards=mesh["shard"], replicas=replicas)
+    return replace(asked, rank=list(ranks).index(dist.get_rank()), shards=shards["shard"], groups=groups)
+
+
+def _groups(asked: Mesh, grid: torch.Tensor) -> dict[tuple[str, ...], Any]:
+    """Of all sets of sizes that gradients, sums or tokens travel over. Collective."""
+    import torch.distributed as dist
+
+    out = dict[tuple[str, ...], Any]()
+    for names in dict.fromkeys(_several(asked, names) for names in TRAVELLED):
+        if names:
+            at = [SIZES.index(name) for name in names]
+            for members in grid.movedim(at, list(range(-len(at), 0))).reshape(-1, asked.over(*names)).tolist():
+                group = dist.new_group(members)
+                if dist.get_rank() in members:
+                    out[names] = group
+    return out
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -156,17 +238,21 @@ def spread(model: torch.nn.Module, layers: Iterable[torch.nn.Module], call: Any,
     return root
 
 
-def add_over_replicas(gradients: Sequence[torch.Tensor], mesh: Mesh) -> None:
-    """Add up what lies here over the replicas, in place."""
+def add_over_replicas(named: Iterable[tuple[str, torch.Tensor]], mesh: Mesh, dealt: Container[str] = ()) -> None:
+    """Add up what lies here of parameters' gradients over the ranks that hold the same, in place; `dealt`: those of experts."""
     import torch.distributed as dist
 
-    if mesh.replicate == 1:
-        return
-    for bucket in _buckets([local(g) for g in gradients]):
-        flat = torch.cat([g.reshape(-1) for g in bucket])
-        dist.all_reduce(flat, group=mesh.replicas)
-        for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-            gradient.copy_(total.view_as(gradient))
+    everyone, of_experts = list[torch.Tensor](), list[torch.Tensor]()
+    for name, p in named:
+        if p.grad is not None:
+            (of_experts if name in dealt else everyone).append(local(p.grad))
+    for gradients, names in ((everyone, HOLD_THE_SAME), (of_experts, HOLD_SAME_EXPERTS)):
+        group = mesh.group(*names)
+        for bucket in _buckets(gradients) if group is not None else ():
+            flat = torch.cat([g.reshape(-1) for g in bucket])
+            dist.all_reduce(flat, group=group)
+            for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(total.view_as(gradient))
 
 
 def _buckets(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:

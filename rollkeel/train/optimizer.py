@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -50,15 +50,17 @@ class ChangedShare:
     Of a low-precision weight its float32 master counts: that is what an update moves, the weight follows in time.
     """
 
-    def __init__(self, adamw: AdamW, mesh: Mesh = Mesh()) -> None:
+    def __init__(self, adamw: AdamW, mesh: Mesh = Mesh(), counted: Sequence[torch.nn.Parameter] | None = None) -> None:
+        """`counted`: the parameters that this rank counts, all if not given."""
         self._adamw, self._mesh, self._places = adamw, mesh, list[int]()
+        self._counted = adamw.parameters if counted is None else counted
         self._views: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         # An odd stride meets every column; a parameter shorter than it is told by its first element.
-        self._stride = sum(local(p).numel() for p in adamw.parameters) // 16384 | 1
+        self._stride = sum(local(p).numel() for p in self._counted) // 16384 | 1
 
     def look(self) -> torch.Tensor:
         """The sampled weights as they are now."""
-        held = [(local(p.detach()), self._adamw.rest(p)) for p in self._adamw.parameters]
+        held = [(local(p.detach()), self._adamw.rest(p)) for p in self._counted]
         places = [t.data_ptr() for pair in held for t in pair if t is not None]
         if places != self._places:
             self._views = [(self._sample(p), None if rest is None else self._sample(rest)) for p, rest in held]
@@ -71,9 +73,9 @@ class ChangedShare:
     def since(self, before: torch.Tensor) -> float:
         """Share of the sampled weights that are not what `look` returned earlier."""
         changed = self.look() != before
-        if self._mesh.shard == 1:
+        if not self._mesh.in_step:
             return float(changed.float().mean())
-        counts = self._mesh.over_shards(torch.tensor([float(changed.sum()), float(len(changed))]))
+        counts = self._mesh.over_model(torch.tensor([float(changed.sum()), float(len(changed))]))
         return float(counts[0] / counts[1])
 
 
@@ -96,14 +98,18 @@ class Stepper:
         eight_bit: bool = False,
         mesh: Mesh = Mesh(),
         by_rows: bool = False,
+        dealt: Container[str] = (),
     ) -> None:
-        """`mesh`: whose parts the parameters are, if they are sharded; `by_rows`: take the norm as `tree.norm` does."""
+        """`mesh`: whose parts the parameters are, if they are sharded; `by_rows`: take the norm as `tree.norm` does; `dealt`: names
+        of the parameters that experts' ranks hold different rows of."""
         every = list(named_parameters)
         self.named = [(n, p) for n, p in every if p.requires_grad]
         if not self.named:
             raise BadInput("optimizer: expected at least one trainable parameter, got none; is everything frozen?")
         self.schedule, self.clip_norm = schedule, clip_norm
         self._mesh, self._by_rows = mesh, by_rows
+        self.counted = [p for n, p in self.named if mesh.counts(n in dealt)]
+        """Those that this rank counts in sums over the model."""
         self.updates = 0
         """Updates so far, with those that an overflow left out."""
         parameters = [p for _, p in self.named]
@@ -158,10 +164,11 @@ class Stepper:
     def _norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
         if self._by_rows:
             return norm_by_rows([p for _, p in self.named], self._mesh)
-        if self._mesh.shard == 1:
+        if not self._mesh.in_step:
             return torch.nn.utils.get_total_norm(grads)
-        squares = torch.stack([local(g).float().square().sum() for g in grads]).sum()
-        return self._mesh.over_shards(squares).sqrt()
+        counted = [local(p.grad) for p in self.counted if p.grad is not None]
+        squares = torch.stack([torch.zeros(()), *(g.float().square().sum() for g in counted)]).sum()
+        return self._mesh.over_model(squares).sqrt()
 
     def _rescale(self, sound: bool) -> None:
         self._sound = self._sound + 1 if sound else 0

@@ -82,17 +82,17 @@ class Passes:
         self._mesh.agree(error)
 
     def _rounds(self, micros: Sequence[MicroBatch]) -> Iterator[Round]:
-        """What this rank runs. Ranks of a sharded model run equally many: each pass brings in the weights from all of them."""
+        """What this rank runs. Ranks that wait for each other in a pass, for weights or tokens, run equally many."""
         if self._tree is not None:
             for micro, count in rounds(micros, self._mesh):
                 yield micro or micros[0], micro is not None, count
             return
-        dealt = shares(micros, self._mesh.size) if self._mesh.size > 1 else [list(micros)]
-        own = dealt[self._mesh.rank]
-        most = max(map(len, dealt)) if self._mesh.shard > 1 else len(own)
+        dealt = shares(micros, self._mesh.workers) if self._mesh.workers > 1 else [list(micros)]
+        own = dealt[self._mesh.worker]
+        most = max(map(len, dealt)) if self._mesh.in_step else len(own)
         for number in range(most):
             real = number < len(own)
-            yield own[number] if real else micros[0], real, self._mesh.size
+            yield own[number] if real else micros[0], real, self._mesh.workers
 
     def _shares(
         self, forward: PolicyForward, batch: TrainingBatch, processes: int, policy: bool
@@ -104,7 +104,7 @@ class Passes:
         replay = self._replay if policy else None
         if replay is not None:
             replay.check(batch.experts)
-        pieces = 1 if self._tree is not None else processes * self._mesh.size
+        pieces = 1 if self._tree is not None else processes * self._mesh.workers
         share, replays = forward.packed.varlen, replay is not None
         micros = list(batch.micro_batches(self._tokens, replay=replays, share=share, processes=pieces))
         if replay is not None and batch.read_experts is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from rollkeel.errors import BadInput
 from rollkeel.models.checkpointing import decoder_layers
 from rollkeel.models.loading import Policy
 from rollkeel.models.names import checkpoint_pieces, piece_of
+from rollkeel.train.expert_parallel import all_experts, check_experts, deal_experts
 from rollkeel.train.logprobs import PolicyForward
-from rollkeel.train.mesh import Mesh, spread
+from rollkeel.train.mesh import Mesh, local, spread
 from rollkeel.train.tree import Tree, reduce_scatter
 
 Pieces = Sequence[tuple[str, str, torch.Tensor]]
@@ -29,32 +30,40 @@ def check_ranks(mesh: Mesh, config: TrainConfig, policy: Policy, rounding: str, 
         "run.parity": parity,
         "experiment.rounding": rounding != "none",
         "model.dtype": policy.model.dtype != torch.float32,
+        "train.reduce": config.reduce == "tree" and mesh.size > mesh.over("replicate", "shard"),
     }
     if mesh.size > 1:
         for name in (name for name, there in asked.items() if there):
             raise BadInput(f"{name}: cannot be on {mesh.size} ranks yet; set its default or train.mesh to 1")
+    if mesh.expert > 1:
+        check_experts(policy.model, mesh)
 
 
 def pieces_of(model: Any, mesh: Mesh) -> Pieces:
     """What a sharded model's checkpoint tensors are, asked while it is whole; empty for one that stays so."""
     names = {id(p): n for n, p in model.named_parameters()}
-    pieces = checkpoint_pieces(model) if mesh.shard > 1 else ()
+    pieces = checkpoint_pieces(model) if mesh.in_step else ()
     return [(name, names[id(owner)], piece) for name, owner, piece in pieces]
 
 
 def shard(forward: PolicyForward, mesh: Mesh, tree: Tree | None) -> None:
     """Leave this rank its part of the model that `forward` runs."""
+    model = forward.packed.model
+    deal_experts(model, mesh)
     if mesh.shard > 1:
-        model = forward.packed.model
         layers = [layer.module for layer in decoder_layers(model, "layer")]
         reduce = tree and reduce_scatter(tree)
         forward.score = spread(model, layers, forward.score, mesh, reduce)  # type: ignore[method-assign]
 
 
-def gathered(model: torch.nn.Module, pieces: Pieces) -> Iterator[tuple[str, torch.Tensor]]:
+def gathered(
+    model: torch.nn.Module, pieces: Pieces, mesh: Mesh, dealt: Container[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """(Checkpoint name, tensor) of a sharded model: one parameter whole at a time, on every rank."""
     live, held, whole = dict(model.named_parameters()), "", torch.empty(0)
     for name, owner, piece in pieces:
         if owner != held:
-            held, whole = owner, live[owner].detach().full_tensor()  # type: ignore[attr-defined]
+            held, part = owner, live[owner].detach()
+            whole = part if local(part) is part else part.full_tensor()  # type: ignore[attr-defined]
+            whole = all_experts(whole, mesh) if owner in dealt else whole
         yield name, piece_of(whole, piece)

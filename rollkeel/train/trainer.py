@@ -20,6 +20,7 @@ from rollkeel.models.loading import Policy
 from rollkeel.models.lora import ADAPTER
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.routers import is_frozen
+from rollkeel.train.expert_parallel import expert_parameters
 from rollkeel.train.logprobs import PolicyForward
 from rollkeel.train.mesh import Mesh, add_over_replicas
 from rollkeel.train.optimizer import ChangedShare, Schedule, Stepper
@@ -102,7 +103,7 @@ class LocalTrainer:
         how: dict[str, Any] = {"checkpointing": config.checkpointing, "compiled": config.compile, "parity": parity}
         self._forward = PolicyForward(self.model, **how)
         replay = self._forward.packed.replayable() if replay_routing else None
-        self._pieces = pieces_of(self.model, mesh)
+        self._pieces, self._dealt = pieces_of(self.model, mesh), expert_parameters(self.model, mesh)
         self._tree = Tree(mesh) if config.reduce == "tree" else None
         self._rounding = Rounding(self.model, rounding)
         self._start: dict[str, torch.Tensor] = {}
@@ -111,6 +112,7 @@ class LocalTrainer:
         for forward in filter(None, (self._forward, self._reference)):
             shard(forward, mesh, self._tree)
         schedule = Schedule(lr=config.lr, warmup_steps=config.warmup_steps, kind=config.schedule, total=total_updates)
+        held: dict[str, Any] = {"mesh": mesh, "by_rows": self._tree is not None, "dealt": self._dealt}
         self._stepper = Stepper(
             self.model.named_parameters(),
             schedule,
@@ -118,10 +120,9 @@ class LocalTrainer:
             weight_decay=config.weight_decay,
             clip_norm=config.clip_norm,
             eight_bit=config.moments == "int8",
-            mesh=mesh,
-            by_rows=self._tree is not None,
+            **held,
         )
-        self._changed = ChangedShare(self._stepper.adamw, mesh)
+        self._changed = ChangedShare(self._stepper.adamw, mesh, self._stepper.counted)
         if self._tree is not None:
             self._tree.parameters = [p for _, p in self._stepper.named]
         if config.processes > 1:
@@ -267,7 +268,7 @@ class LocalTrainer:
             if self._tree is not None:
                 self._tree.finish()
             else:
-                add_over_replicas([p.grad for _, p in self._stepper.named if p.grad is not None], self._mesh)
+                add_over_replicas(self._stepper.named, self._mesh, self._dealt)
             before = self._changed.look()
             metrics = self._stepper.step()
             return {**metrics, "optimizer/changed_share": self._changed.since(before)}
@@ -276,8 +277,8 @@ class LocalTrainer:
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face checkpoint name, view of the live weight): experts one by one, tied tensors once."""
-        if self._mesh.shard > 1:
-            yield from gathered(self.model, self._pieces)
+        if self._mesh.in_step:
+            yield from gathered(self.model, self._pieces, self._mesh, self._dealt)
             return
         places = [p.data_ptr() for p in self.model.parameters()]
         if places != self._places:  # somebody gave a parameter other memory, where views of the old one would go stale

@@ -90,7 +90,7 @@ class Tree:
         if self._mesh.replicate == 1:
             return gradient
         every = [torch.empty_like(gradient) for _ in range(self._mesh.replicate)]
-        dist.all_gather(every, gradient.contiguous(), group=self._mesh.replicas)
+        dist.all_gather(every, gradient.contiguous(), group=self._mesh.group("replicate"))
         return pairwise(every[: -(-self._real // self._mesh.shard)])
 
 

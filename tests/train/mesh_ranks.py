@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +18,7 @@ from rollkeel import objectives
 from rollkeel.batch.build import TrainingBatch, build_batch
 from rollkeel.config import ModelConfig, TrainConfig
 from rollkeel.models.loading import load_policy
-from rollkeel.train.mesh import Mesh, join, local
+from rollkeel.train.mesh import SIZES, Mesh, join, local
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
 
@@ -31,18 +32,25 @@ class Case:
     replicate: int = 1
     shard: int = 1
     model: str = "tiny-qwen3-moe"
+    expert: int = 1
     objective: str = "kpop"
     updates: int = 5
     order: tuple[int, ...] = tuple(range(len(LENGTHS)))
     """Of the sequences in each batch."""
     options: dict[str, Any] = field(default_factory=dict)
     replay: bool = False
+    again: bool = False
+    """The same as without: another run of it."""
     fails: bool = False
     """The objective raises on the micro-batch with token 0 of the batch."""
 
     @property
     def size(self) -> int:
-        return self.replicate * self.shard
+        return math.prod(self.sizes.values())
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in SIZES}
 
 
 def batch(seed: int, order: tuple[int, ...], experts: bool) -> TrainingBatch:
@@ -124,11 +132,11 @@ def serve(rank: int, world: int, folder: str, cases: list[Case]) -> None:
     torch.set_num_threads(1)
     start = f"file://{folder}/start"
     dist.init_process_group("gloo", init_method=start, rank=rank, world_size=world, timeout=timedelta(seconds=120))
-    meshes: dict[tuple[int, int], Mesh] = {}
+    meshes: dict[tuple[int, ...], Mesh] = {}
     for number, case in enumerate(cases):
-        key = (case.replicate, case.shard)
+        key = tuple(case.sizes.values())
         if key not in meshes:
-            meshes[key] = join(*key, ranks=range(case.size))
+            meshes[key] = join(**case.sizes, ranks=range(case.size))
         if rank < case.size:
             result = trained(case, meshes[key])
             torch.save(result, Path(folder) / f"{number}-{rank}.pt")

@@ -6,25 +6,31 @@ silently wrong. Does not cover GPUs (NCCL has not run), several machines, and a 
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import pytest
 import torch
 
+from rollkeel.config import ModelConfig
 from rollkeel.errors import BadInput
-from rollkeel.train.mesh import Mesh
+from rollkeel.models.loading import load_policy
+from rollkeel.train.mesh import SIZES, Mesh
 from rollkeel.train.tree import Tree, pairwise
 from tests.train.mesh_ranks import Case, other_order, serve, trained, trainer
 
 MESHES = ((2, 1), (1, 2), (1, 4), (2, 2))
+MOE = ModelConfig(path="preset:tiny-qwen3-moe")
 MODELS = ("tiny-qwen3", "tiny-qwen3-tied", "tiny-qwen3-moe")
 OBJECTIVES = ("kpop", "icepop", "dppo_binary_tv", "ac_mis_po", "m2po")
 PLAIN = [Case(*mesh) for mesh in MESHES] + [Case(2, 2, model) for model in MODELS[:2]]
 PLAIN += [Case(*mesh, objective=name) for mesh, name in zip(MESHES, OBJECTIVES[1:], strict=True)]
 EVERY = [Case(*mesh, model, objective=name) for mesh in MESHES for model in MODELS for name in OBJECTIVES]
+EVERY += [Case(shard=s, expert=2, objective=name) for s in (1, 2) for name in OBJECTIVES]
 OPTIONS: dict[str, dict[str, Any]] = {
     "checkpointing": {"checkpointing": "layer"},
     "selective": {"checkpointing": "selective"},
@@ -33,13 +39,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "reference": {"kl_coefficient": 0.1},
 }
 MORE = [Case(1, 2, options=options) for options in OPTIONS.values()] + [Case(2, 2, replay=True)]
+EXPERTS = [Case(expert=2), Case(shard=2, expert=2), Case(replicate=2, expert=2, replay=True)]
+EXPERTS += [Case(expert=2, options=OPTIONS[name]) for name in ("selective", "reference")]
+EXPERTS += [replace(EXPERTS[1], objective=name) for name in OBJECTIVES[1:]]
 TREE = [
     Case(*mesh, options={"reduce": "tree"}, updates=20) for mesh in ((1, 1), (2, 1), (1, 2), (1, 4), (2, 2), (4, 1))
 ]
 TREE_OF_FEW = [replace(case, updates=2, options={"reduce": "tree", "micro_batch_tokens": 120}) for case in TREE[3:5]]
 ORDERED = Case(2, 2)
 FAILING = Case(1, 4, fails=True)
-ALL = [*PLAIN, *MORE, *TREE, *TREE_OF_FEW, ORDERED, other_order(ORDERED), FAILING]
+AGAIN = [replace(EXPERTS[1], again=True)]
+ALL = [*PLAIN, *MORE, *EXPERTS, *AGAIN, *TREE, *TREE_OF_FEW, ORDERED, other_order(ORDERED), FAILING]
 
 
 class Found(Protocol):
@@ -71,7 +81,7 @@ def run(cases: list[Case], folder: Path) -> Found:
 
 
 def alone(case: Case) -> dict[str, Any]:
-    return trained(replace(case, replicate=1, shard=1), Mesh())
+    return trained(replace(case, **dict.fromkeys(SIZES, 1)), Mesh())
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -88,7 +98,7 @@ def test_every_mesh_model_and_objective(tmp_path: Path) -> None:
         assert_alike(case, found)
 
 
-@pytest.mark.parametrize("case", [*PLAIN, *MORE], ids=str)
+@pytest.mark.parametrize("case", [*PLAIN, *MORE, *EXPERTS], ids=str)
 def test_weights_and_norms_are_those_of_one_process(case: Case, found: Found) -> None:
     assert_alike(case, found)
 
@@ -134,6 +144,22 @@ def test_ranks_hold_their_part_of_the_model(found: Found) -> None:
         assert max(held) <= whole / case.shard * 1.1
 
 
+@pytest.mark.parametrize("case", AGAIN, ids=str)
+def test_the_same_mesh_gives_the_same_bits(case: Case, found: Found) -> None:
+    for rank in range(case.size):
+        one, two = found(replace(case, again=False), rank), found(case, rank)
+        assert distance(one["weights"], two["weights"]) == 0
+        assert one["metrics"] == two["metrics"] == found(case)["metrics"]
+
+
+def test_ranks_hold_their_experts_and_no_others(found: Found) -> None:
+    whole = alone(PLAIN[0])["bytes"]
+    experts = 3 * sum(p.numel() * 4 for n, p in load_policy(MOE).model.named_parameters() if ".experts." in n)
+    for rank in range(2):
+        assert found(EXPERTS[0], rank)["bytes"] == whole - experts // 2
+    assert sum(found(EXPERTS[1], rank)["bytes"] for rank in range(4)) == 2 * whole - experts
+
+
 def test_the_order_of_sequences_changes_rounding_alone(found: Found) -> None:
     a, b = found(ORDERED), found(other_order(ORDERED))
     assert distance(a["weights"], b["weights"]) < 1e-6
@@ -145,15 +171,27 @@ def test_an_error_on_one_rank_is_raised_on_all(found: Found) -> None:
 
 
 def test_what_a_mesh_cannot_do_is_refused() -> None:
-    def refused(**options: Any) -> str:
+    def refused(model: str = "tiny-qwen3-moe", mesh: Any = MappingProxyType({"replicate": 2}), **options: Any) -> str:
         with pytest.raises(BadInput) as error:
-            trainer(Case(options=options), Mesh(replicate=2))
+            trainer(Case(model=model, options=options), Mesh(**mesh))
         return str(error.value)
 
     assert refused(processes=2) == "train.processes: cannot be on 2 ranks yet; set its default or train.mesh to 1"
     assert refused(compile=True).startswith("train.compile: ")
+    assert refused(mesh={"expert": 2}, reduce="tree").startswith("train.reduce: ")
+    said = "train.mesh: expert=3, but Qwen3MoeForCausalLM has 8 experts, which it does not divide; set another expert, or 1"
+    assert refused(mesh={"expert": 3}) == said
+    dense = refused("tiny-qwen3", {"expert": 2})
+    assert dense == "train.mesh: expert=2, but Qwen3ForCausalLM has no experts; set another expert, or 1"
     with pytest.raises(BadInput, match=r"train\.mesh\.shard=3 is no power of two; set one, or reduce=sum"):
         Tree(Mesh(shard=3))
+
+
+def test_places_of_ranks_are_all_places() -> None:
+    sizes: dict[str, Any] = {"replicate": 2, "shard": 3, "expert": 2}
+    meshes = [Mesh(**sizes, rank=rank) for rank in range(12)]
+    assert [tuple(m.place.values())[::-1] for m in meshes] == list(itertools.product(*map(range, sizes.values())))
+    assert [m.worker for m in meshes] == list(range(12))
 
 
 def test_pairs_are_neighbours() -> None:
