@@ -28,8 +28,8 @@ class Status(enum.StrEnum):
     FINISHED = "finished"  # sampled a stop token; the stop token is the last token
     LENGTH = "length"  # reached max_new_tokens or the context length
     INTERRUPTED = "interrupted"  # stopped from outside; can be resumed from what it has
-    PARKED = "parked"  # waits in the pool to be resumed by a later step
-    PURGED = "purged"  # given up after too many steps
+    PARKED = "parked"  # taken out of the engine unfinished; a later step resumes it
+    PURGED = "purged"  # given up after too many steps without an end
     ENGINE_FAILURE = "engine_failure"
     GRADER_FAILURE = "grader_failure"
 
@@ -90,9 +90,9 @@ class SamplingParams:
     return_experts: bool = False
     """Return the experts each token was routed to."""
     return_prompt_experts: bool = False
-    """Those of the tokens in front too, beside `return_experts`."""
+    """Return those of the prompt's tokens too; needs `return_experts`."""
     evaluation: bool = False
-    """Answers are graded and never trained on: an engine that cannot tell the mass which truncation keeps need not."""
+    """Answers are graded and never trained on, so an engine may leave `kept_mass` unknown (NaN)."""
 
     @property
     def truncated(self) -> bool:
@@ -114,7 +114,7 @@ class TokenSpan:
     kept_mass: FloatArray
     """`[n]` float32 in (0, 1]: probability of the kept set before truncation renormalised it."""
     versions: IntArray
-    """`[n]` int64: policy version whose weights sampled the token."""
+    """`[n]` int64: version of the weights that sampled the token: how many optimizer updates had made them."""
     kv_versions: IntArray
     """`[n]` int64: oldest version that computed any KV entry the token attended to."""
     experts: IntArray | None = None
@@ -126,7 +126,7 @@ class TokenSpan:
     sampled: BoolArray | None = None
     """`[n]` bool: False for what an environment wrote between two turns, which nothing trains on; None if all were sampled."""
     prompt_experts: IntArray | None = None
-    """`[m, layers, k]` int16: experts of all tokens in front but the last, which `experts` begins with; None unless asked for."""
+    """`[m, layers, k]` int16: experts at all earlier tokens but the last one, whose experts are `experts[0]`; None unless asked for."""
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -160,10 +160,9 @@ class TokenSpan:
         return TokenSpan(token_ids=i, logprobs=f, kept_mass=f, versions=i, kv_versions=i)
 
     def append(self, other: TokenSpan) -> TokenSpan:
-        """This span followed by `other`; an optional array must be present on both sides or on the longer one only.
+        """This span followed by `other`. Both carry the same optional arrays, unless one is empty.
 
-        Of what was read before `other` this span's tokens are a part: text of environments gets its experts from there.
-        """
+        `other.prompt_experts` covers this span's tokens too: text of environments gets its experts from there."""
         if len(self) == 0:
             return other
         if len(other) == 0:
@@ -187,7 +186,7 @@ class TokenSpan:
         return TokenSpan(**joined, prompt_experts=prompt)
 
     def given(self, token_ids: IntArray, version: int) -> TokenSpan:
-        """This span with an environment's tokens behind it: log-prob 0 and kept mass 1, which nobody is to look at."""
+        """This span followed by an environment's tokens. Their log-prob is 0 and their kept mass 1; nothing reads either."""
         n = len(token_ids)
 
         def like(value: np.ndarray | None, fill: float) -> np.ndarray | None:
@@ -215,7 +214,7 @@ SPAN_FACTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class KeptKV:
-    """Keys and values of an interrupted sequence, out of the engine: all of its tokens but the last one."""
+    """Keys and values of an interrupted sequence, taken out of the engine: of all its tokens but the last."""
 
     keys: FloatArray
     """`[layers, kv_heads, n, d]` float32."""
@@ -255,7 +254,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """One sampled answer with the provenance of every token. Nothing trains on one with a hole in it."""
+    """One sampled answer; `span` says where every token comes from."""
 
     id: int
     """Unique in the run; equals `Request.id`."""
@@ -286,7 +285,7 @@ class StepRollouts:
     rollouts: Sequence[Rollout]
     """Everything that was sampled and belongs to the step, in order, failures included."""
     batch: Sequence[Rollout]
-    """Those of them to train on: graded, whole groups unless the feed says otherwise."""
+    """Those of them to train on, all graded. Members that failed are missing; `group=partial` trains parts of groups."""
     consumed: int = 0
     """Prompts taken from the data source for it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -310,7 +309,7 @@ class TokenBatch:
     advantages: torch.Tensor
     """float, detached."""
     coefficients: torch.Tensor
-    """float ≥ 0, c_t of OBJECTIVES: the aggregation, fixed for the whole optimizer batch."""
+    """float ≥ 0, c_t in docs/objectives.md: the token's share in the loss, fixed for the whole optimizer batch."""
     sequence_ids: torch.Tensor
     """int64, 0-based."""
     group_ids: torch.Tensor
@@ -368,9 +367,9 @@ class WeightUpdate:
     checksum: int
     """Sum of all slice checksums modulo 2**64."""
     mode: str | None = None
-    """Numeric mode whose rounded weights the checksums are of: what an engine must hold. None: the tensors as they are."""
+    """The checksums are of the weights rounded to this numeric mode, as an engine must hold them. None: of the tensors as they are."""
     shared: bool = False
-    """The tensors are the memory that the engine computes with: nothing is copied, and summing them was summing that."""
+    """The tensors are the engine's own memory: nothing is copied, and the checksums are of that memory already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,8 +378,7 @@ class Proof:
 
     version: int
     checksum: int
-    """Recomputed by the engine over the same names: over the memory it serves from, or where it says so (a server in
-    another program, see `ProbedEngine`) over what it received."""
+    """Recomputed by the engine over its memory; by a server in another program (`ProbedEngine`) over what it received."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,6 +392,6 @@ class Capabilities:
     returns_experts: bool = False
     returns_topk: bool = False
     forward: str = ""
-    """How it computes, and why that way; empty where that is the server's own affair."""
+    """How the embedded engine computes, and why that way; empty for a server."""
     proves_memory: bool = False
     """Its proof is of the memory that it serves from; publications then carry the checksums of its numeric mode."""

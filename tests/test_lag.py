@@ -13,11 +13,16 @@ from typing import Any
 import pytest
 from tiny_run import DEADLINE_S, STEPS, TINY, assert_same, cli, events, kill_at, rows, start, wait_for, weights
 
-from rollkeel.errors import BadInput
+from rollkeel.errors import BadInput, Interrupted
+from rollkeel.events import EventLog
+from rollkeel.loop.feeds import Lagged, Whole
 from rollkeel.loop.job import train
 from rollkeel.recipe import load
 from rollkeel.record import checks
+from rollkeel.record.clock import Clock
 from rollkeel.record.rollout_store import read_step, to_rollouts
+from rollkeel.rollout.lag import LaggedBatches
+from rollkeel.types import StepRollouts
 
 LAG, UPDATES = 3, 2
 LAGGED = [*TINY, f"experiment.lag={LAG}"]
@@ -95,6 +100,39 @@ def test_ctrl_c_while_the_queue_fills_starts_over(whole: Path, tmp_path: Path) -
     assert events(stopped)[-1]["status"] == "interrupted"
     train(load(stopped / "config.yaml"), resume=stopped)
     assert_same(stopped, whole)
+
+
+def test_a_queue_saved_half_full_fills_behind_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without checkpoints on the way, what is saved on Ctrl-C is the state at that moment."""
+    words = ["experiment.lag=3", "checkpoint.every=0", "run.steps=5", "eval.every=0"]
+    expected = run(tmp_path / "whole", *words)
+    draw, calls = Whole.draw, iter(range(100))
+
+    def stopped(*args: Any) -> Any:
+        if next(calls) == 2:
+            raise Interrupted("stopped while sampling")
+        return draw(*args)
+
+    monkeypatch.setattr(Whole, "draw", stopped)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "run", *words)
+    train(load(tmp_path / "run" / "config.yaml"), resume=tmp_path / "run")
+    assert rows(tmp_path / "run") == expected
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
+def test_tokens_of_a_step_are_those_sampled_in_it() -> None:
+    """Throughput is these by the step's seconds: step 1 fills the queue, the last steps only empty it."""
+
+    class Ten:
+        consumed = 0
+
+        def draw(self, clock: Clock, version: int) -> StepRollouts:
+            return StepRollouts(rollouts=(), batch=(), generated=10)
+
+    feed = Lagged(Ten(), LaggedBatches(2, 6, lambda index: None), print)  # type: ignore[arg-type]
+    drawn = [feed.draw(Clock(EventLog(None), step), 0) for step in range(1, 7)]
+    assert [step.generated for step in drawn] == [30, 10, 10, 10, 0, 0]
 
 
 @pytest.mark.slow

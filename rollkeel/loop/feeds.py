@@ -3,7 +3,7 @@
 Whole        samples and grades the step's prompts, then hands them over.
 Lagged       the same, `experiment.lag` steps before they are trained.
 Budgeted     C3PO++: what finished by the end of the step's token budget; the rest waits in a pool.
-Overlapped   samples and grades the next steps' rollouts while this one is trained.
+Overlapped   samples and grades the rollouts of the next steps while this step is trained.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 class Feed(Protocol):
-    """Makes the rollouts of each step, in order. One step is `draw`, an update, `published`."""
+    """Makes the rollouts of each step, in order. One step is `draw`, updates, a publication, `published`."""
 
     name: str
     """Key of `state_dict()` in a checkpoint."""
     consumed: int
-    """Prompts taken from the data source so far; the next draw begins behind them."""
+    """Prompts taken from the data source so far; the next draw begins behind them. A resumed run sets it."""
 
     def draw(self, clock: Clock, version: int) -> StepRollouts:
         """The rollouts of step `clock.step`, graded. `version`: of the weights that will be trained on them.
@@ -44,25 +44,25 @@ class Feed(Protocol):
         ...
 
     def publishing(self) -> AbstractContextManager[None]:
-        """Hold the engine while it takes new weights."""
+        """Hold the engine while it takes new weights. What is in flight keeps its tokens and goes on under them."""
         ...
 
     def published(self, clock: Clock, *, pause: bool) -> None:
-        """Step `clock.step` was trained and its weights are published. `pause`: take everything out of the engine, which
-        others are going to use."""
+        """Step `clock.step` was trained and its weights are published. `pause`: take everything out of the engine until the
+        next `draw`, because an evaluation or a checkpoint comes first."""
         ...
 
     def park(self, step: int | None) -> None:
-        """Take everything out of the engine, so that `state_dict` can be asked. What was done since the last step belongs to
-        `step`; None: it is not part of the run, which goes on from an older checkpoint."""
+        """Take everything out of the engine, so that `state_dict` can be asked. `step`: a checkpoint of it is saved next. None:
+        none is saved; the run resumes from an earlier one, so a recorded schedule forgets what was done since."""
         ...
 
     def replays(self) -> bool:
-        """True if a recorded schedule is followed, whose checkpoints are those of the recorded run."""
+        """True if the feed follows a recorded schedule. An interrupted replay saves no checkpoint."""
         ...
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What one step hands to the next beside the weights, for `train.state.save_state`."""
+        """What one step hands to the next beside `consumed` and the weights, for `train.state.save_state`."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int, version: int) -> None:
@@ -92,7 +92,7 @@ class Sampler:
 
 
 class _Idle:
-    """A feed with nothing in the engine between two draws, and nothing to keep."""
+    """A feed with nothing in the engine between two draws: the engine is free for evaluations and checkpoints at any time."""
 
     name = "sync"
 
@@ -128,8 +128,8 @@ class Whole(_Idle):
     def __init__(
         self, sampler: Sampler, prompts: int, samples: int, *, rounds: int = 0, varied_only: bool = False
     ) -> None:
-        """`prompts` per step with `samples` each; `rounds`: of dynamic sampling, 0 for none; `varied_only`: train groups whose
-        rewards differ."""
+        """`prompts` per step with `samples` each; `rounds`: most rounds of dynamic sampling (`rollout/dynamic.py`), 0 for none;
+        `varied_only`: train only groups whose rewards differ."""
         super().__init__()
         self._sampler, self._prompts, self._samples = sampler, prompts, samples
         self._rounds, self._varied_only = rounds, varied_only
@@ -149,7 +149,7 @@ class Whole(_Idle):
                     s.tokenizer,
                     deadline_s=s.deadline_s,
                     should_stop=s.should_stop,
-                    grader=s.grader,
+                    grader=s.grader,  # one that can work beside sampling begins on each rollout as it ends
                 )
             with clock.stage("reward"):
                 graded = iter(s.grader.grade([r for r in sampled if r.status.complete]))
@@ -167,26 +167,28 @@ class Whole(_Idle):
 
 @final
 class Lagged(_Idle):
-    """Batches that wait `lag` steps before they are trained: fixed staleness for experiments, see `rollout/lag.py`."""
+    """Batches that wait `lag` steps before they are trained: fixed staleness for experiments, see `rollout/lag.py`. Step 1
+    samples `lag` + 1 batches from the start weights, each later step one, the last `lag` steps none."""
 
     name = "lag"
 
     def __init__(self, whole: Whole, waiting: LaggedBatches, note: Callable[[str], None]) -> None:
-        """`note` tells how far the queue is filled."""
         super().__init__()
         self._whole, self._waiting, self._note = whole, waiting, note
 
     def draw(self, clock: Clock, version: int) -> StepRollouts:
         self._whole.consumed = self.consumed
-        count = self._waiting.wanted(clock.step)
+        count, generated = self._waiting.wanted(clock.step), 0
         for number in range(1, count + 1):
-            self._waiting.push(self._whole.draw(clock, version))
+            drawn = self._whole.draw(clock, version)
+            self._waiting.push(drawn)
+            self.consumed = self._whole.consumed  # now: an interrupted step is repeated behind the batches in the queue
+            generated += drawn.generated or 0
             if count > 1 and (number % 10 == 0 or number == count):
                 self._note(
                     f"experiment.lag={self._waiting.lag}: {number} of {count} batches sampled from the start weights"
                 )
-        self.consumed = self._whole.consumed
-        return self._waiting.pop()
+        return replace(self._waiting.pop(), generated=generated)
 
     def state_dict(self) -> dict[str, Any] | None:
         return self._waiting.state_dict()
@@ -197,14 +199,15 @@ class Lagged(_Idle):
 
 @final
 class Budgeted(_Idle):
-    """The groups that a step's token budget completed; what is unfinished stays in the pool (Ring-1T report §2.3.3)."""
+    """The groups that a step's token budget completed (Ring-1T report §2.3.3). Unfinished rollouts stay in the pool, which
+    checkpoints hold; `rollout/pool.py` decides what is resumed, purged and trained."""
 
     name = "budgeted"
 
     def __init__(
         self, sampler: Sampler, pooled: BudgetedRollouts, *, rounds: int = 0, varied_only: bool = False
     ) -> None:
-        """`rounds` of dynamic sampling, 0 for none; `varied_only`: train groups whose rewards differ."""
+        """`rounds`, `varied_only`: as of `Whole`."""
         super().__init__()
         self._sampler, self._pooled = sampler, pooled
         self._rounds, self._varied_only = rounds, varied_only or rounds > 0
@@ -261,10 +264,8 @@ class Budgeted(_Idle):
 
 @final
 class Overlapped:
-    """Whole batches in order, sampled and graded while earlier ones are trained; no token is older than the bound.
-
-    See `rollout/feeder.py` for who waits for whom and `rollout/overlap.py` for the bound.
-    """
+    """Whole batches in order, sampled and graded while earlier ones are trained (`rollout/feeder.py`). When a step begins, no
+    token of its batch is more than `max_staleness` versions old (`rollout/overlap.py`)."""
 
     name = "async"
 
@@ -305,7 +306,7 @@ class Overlapped:
 
     def published(self, clock: Clock, *, pause: bool) -> None:
         with clock.stage("park" if pause else "submit"):
-            self._inner.finish()
+            self._inner.finish()  # the batch makes room: new groups may enter the engine
             self._inner.park() if pause else self._inner.send()
         self._inner.commit(clock.step)
 

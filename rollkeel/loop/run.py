@@ -80,8 +80,8 @@ class Run:
         """A stopwatch for one step."""
         return Clock(self.folder.events, step)
 
-    def rest(self, clock: Clock) -> None:
-        """Leave the device to the trainer until the next publication, unless sampling goes on meanwhile."""
+    def rest_engine(self, clock: Clock) -> None:
+        """Let the engine free the device for the trainer until the next publication, unless sampling goes on meanwhile."""
         if self.config.run.loop != "async" and isinstance(self.engine, RestingEngine):
             with clock.stage("sync"):
                 self.engine.rest()
@@ -158,11 +158,11 @@ class Run:
         for tracker in self.trackers:
             tracker.close()
 
-    def record(self, row: Mapping[str, Any], shown: Sequence[Rollout] = ()) -> None:
-        """Append a metrics row and show it; trackers also get the texts of a few of the rollouts `shown`."""
+    def record(self, row: Mapping[str, Any], texts_of: Sequence[Rollout] = ()) -> None:
+        """Append a metrics row and show it. Trackers also get the texts of the first `report.samples` rollouts of `texts_of`."""
         self.folder.append_metrics(row)
         for tracker in self.trackers:
             tracker.log(int(row["step"]), row)
-            if shown and self.config.report.samples:
-                tracker.texts(int(row["step"]), text_rows(shown, self.config.report.samples))
+            if texts_of and self.config.report.samples:
+                tracker.texts(int(row["step"]), text_rows(texts_of, self.config.report.samples))
         self.view.step(int(row["step"]), row)

@@ -3,12 +3,15 @@
     feed.draw ─▶ old log-probs ─▶ credit ─▶ objective × updates ─▶ publish ─▶ (evaluate, checkpoint)
     feeds.py     ╰──────────── learn.py ──────────────────────╯
 
+`learn` cuts the batch into `train.updates_per_step` parts of whole groups; each makes one optimizer update. The version of
+the weights counts updates, not steps. `learn` also writes the step's rollouts.
+
 The loops differ in their feed alone: whole batches (`run.loop=sync`), a token budget with a pool of unfinished rollouts
 (`budgeted`, C3PO++), or rollouts sampled while others are trained (`async`).
 
-One step is a function of the weights, the seed, the step number, the prompts consumed so far, the objective's state and
-what the feed carries. That is why a run that was killed continues bit for bit: reload those of step s and do s + 1. In the
-asynchronous loop it is a function of the schedule too, which is recorded.
+One step is a function of the seed, the step number and `Run.state`: weights and optimizer, prompts consumed so far and the
+order of the next, the objective's state, what the feed carries. That is why a run that was killed continues bit for bit: reload
+the state of step s and do s + 1. In the asynchronous loop it is a function of the schedule too, which is recorded.
 """
 
 from __future__ import annotations
@@ -24,14 +27,12 @@ from rollkeel.rollout.evaluate import evaluate
 from rollkeel.train.checkpoint import step_name
 
 BARREN_STEPS = 20
-"""A run stops after so many steps in a row without a group to learn from."""
+"""A run stops after so many steps in a row without an update, because no group was left to train on."""
 
 
 def train(run: Run, first: int) -> None:
-    """Steps `first` … `config.run.steps`. Step 0 is the evaluation of the start model.
-
-    Raises `Interrupted` after a checkpoint when asked to stop.
-    """
+    """Steps `first` … `config.run.steps`; step 0 evaluates the start model. Raises `Interrupted` when asked to stop, after a
+    checkpoint of the last whole step, and `RunStopped` when a rule ends the run."""
     done, barren = first - 1, _barren_before(run)
     try:
         if first == 0:
@@ -56,7 +57,7 @@ def train(run: Run, first: int) -> None:
 
 
 def start(run: Run) -> None:
-    """Publish the start weights, evaluate them as step 0 and keep them as a checkpoint if there are to be any on the way."""
+    """Publish the start weights and evaluate them as step 0. Checkpoint them if `checkpoint.every` is set."""
     clock = run.clock(0)
     with clock.stage("sync"):
         proof = run.publish()
@@ -68,11 +69,11 @@ def start(run: Run) -> None:
 
 
 def step_once(run: Run, step: int) -> bool:
-    """One step: everything between two versions of the weights. False if there was nothing to learn from."""
+    """One step: everything between two publications. False if it made no update."""
     clock = run.clock(step)
     drawn = run.feed.draw(clock, run.trainer.version)
-    run.source.problems.observe(drawn.rollouts)
-    run.rest(clock)
+    run.source.problems.observe(drawn.rollouts)  # rewards may decide which prompts come next
+    run.rest_engine(clock)
     metrics = {**drawn.metrics, **learn(run, drawn, clock)}
     with clock.stage("sync"):
         metrics |= run.publish()
@@ -88,7 +89,7 @@ def step_once(run: Run, step: int) -> bool:
     metrics |= clock.metrics({"update": trained, "step": trained, **sampled})
     row = {"step": step, "version": run.trainer.version, **metrics}
     checked, findings = run.checks.observe(row)
-    run.record(row | checked, drawn.rollouts if evaluates else ())
+    run.record(row | checked, texts_of=drawn.rollouts if evaluates else ())
     warnings = tell_warnings(run, findings, row)
     act = run.config.alarms.on_alarm
     if saves or (warnings and act in ("checkpoint", "stop")):
@@ -100,18 +101,18 @@ def step_once(run: Run, step: int) -> bool:
 
 
 def due(config: Config, step: int) -> tuple[bool, bool]:
-    """Whether `step` ends with an evaluation, and with a checkpoint; the feed pauses for either."""
+    """Whether `step` ends with an evaluation, and whether with a checkpoint; the feed pauses for either."""
     intervals = [config.eval.every, *(one.every for one in config.eval.sets if one.every is not None)]
     return any(is_due(config, step, every) for every in intervals), is_due(config, step, config.checkpoint.every)
 
 
 def is_due(config: Config, step: int, every: int) -> bool:
-    """Whether what happens `every` so many steps happens behind `step`: at the end always, at 0 of what is evaluated as well."""
+    """Whether `step` is the last one or a multiple of `every`; with `every` = 0, the last one only."""
     return step == config.run.steps or (every > 0 and step % every == 0)
 
 
 def held_out(run: Run, step: int) -> dict[str, float]:
-    """Accuracy on the evaluation items that `step` evaluates, under the weights the engine serves."""
+    """Accuracy on the evaluation sets that are due at `step`, all of them at 0, under the weights the engine serves."""
     settings = run.config.eval
     own = HeldOut(prompts=run.eval_prompts, sampling=run.eval_sampling, samples=settings.samples, every=settings.every)
     metrics = {}
@@ -132,7 +133,7 @@ def held_out(run: Run, step: int) -> dict[str, float]:
 
 
 def save(run: Run, step: int) -> None:
-    """Checkpoint after `step`, unless it is there already; nothing is in flight then."""
+    """Take everything out of the engine. Then save the checkpoint of `step`, unless it exists."""
     kept = (run.folder.checkpoints / step_name(step)).is_dir()
     run.feed.park(None if kept else step)
     if not kept:
@@ -142,6 +143,6 @@ def save(run: Run, step: int) -> None:
 
 
 def _barren_before(run: Run) -> int:
-    """Steps in a row without an update at the end of the metrics: a resumed run stops where the whole one would."""
+    """Steps without an update that end the metrics so far: a resumed run stops where the uninterrupted one would."""
     learnt = [row.get("optimizer/updates", 1) > 0 for row in run.folder.metrics()]
     return len(learnt) if not any(learnt) else learnt[::-1].index(True)
