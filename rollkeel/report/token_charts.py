@@ -161,7 +161,7 @@ def _spikes(axes: Axes, values: Mapping[str, np.ndarray]) -> None:
 def _dropped_plane(axes: Axes, q: np.ndarray, o: np.ndarray, keep: np.ndarray) -> None:
     for which, color, label in ((keep, GRID, "kept"), (~keep, _DROPPED, "dropped")):
         at = np.flatnonzero(which)
-        at = at[:: -(-len(at) // _DOTS)]
+        at = at[:: -(-len(at) // _DOTS) or 1]
         alpha = 0.35 if label == "kept" else 0.8
         axes.scatter(q[at], o[at], s=3, color=color, alpha=alpha, linewidths=0, label=label, rasterized=True)
     axes.plot([0, 1], [0, 1], color=INK, lw=0.8, ls="--")

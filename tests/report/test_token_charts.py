@@ -57,6 +57,14 @@ def test_charts_appear_with_the_fields_they_need() -> None:
     ]
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_plane_without_a_kept_or_a_dropped_token_is_drawn(kept: bool) -> None:
+    """A run whose masks drop everything needs its report most."""
+    axes = Figure().add_subplot()
+    charts._dropped_plane(axes, np.array([0.5, 0.9]), np.array([0.5, 0.1]), np.full(2, kept))
+    assert sorted(len(dots.get_offsets()) for dots in axes.collections) == [0, 2]
+
+
 def test_bins_hold_their_own_tokens() -> None:
     q = np.repeat([0.05, 0.55, 1.0], [charts.MIN_TOKENS, charts.MIN_TOKENS - 1, charts.MIN_TOKENS])
     assert [(centre, len(at)) for centre, at in charts._bins(q)] == [(0.05, 20), (0.95, 20)]
