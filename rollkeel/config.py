@@ -34,9 +34,9 @@ class RunConfig(Node):
     seed: int = Field(default=0, ge=0, description="Of prompts, sampling, shuffles and evaluation draws.")
     steps: int = Field(default=150, ge=0)
     """RL steps; 0 stops after SFT."""
-    loop: Literal["sync", "budgeted", "async"] = "sync"
+    loop: Annotated[str, OrOwn("sync", "budgeted", "async")] = "sync"
     """`sync` waits for every rollout of a step, `budgeted` is C3PO++: see `rollout.budget`, `async` samples while it trains:
-    see `rollout.overlap`."""
+    see `rollout.overlap`. Your own feed is `path/file.py:name`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where trainer and embedded engine compute; `auto` takes a GPU if there is one and the model has 20 million parameters or more."""
     threads: int = Field(default=1, ge=1)

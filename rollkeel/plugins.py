@@ -28,6 +28,7 @@ from rollkeel.errors import BAD_INPUTS, REFUSALS, BadInput, OwnCodeBroke, neares
 from rollkeel.events import write_atomic
 
 PLACES = (
+    ("run", "loop"),
     ("data", "task"),
     ("data", "grader"),
     ("engine", "kind"),
@@ -94,6 +95,21 @@ def load(name: str, key: str, expected: str = "", fits: Callable[[Any], bool] = 
     if not fits(thing):
         at = f"{module.__file__}:{_lines(module).get(attribute, 1)}"
         raise BadInput(f"{key} {name!r}: expected {expected}, got {_shown(thing)} ({at})")
+    return thing
+
+
+def maker(name: str, key: str, given: str) -> Callable[..., Any]:
+    """A class or function of what `given` lists, with commas between."""
+    return load(name, key, f"a class or function of ({given})", lambda thing: takes(thing, given.count(",") + 1))
+
+
+def made(name: str, key: str, given: str, kind: type, *values: Any) -> Any:
+    """What that class or function makes of `values`. Raises `BadInput` if it breaks, or if a part of the protocol `kind` is missing."""
+    thing = tried(lambda: maker(name, key, given)(*values), f"{key} {name!r}")
+    parts = [part for part in (*vars(kind), *kind.__annotations__) if not part.startswith("_")]
+    if missing := [part for part in parts if not hasattr(thing, part)]:
+        wanted = f"{kind.__module__}.{kind.__name__}"
+        raise BadInput(f"{key} {name!r}: expected a {wanted}, got {thing!r:.80} without {', '.join(missing)}")
     return thing
 
 

@@ -6,12 +6,9 @@ Imports no torch at run time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from rollkeel.types import Capabilities, FloatArray, IntArray, Proof, Request, Rollout, Segment, WeightUpdate
-
-if TYPE_CHECKING:
-    pass
 
 
 @runtime_checkable

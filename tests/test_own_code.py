@@ -26,8 +26,9 @@ from rollkeel.tasks.base import Task
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
 MINE = re.findall(r"cat > \S+/mine.py <<'EOF'\n(.*?)^EOF", README, re.DOTALL | re.MULTILINE)[0]
 REST = """
-import shutil
+import dataclasses, shutil
 from rollkeel.engines.local import LocalEngine
+from rollkeel.loop.feeds import Whole
 from rollkeel.lab.preset import Arm, Preset
 
 def graded(text, answer, options):
@@ -49,6 +50,39 @@ class Copy(Log):
 
 def engine(hf_config, config, device, max_length):
     return LocalEngine(hf_config, config, device=device, max_length=max_length, name="mine")
+
+class Backwards(Whole):
+    name = "backwards"
+    drawn = 0
+    def __init__(self, config, sampler):
+        super().__init__(sampler, config.rollout.prompts, config.rollout.samples)
+        self.file = open("drawn.txt", "a", buffering=1)
+    def draw(self, clock, version):
+        step = super().draw(clock, version)
+        self.drawn += 1
+        print(self.drawn, step.batch[0].group, file=self.file)
+        return dataclasses.replace(step, batch=step.batch[::-1])
+    def state_dict(self):
+        return {"drawn": self.drawn}
+    def load_state_dict(self, state, *, step, version):
+        self.drawn = state["drawn"]
+
+class Hasty(Backwards):
+    def draw(self, clock, version):
+        return self.nothing
+
+class Deaf_engine:
+    version = 0
+    def __init__(self, hf_config, config, device, max_length):
+        pass
+    def submit(self, requests):
+        pass
+
+class Torn(LocalEngine):
+    def __init__(self, hf_config, config, device, max_length):
+        super().__init__(hf_config, config, device=device, max_length=max_length)
+    def poll(self, timeout_s):
+        return self.nothing
 
 def measured(words, seed, more=0):
     return {"seed": seed + more}
@@ -185,6 +219,41 @@ def test_a_tracker_and_an_engine(here: Path, capsys: pytest.CaptureFixture[str])
     words = [*OWN, "run.steps=1", "sft.steps=0", "engine.kind=mine.py:engine", "report.trackers=[mine.py:Log]"]
     assert cli(capsys, "train", *words, "run.dir=run")[0] == 0
     assert (here / "run" / "mine.txt").read_text() == "0\n1\n"
+
+
+def test_a_feed_schedules_and_keeps_its_state(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*OWN, "sft.steps=0", "run.steps=2", "checkpoint.every=1", "run.loop=mine.py:Backwards", "run.dir=run"]
+    assert cli(capsys, "train", *words)[0] == 0
+    assert cli(capsys, "train", "--resume", "run", "run.steps=4")[0] == 0
+    assert (here / "drawn.txt").read_text() == "1 0\n2 8\n3 16\n4 24\n"
+    code, _, err = cli(capsys, "train", "--resume", "run", "run.steps=5", "run.loop=sync")
+    assert (code, err) == (
+        2,
+        "rollkeel: checkpoint: expected one of run.loop=sync, got one of backwards; resume with it\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "exit_code", "message"),
+    [
+        ("run.loop=mine.py:Hasty", 3, "'Hasty' object has no attribute 'nothing' ({file}:{draw} in draw)"),
+        ("run.loop=mine.py:graded", 2, "a class or function of (config, sampler), got graded(text, answer, options)"),
+        ("run.loop=mine.py:Log", 2, "a class or function of (config, sampler), got class Log"),
+        ("run.loop=bad.py:two", 2, "expected a rollkeel.loop.feeds.Feed, got 0.0 without draw, publishing, published"),
+        ("engine.kind=mine.py:Deaf_engine", 2, "without capabilities, poll, interrupt, update_weights, close"),
+        ("engine.kind=mine.py:Torn", 2, "'Torn' object has no attribute 'nothing' ({file}:{poll} in poll)"),
+    ],
+)
+def test_mistakes_in_a_feed_or_an_engine_are_one_line(
+    word: str, exit_code: int, message: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "bad.py").write_text(MISTAKES)
+    code, _, err = cli(capsys, "train", *OWN, "sft.steps=0", word, "run.dir=run")
+    lines = (here / "mine.py").read_text().splitlines()
+    draw, poll = (n for n, text in enumerate(lines, 1) if text == "        return self.nothing")
+    assert code == exit_code, err
+    assert err.count("\n") == 1
+    assert message.format(file=here / "mine.py", draw=draw, poll=poll) in err
 
 
 @pytest.mark.usefixtures("here")

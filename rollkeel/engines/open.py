@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +23,8 @@ from rollkeel.types import SamplingParams
 _FOUND = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
 _LOOK_S = 60.0
 CONNECT_S = 5.0
+OWN = "hf_config, engine config, device, max_length"
+"""What an engine of one's own is made of; `max_length` may be None."""
 NO_ADAPTERS = (
     "engine.kind={kind}: adapters are served by the embedded engine alone; set engine.kind=local or train.lora.rank=0"
 )
@@ -48,12 +49,7 @@ def open_engine(
     if lora is not None and config.kind != "local":
         raise BadInput(NO_ADAPTERS.format(kind=config.kind))
     if plugins.is_own(config.kind):
-        engine = plugins.tried(
-            lambda: _own(config.kind)(hf_config, config, device, max_length), f"engine.kind {config.kind!r}"
-        )
-        if not isinstance(engine, Engine):
-            raise BadInput(f"engine.kind {config.kind!r}: expected a rollkeel.protocols.Engine, got {engine!r:.80}")
-        return engine
+        return plugins.made(config.kind, "engine.kind", OWN, Engine, hf_config, config, device, max_length)
     if config.kind == "vllm":
         from rollkeel.engines.same_device import can_sleep
         from rollkeel.engines.served import ServedEngine
@@ -78,15 +74,10 @@ def open_engine(
     return LocalEngine(hf_config, config, device=device, max_length=max_length, lora=lora)
 
 
-def _own(name: str) -> Callable[..., Engine]:
-    wanted = "a class or function of (hf_config, engine config, device, max_length)"
-    return plugins.load(name, "engine.kind", wanted, lambda f: plugins.takes(f, 4))
-
-
 def check_engine(config: EngineConfig, sampling: SamplingParams) -> None:
     """Refuse early what an inference server cannot do. Raises `BadInput`; the embedded engine is not checked."""
     if plugins.is_own(config.kind):
-        _own(config.kind)
+        plugins.maker(config.kind, "engine.kind", OWN)
     if config.kind != "vllm":
         return
     from rollkeel.engines.vllm import VllmBackend

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from rollkeel import objectives
+from rollkeel import objectives, plugins
 from rollkeel.config import Config, LoraConfig
 from rollkeel.engines.local import LocalEngine
 from rollkeel.engines.open import check_engine, open_engine
@@ -51,6 +51,8 @@ SMALL = 20_000_000
 """Parameters below which `run.device=auto` stays on the CPU."""
 PROBE_PROMPTS = 8
 """Sequences whose log-probs are compared with the trainer's after every publication: some hundred tokens tell wrong weights."""
+OWN_FEED = "config, sampler"
+"""What a feed of one's own is made of."""
 REFILL_ROUNDS = 4
 """Most rounds of `rollout.zero_variance=refill`: enough for one useful prompt in four, and an end where there is none."""
 
@@ -332,6 +334,8 @@ def _sampler(
 
 def open_feed(config: Config, sampler: Sampler, source: PromptSource, view: LiveView, folder: RunFolder) -> Feed:
     """The feed of `run.loop` and `experiment.lag`."""
+    if plugins.is_own(config.run.loop):
+        return plugins.made(config.run.loop, "run.loop", OWN_FEED, Feed, config, sampler)
     size = config.rollout
     varied_only = size.zero_variance == "drop"
     if config.run.loop == "budgeted":

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-from rollkeel import advantages, rewards
+from rollkeel import advantages, plugins, rewards
 from rollkeel.config import Config
 from rollkeel.engines.open import NO_ADAPTERS, check_engine
 from rollkeel.errors import BadInput
-from rollkeel.loop.assemble import build_objective, estimator, pool_rules, refill_rounds, sampling_params
+from rollkeel.loop.assemble import OWN_FEED, build_objective, estimator, pool_rules, refill_rounds, sampling_params
 from rollkeel.models import jit
 from rollkeel.models.loading import resolve_device
 from rollkeel.objectives.kl import PLAIN
@@ -63,6 +63,8 @@ def validate(config: Config) -> None:
         _check_refill(config)
     _check_memory(config)
     _check_parity(config)
+    if plugins.is_own(config.run.loop):
+        plugins.maker(config.run.loop, "run.loop", OWN_FEED)
     if config.run.loop == "budgeted":
         pool_rules(config)
     if config.run.loop == "async":

@@ -91,7 +91,7 @@ class Sampler:
     """The sources of the prompts, where there are several."""
 
 
-class _Idle:
+class Idle:
     """A feed with nothing in the engine between two draws: the engine is free for evaluations and checkpoints at any time."""
 
     name = "sync"
@@ -121,8 +121,7 @@ class _Idle:
         pass
 
 
-@final
-class Whole(_Idle):
+class Whole(Idle):
     """Whole batches of prompts, sampled by the weights they train."""
 
     def __init__(
@@ -166,7 +165,7 @@ class Whole(_Idle):
 
 
 @final
-class Lagged(_Idle):
+class Lagged(Idle):
     """Batches that wait `lag` steps before they are trained: fixed staleness for experiments, see `rollout/lag.py`. Step 1
     samples `lag` + 1 batches from the start weights, each later step one, the last `lag` steps none."""
 
@@ -198,7 +197,7 @@ class Lagged(_Idle):
 
 
 @final
-class Budgeted(_Idle):
+class Budgeted(Idle):
     """The groups that a step's token budget completed (Ring-1T report §2.3.3). Unfinished rollouts stay in the pool, which
     checkpoints hold; `rollout/pool.py` decides what is resumed, purged and trained."""
 

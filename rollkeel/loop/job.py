@@ -198,7 +198,7 @@ def _reinforce(run: Run, first: int) -> None:
         run.checks.observe(row)
     run.view.phase("rl", run.config.run.steps)
     try:
-        train_steps(run, first)
+        plugins.tried(lambda: train_steps(run, first), "own code", between=True)
     except OwnCodeBroke as error:
         if not run.folder.metrics():
             raise

@@ -28,8 +28,8 @@ from rollkeel.train import checkpoint
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import Prompt, Rollout, SamplingParams
 
-CARRYING = {"budgeted": "budgeted", "async": "async", "lag": "sync with experiment.lag"}
-"""Names of the feeds that hand something to the next step, and what a config calls them."""
+SHARED = ("step", "consumed", "prompts", "trainer", "objective")
+"""What a checkpoint holds whatever the feed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +125,10 @@ class Run:
 
         Returns lines for people: what the checkpoint lacks."""
         state = checkpoint.load_state(saved.state)
-        kept = next((name for name in CARRYING if state.get(name) is not None), "sync")
+        feeds = [name for name in state if name not in SHARED]
+        kept = self.feed.name if feeds == [self.feed.name] else next((n for n in feeds if state[n] is not None), "sync")
         if kept != self.feed.name:
-            wanted, got = (CARRYING.get(name, name) for name in (self.feed.name, kept))
+            wanted, got = ("sync with experiment.lag" if n == "lag" else n for n in (self.feed.name, kept))
             raise BadInput(f"checkpoint: expected one of run.loop={wanted}, got one of {got}; resume with it")
         lacking = self.trainer.load_state_dict(state["trainer"])
         self.objective.load_state_dict(state["objective"])
