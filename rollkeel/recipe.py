@@ -60,10 +60,11 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
 
 
 def _check_sources(data: DataConfig) -> None:
-    given = [data.task is not None, data.path is not None, bool(data.sources)]
-    if sum(given) != 1:
+    given = [f"data.{name}" for name in ("task", "path", "sources") if getattr(data, name) not in (None, ())]
+    if len(given) != 1:
         raise BadInput(
-            "config data: expected exactly one of data.task and data.path, or data.sources alone; set the others to null"
+            "config data: expected exactly one of data.task and data.path, or data.sources alone, got"
+            f" {' and '.join(given) or 'none'}; set {'one' if not given else 'the others to null'}"
         )
     seen = set[str]()
     for number, (source, part) in enumerate(zip(data.sources, data.parts, strict=True)):

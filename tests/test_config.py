@@ -111,8 +111,8 @@ def test_later_overrides_win_and_the_rest_of_the_recipe_stays() -> None:
         ("train.lr", "override 'train.lr': expected key=value"),
         ("=3", "expected key=value"),
         ("data.options=[", "not valid YAML"),
-        ("data.path=x.jsonl", "expected exactly one of data.task and data.path"),
-        ("data.task=null", "expected exactly one of data.task and data.path"),
+        ("data.path=x.jsonl", "or data.sources alone, got data.task and data.path; set the others to null"),
+        ("data.task=null", "expected exactly one of data.task and data.path, or data.sources alone, got none; set one"),
     ],
 )
 def test_bad_override_is_one_line_that_names_it(override: str, names: str) -> None:

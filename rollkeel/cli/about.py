@@ -22,7 +22,7 @@ def config(
     ] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/config.md.")] = False,
 ) -> None:
-    """Every setting of a recipe: name, default, type, and what it does."""
+    """List the settings of a recipe: name, default, type, and what each one does."""
     from rollkeel.config_table import leaves, markdown, schema
 
     if as_schema or as_markdown:
@@ -33,7 +33,7 @@ def config(
 
 @app.command()
 def runs(folder: Annotated[Path, typer.Argument(help="Where run folders lie.")] = Path("runs")) -> None:
-    """Runs in a folder, newest last: steps done and asked, last reward and evaluation, how it ended."""
+    """List the runs in a folder, newest last: steps done, last reward, last evaluation, how each ended."""
     from rollkeel.record.runfolder import CONFIG
 
     if not folder.is_dir():

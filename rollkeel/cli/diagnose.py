@@ -31,7 +31,7 @@ def doctor(
         ),
     ] = True,
 ) -> int:
-    """Why a run went bad, from its recorded tokens: causes with evidence (exit code 1), or healthy (0).
+    """Say why a run went bad, from its recorded tokens: causes with evidence (exit code 1), or healthy (0).
 
     Exit code 2: bad input, or no cause was found and most could not be examined. 4: the run's files are damaged, and what is left shows no cause.
     """
@@ -73,7 +73,7 @@ def analyze(
     every: Annotated[bool, typer.Option("--all", help="Show every layer's operations.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """Where two ways of computing the same tokens part first: layer, operation, flips, verdict. Exit code 1 if they do."""
+    """Find where two ways of computing the same tokens first differ: layer, operation, flips. Exit code 1 if they differ."""
     from rich.console import Console
 
     from rollkeel.analyzer.view import render
@@ -122,7 +122,7 @@ def replay(
     ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Do a recorded step again, as it was or with one factor changed; or try other objectives on recorded tokens."""
+    """Repeat a recorded step, unchanged or with one setting changed; or try other objectives on recorded tokens."""
     if (step is None) == (not objective):
         raise BadInput("replay: expected --step N, or --objective NAME,…, and not both")
     if (objective and (overrides or only)) or (step is not None and (steps or html or trace_format != "auto")):

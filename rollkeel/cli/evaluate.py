@@ -47,7 +47,7 @@ def evaluate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Accuracy of model.path on held-out items, or on public benchmarks: avg@k, pass@k, majority@k with their errors."""
+    """Measure the accuracy of model.path on held-out items or public benchmarks: avg@k, pass@k, majority@k, with errors."""
     config = config_of(words)
     if benchmark is None:
         beside = {
@@ -145,7 +145,7 @@ def chat(
 
 @app.command()
 def benchmarks(name: Annotated[str | None, typer.Argument(help="Tell all about one.")] = None) -> None:
-    """The public benchmarks that can be evaluated: where their files are, how they are asked, graded and reported."""
+    """List the public benchmarks: where their files are, and how items are asked, graded and reported."""
     from rollkeel.evals.benchmarks import BENCHMARKS, get
 
     for each in BENCHMARKS.values() if name is None else ():
@@ -164,7 +164,7 @@ def eval_compare(
     other: Annotated[Path, typer.Argument(help="Those of another model.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """Differences of two models, second minus first, paired by item, with 95 % intervals."""
+    """Compare two models: second minus first, paired by item, with 95 % intervals."""
     from rollkeel.evals.summary import compare
     from rollkeel.evals.view import show_comparison
 
@@ -184,7 +184,7 @@ def retained(
     ] = 0.05,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """Whether what earlier stages learnt is still there: each domain's score against the best of theirs.
+    """Say what was forgotten: compare the score in each domain with the best score of an earlier stage.
 
     Exit code 1 if a domain lost more than --allow.
     """
@@ -204,7 +204,7 @@ def win_rate(
     words: Words = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
-    """How often the judge `data.grader` prefers SECOND's answers to FIRST's: blind, in both orders, with 95 % intervals.
+    """Count how often the judge `data.grader` prefers SECOND's answers to FIRST's: blind, in both orders, with 95 % intervals.
 
     Exit code 1 unless the interval of all is above one half.
     """
@@ -225,7 +225,7 @@ def reward_model(
     words: Words = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a reward model on preference pairs, from the body of model.path; steps and rates are those of `sft`."""
+    """Train a reward model on preference pairs, starting from model.path; steps and learning rate are settings of `sft`."""
     config = config_of(words)
     from rollkeel.loop.stages import reward_model_stage
 
@@ -238,7 +238,7 @@ def pairs(
     out: Out,
     as_json: AsJson = False,
 ) -> None:
-    """Preference pairs of a run's rollouts, best against worst in every group, and its prompts; see examples/ring.sh."""
+    """Write preference pairs from a run's rollouts (best and worst of each group), and its prompts; see examples/ring.sh."""
     from rollkeel.loop.stages import pairs_stage
 
     show_result(pairs_stage(run, out), out, as_json)

@@ -11,7 +11,7 @@ import typer
 from rollkeel.errors import BadInput, RollkeelError
 from rollkeel.recipe import load
 
-app = typer.Typer(no_args_is_help=True, help="Verifiable task families.")
+app = typer.Typer(no_args_is_help=True, help="List, show and check the verifiable task families.")
 
 
 @app.command(name="list")

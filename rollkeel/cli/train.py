@@ -30,7 +30,7 @@ def _resumed_config(folder: Path, overrides: list[str]) -> tuple[Config, str]:
 @app.command()
 def train(
     words: Words = None,
-    resume: Annotated[Path | None, typer.Option(help="Continue this run folder; give overrides only.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder; name no recipe.")] = None,
 ) -> None:
     """Warm start, then reinforcement learning, then a model and a report."""
     if resume is None:
@@ -141,7 +141,7 @@ def simulate_policies(
         bool, typer.Option("--measure", help="Measure the embedded engine's speed curve first.")
     ] = False,
 ) -> None:
-    """Compare rollout policies (barrier, over-sampling, APRIL, C3PO++, asynchronous) by discrete events."""
+    """Simulate rollout policies (barrier, over-sampling, APRIL, C3PO++, asynchronous) and compare their throughput."""
     from rollkeel.rollout.scenario import load_scenario
 
     words = list(words or [])
@@ -170,7 +170,7 @@ def plan(
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 512,
     as_json: AsJson = False,
 ) -> None:
-    """What a run would take of a device's memory, by component, before anything is downloaded or built.
+    """Estimate how much device memory a run needs, by component; downloads and builds nothing.
 
     Exit code 1 if it does not fit; the last line says what to change.
     """

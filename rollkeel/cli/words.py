@@ -14,7 +14,7 @@ from rollkeel.errors import Corrupt
 from rollkeel.recipe import load
 
 Words = Annotated[
-    list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe (file or name) and overrides.")
+    list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe (name or file), then settings.")
 ]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Where the result is written; must not exist.")]
 
