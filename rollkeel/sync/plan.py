@@ -323,7 +323,7 @@ def dealt(
     boxes = [_box(shape, [(d, sizes[axis], i) for (axis, d), i in zip(cuts, place, strict=True)]) for place in places]
     filled = [k for k, box in enumerate(boxes) if math.prod(b - a for a, b in box) > 0]
     first = [axes.index(axis) for axis, _ in cuts] + ([axes.index(members[0])] if members else [])
-    grid = np.moveaxis(ranks, first, range(len(first)))
+    grid = np.moveaxis(ranks.astype(np.int32), first, range(len(first)))  # a trillion parameters have 3e8 copies
     grid = grid.reshape(len(places), sizes[members[0]] if members else 1, -1)[filled]
     where = members[1] if members else np.zeros(len(names), np.int64)
     starts, stops = np.array([boxes[k] for k in filled], np.int64).reshape(len(filled), -1, 2).transpose(2, 0, 1)
