@@ -149,6 +149,15 @@ class Plan:
         """What a receiver gets, in the order in which each sender sends it."""
         return self._of("receivers", rank)
 
+    def peers(self, side: str, rank: int) -> dict[int, int]:
+        """Bytes that a rank of `senders` or `receivers` exchanges with each of the other side."""
+        other, out = "receivers" if side == "senders" else "senders", dict[int, int]()
+        for section in self.sections:
+            mine = (getattr(section, side) == rank) & (section.senders != NOBODY)
+            for peer, count in zip(*np.unique(getattr(section, other)[mine], return_counts=True), strict=True):
+                out[int(peer)] = out.get(int(peer), 0) + int(count) * section.nbytes
+        return out
+
     def _bytes(self, ranks: Sequence[IntArray], count: int) -> IntArray:
         total = np.zeros(count, np.int64)
         for section, of in zip(self.sections, ranks, strict=True):
@@ -185,7 +194,7 @@ def plan(source: Layout, target: Layout, tied: Mapping[str, str] | None = None) 
         receivers = wanted.holders[box.pair.there, box.its]
         candidates = np.sort(family.holders[box.pair.here, box.part], axis=1)
         senders = _senders(candidates, receivers, (source.hosts, target.hosts), load, box.size * itemsize)
-        names = [wanted.names[i] for i in box.pair.there.tolist()]
+        names = [wanted.names[int(i)] for i in box.pair.there]
         sections.append(Section(names, box.starts, box.stops, receivers, senders, itemsize, rounds))
     return Plan(sections, (source.hosts, target.hosts))
 
