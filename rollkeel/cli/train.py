@@ -158,6 +158,23 @@ def simulate_policies(
         print(out / "simulation.html")
 
 
+@app.command(name="simulate-sync")
+def simulate_sync(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE] [KEY=VALUE]...", help="A scenario (file or name), overrides.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a weight publication between any two meshes, and predict its seconds on given links."""
+    from rollkeel.rollout.scenario import read_scenario
+    from rollkeel.sync.at_scale import SyncScenario, lines, predict
+
+    words = list(words or [])
+    scenario = read_scenario(SyncScenario, words.pop(0) if words and "=" not in words[0] else None, words)
+    found = predict(scenario)
+    print(json.dumps(found) if as_json else "\n".join(lines(scenario, found)))
+
+
 @app.command()
 def plan(
     words: Words = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import yaml
@@ -17,6 +17,7 @@ from rollkeel.recipe import RECIPES, _check_keys, find_recipe, merge
 
 POLICIES = ("sync", "oversample", "april", "c3po", "async")
 _BLOCK = 4096
+T = TypeVar("T", bound=Node)
 
 
 class LengthConfig(Node):
@@ -133,6 +134,17 @@ def load_scenario(file: str | Path | None = None, overrides: Sequence[str] = ())
 
     Raises `BadInput` for a missing file, broken YAML, an unknown key (naming the nearest) or a wrong value.
     """
+    scenario = read_scenario(Scenario, file, overrides)
+    if scenario.warmup >= scenario.iterations:
+        raise BadInput(
+            f"config warmup: expected fewer than iterations={scenario.iterations}, got {scenario.warmup}; nothing would "
+            "be left to measure"
+        )
+    return scenario
+
+
+def read_scenario(kind: type[T], file: str | Path | None = None, overrides: Sequence[str] = ()) -> T:
+    """The same for any tree of settings."""
     tree: Any = {}
     if file is not None:
         inside = RECIPES / "simulate" / f"{file}.yaml"
@@ -144,18 +156,12 @@ def load_scenario(file: str | Path | None = None, overrides: Sequence[str] = ())
         if not isinstance(tree, dict):
             raise BadInput(f"scenario {path}: expected a mapping of sections, got {type(tree).__name__}")
     tree = merge(tree, overrides)
-    _check_keys(tree, Scenario, "")
+    _check_keys(tree, kind, "")
     try:
-        scenario = Scenario.model_validate({k: v for k, v in tree.items() if v is not None})
+        return kind.model_validate({k: v for k, v in tree.items() if v is not None})
     except ValidationError as error:
         where, reason = fault(error)
         raise BadInput(f"config {'.'.join(where)}: {reason}") from None
-    if scenario.warmup >= scenario.iterations:
-        raise BadInput(
-            f"config warmup: expected fewer than iterations={scenario.iterations}, got {scenario.warmup}; nothing would "
-            "be left to measure"
-        )
-    return scenario
 
 
 class Lengths:

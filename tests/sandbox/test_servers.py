@@ -78,11 +78,14 @@ def test_a_job_whose_cage_dies_is_run_once_more(victim: str) -> None:
     with Sandbox(workers=1) as sandbox:
         sandbox.run(HELLO)
         launcher = sandbox.server_pids()["code"]
+        idle = set(descendants(launcher))
         job = Job(source=b"import time; time.sleep(1.0); print('done')")
         results = []
         thread = threading.Thread(target=lambda: results.append(sandbox.run(job)))
         thread.start()
-        time.sleep(0.4)
+        deadline = time.monotonic() + 30
+        while set(descendants(launcher)) <= idle and time.monotonic() < deadline:
+            time.sleep(0.01)
         server = children(launcher)[0]
         target = {"launcher": launcher, "server": server, "supervisor": children(server)[0]}[victim]
         inside = descendants(children(server)[0])
