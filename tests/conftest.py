@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 from matplotlib.figure import Figure
 
-settings.register_profile("fixed", derandomize=True)
+settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
