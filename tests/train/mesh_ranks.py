@@ -33,6 +33,8 @@ class Case:
     shard: int = 1
     model: str = "tiny-qwen3-moe"
     expert: int = 1
+    context: int = 1
+    tensor: int = 1
     objective: str = "kpop"
     updates: int = 5
     order: tuple[int, ...] = tuple(range(len(LENGTHS)))
