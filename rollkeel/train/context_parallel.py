@@ -65,21 +65,36 @@ class Context:
             k, v = (t.repeat_interleave(ranks // t.shape[1], 1) for t in (k, v))
         parts = [self.part(tokens, number) for number in range(ranks)]
         sizes = [part.stop - part.start for part in parts]
-        by_rank = torch.cat([t.reshape(own, ranks, -1) for t in (q, k, v)], 2).transpose(0, 1).flatten(0, 1)
-        rows = exchange(by_rank, [own] * ranks, sizes, self.group)
         widths = [t.shape[1] // ranks * t.shape[2] for t in (q, k, v)]
+        by_rank = torch.cat([t.reshape(own, ranks, w) for t, w in zip((q, k, v), widths, strict=True)], 2)
+        rows = exchange(by_rank.transpose(0, 1).flatten(0, 1), [own] * ranks, sizes, self.group)
         heads = [r.unflatten(1, (-1, t.shape[2])) for r, t in zip(rows.split(widths, 1), (q, k, v), strict=True)]
         out = attend(*heads)
         back = exchange(out, sizes, [own] * ranks, self.group)
-        return back.view(ranks, own, -1).transpose(0, 1).reshape(own, -1)
+        return back.view(ranks, own, out.shape[1]).transpose(0, 1).reshape(own, ranks * out.shape[1])
 
     def own(self, micro: MicroBatch) -> tuple[MicroBatch, torch.Tensor]:
         """`micro` with the response tokens alone that are predicted here, at places among the tokens here; which of its own these are."""
+        micro = self._filled(micro)
         part = self.part(micro.input_ids.numel())
         which = ((micro.predict_index >= part.start) & (micro.predict_index < part.stop)).nonzero().squeeze(1)
         about: dict[str, Any] = {"predict_index": micro.predict_index[which] - part.start}
         about["topk_ids"] = None if micro.topk_ids is None else micro.topk_ids[which]
         return replace(micro, targets=micro.targets[which], **about), which
+
+    def _filled(self, micro: MicroBatch) -> MicroBatch:
+        """With a token for each rank at least: a part of its own, which nobody predicts from."""
+        tokens = micro.input_ids.numel()
+        lacking = self.mesh.context - tokens
+        if lacking <= 0:
+            return micro
+        return replace(
+            micro,
+            input_ids=torch.cat((micro.input_ids, micro.input_ids[:1].expand(lacking))),
+            position_ids=torch.cat((micro.position_ids, torch.arange(lacking).to(micro.position_ids))),
+            cu_seqlens=torch.cat((micro.cu_seqlens, micro.cu_seqlens.new_tensor([tokens + lacking]))),
+            parents=None if micro.parents is None else torch.cat((micro.parents, micro.parents.new_tensor([-1]))),
+        )
 
     def gathered(self, scores: Scores, which: torch.Tensor, total: int) -> Scores:
         """Of all `total` response tokens, from those of `which` here. Collective; a gradient goes to the rank that has the token."""

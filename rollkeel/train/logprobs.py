@@ -359,8 +359,8 @@ class PolicyForward:
         shared = self._shared
         own, which = (micro, None) if shared is None else shared.own(micro)
         chosen: list[torch.Tensor] | None = [] if experts and self.packed.num_moe_layers else None
-        replay = None if micro.experts is None or micro.routed is None else (micro.experts, micro.routed)
-        hidden = self.packed(micro.input_ids, micro.position_ids, micro.cu_seqlens, chosen, replay, micro.parents)
+        replay = None if own.experts is None or own.routed is None else (own.experts, own.routed)
+        hidden = self.packed(own.input_ids, own.position_ids, own.cu_seqlens, chosen, replay, own.parents)
         logprobs, entropy, topk = token_logprobs(
             hidden.index_select(0, own.predict_index),
             self._output.weight,  # as it is now: sharded weights lie elsewhere in every pass

@@ -20,6 +20,7 @@ from rollkeel.models.loading import Policy
 from rollkeel.models.lora import ADAPTER
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.routers import is_frozen
+from rollkeel.train.balance import pair_cost
 from rollkeel.train.logprobs import PolicyForward
 from rollkeel.train.mesh import Mesh, add_gradients
 from rollkeel.train.optimizer import ChangedShare, Schedule, Stepper
@@ -104,6 +105,7 @@ class LocalTrainer:
         self._forward = PolicyForward(self.model, **how)
         replay = self._forward.packed.replayable() if replay_routing else None
         self._pieces, self._deal = pieces_of(self.model, mesh), Deal.of(self.model, mesh)
+        pair = pair_cost(self.model)
         self._tree = Tree(mesh) if config.reduce == "tree" else None
         self._rounding = Rounding(self.model, rounding)
         self._start: dict[str, torch.Tensor] = {}
@@ -133,9 +135,8 @@ class LocalTrainer:
             self.model.share_memory()
         self._helpers = [Helper(i, self.model, torch.get_num_threads(), how) for i in range(1, config.processes)]
         self._views, self._places = dict[str, torch.Tensor](), list[int]()
-        self._passes = Passes(
-            config.micro_batch_tokens, temperature, helpers=self._helpers, mesh=mesh, tree=self._tree, replay=replay
-        )
+        about: dict[str, Any] = {"mesh": mesh, "tree": self._tree, "replay": replay, "pair": pair}
+        self._passes = Passes(config.micro_batch_tokens, temperature, helpers=self._helpers, **about)
 
     def _kept_reference(self) -> PolicyForward:
         if self.policy.lora:
