@@ -156,8 +156,8 @@ def head_in_parts(mesh: Mesh) -> dict[str, Any]:
             about: dict[str, Any] = {"vocabulary": Vocabulary(rows.start, len(w), group) if part else None}
             about |= {"temperature": 0.7, "chunk": chunk, "softcap": softcap, "scale": 1.5, "topk_ids": topk}
             scores = token_logprobs(h, w, targets, **about)
-            asked = 2 if through_entropy else 1
-            torch.autograd.backward(scores[:asked], by[:asked])
+            asked = [s for s in scores[: 1 + through_entropy] if s is not None]
+            torch.autograd.backward(asked, by[: len(asked)])
             assert w.grad is not None
             values = [s.detach() for s in scores if s is not None]
             got = (*values, h.grad, w.grad if part else w.grad[rows])

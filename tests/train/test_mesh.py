@@ -128,7 +128,14 @@ def run(cases: list[Case], folder: Path) -> Found:
 
 
 def alone(case: Case) -> dict[str, Any]:
-    return trained(replace(case, **dict.fromkeys(SIZES, 1)), Mesh())
+    """What one process comes to; computed once for all meshes."""
+    one = replace(case, **dict.fromkeys(SIZES, 1))
+    if repr(one) not in _ALONE:
+        _ALONE[repr(one)] = trained(one, Mesh())
+    return _ALONE[repr(one)]
+
+
+_ALONE: dict[str, dict[str, Any]] = {}
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
