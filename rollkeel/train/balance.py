@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -17,21 +18,20 @@ def pair_cost(model: torch.nn.Module) -> float:
     2 · layers · heads · head width multiplications against one for each weight that a token meets: of experts, those that it goes to.
     0 for a model whose config does not tell them.
     """
-    config = model.config.get_text_config()  # type: ignore[operator,union-attr]
-    layers, heads = getattr(config, "num_hidden_layers", 0), getattr(config, "num_attention_heads", 0)
+    told: Any = model
+    config, layers = told.config.get_text_config(), expert_layers(model)
+    heads = getattr(config, "num_attention_heads", 0)
     width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(1, heads)
-    experts = {id(p) for layer in expert_layers(model) for p in layer.parameters()}
-    met = 1.0
-    if experts:
-        met = getattr(config, "num_experts_per_tok", 1) / next(int(m.num_experts) for m in expert_layers(model))  # type: ignore[arg-type]
-    looked_up = model.get_input_embeddings().weight  # type: ignore[operator]
-    tied = looked_up is model.get_output_embeddings().weight  # type: ignore[operator]
-    weights = sum(
-        p.numel() * (met if id(p) in experts else 1.0)
-        for p in model.parameters()
-        if p.dim() > 1 and (tied or p is not looked_up)
+    experts = {id(p) for layer in layers for p in layer.parameters()}
+    per_token = getattr(config, "num_experts_per_tok", 1)
+    met = per_token / getattr(layers[0], "num_experts", per_token) if layers else 1.0
+    embedding, head = (
+        getattr(module(), "weight", None) for module in (told.get_input_embeddings, told.get_output_embeddings)
     )
-    return 2.0 * layers * heads * width / weights
+    skipped = None if embedding is head else embedding  # rows are looked up there, not multiplied
+    matrices = (p for p in model.parameters() if p.dim() > 1 and p is not skipped)
+    weights = sum(p.numel() * (met if id(p) in experts else 1.0) for p in matrices)
+    return 2.0 * getattr(config, "num_hidden_layers", 0) * heads * width / max(1.0, weights)
 
 
 def cost(micro: MicroBatch, pair: float) -> float:

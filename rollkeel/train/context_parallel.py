@@ -28,7 +28,8 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def check_context(model: PreTrainedModel, padded: str, mesh: Mesh) -> None:
     """Raises `BadInput` for a model whose rows cannot be shared by the context ranks of `mesh`; `padded`: why they are, if they are."""
     config = model.config.get_text_config()
-    heads, keys = (int(getattr(config, f"num_{kind}_heads")) // mesh.tensor for kind in ("attention", "key_value"))
+    every = int(getattr(config, "num_attention_heads", 1))
+    heads, keys = (n // mesh.tensor for n in (every, int(getattr(config, "num_key_value_heads", None) or every)))
     why = ""
     if padded:
         why = f"has rows that are padded ({padded})"

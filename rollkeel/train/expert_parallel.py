@@ -24,6 +24,7 @@ from rollkeel.train.parts import cuts
 def check_experts(model: torch.nn.Module, mesh: Mesh) -> None:
     """Raises `BadInput` for a model whose experts cannot be dealt over the ranks of `mesh`."""
     layers = expert_layers(model)
+    inside = {id(p) for layer in layers for p in layer.parameters()}
     counts = {int(getattr(layer, "num_experts", 0)) for layer in layers}
     why = ""
     if not layers:
@@ -32,14 +33,10 @@ def check_experts(model: torch.nn.Module, mesh: Mesh) -> None:
         why = f"has {uneven[0]} experts, which it does not divide"
     elif not all(map(plain_experts, layers)):
         why = "has experts that are no plain SwiGLU"
-    elif not all(cuts(mesh, name, p.shape) for name, p in model.named_parameters() if id(p) in _inside(layers)):
-        why = "has experts under other names than mlp.experts"
+    elif any(not cuts(mesh, name, p.shape) for name, p in model.named_parameters() if id(p) in inside):
+        why = "has experts with other parameters than experts.gate_up_proj and experts.down_proj"
     if why:
         raise BadInput(f"train.mesh: expert={mesh.expert}, but {type(model).__name__} {why}; set another expert, or 1")
-
-
-def _inside(layers: Sequence[torch.nn.Module]) -> set[int]:
-    return {id(p) for layer in layers for p in layer.parameters()}
 
 
 def send_to_experts(model: torch.nn.Module, mesh: Mesh) -> None:

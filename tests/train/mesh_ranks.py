@@ -50,6 +50,8 @@ class Case:
     """The same as without: another run of it."""
     fails: bool = False
     """The objective raises on the micro-batch with token 0 of the batch."""
+    fused: bool = True
+    """With norms and attention as single passes; without, as transformers runs them, which is how a GPU does."""
     head: bool = False
     """Nothing is trained: log-probs of a head whose rows lie on the ranks, see `head_in_parts`."""
 
@@ -93,7 +95,10 @@ def trainer(case: Case, mesh: Mesh) -> LocalTrainer:
     config = TrainConfig(**(options | case.options))
     policy = load_policy(ModelConfig(path=f"preset:{case.model}"))
     about: dict[str, Any] = {"temperature": 1.0, "total_updates": 10, "replay_routing": case.replay}
-    return LocalTrainer(policy, config, mesh=mesh, **about)
+    made = LocalTrainer(policy, config, mesh=mesh, **about)
+    packed: Any = made._forward.packed
+    packed._fused &= case.fused
+    return made
 
 
 class Failing:
