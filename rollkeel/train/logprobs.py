@@ -20,12 +20,11 @@ from rollkeel.models.numerics import logits_of, product
 from rollkeel.models.packed import PackedModel
 from rollkeel.train.head import head_of
 from rollkeel.train.scores import Scores
-from rollkeel.train.tensor_parallel import enter
-from rollkeel.train.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from rollkeel.models.parity_packed import ParityModel
     from rollkeel.train.context_parallel import Context
+    from rollkeel.train.vocabulary import Vocabulary
 
 CHUNK = 1024
 """Tokens whose logits exist at one time: 600 MB of them with a vocabulary of 150,000, and no slower than more at once."""
@@ -77,6 +76,8 @@ def token_logprobs(
     kernels = gpu.taken(hidden) and vocabulary is None
     options = _Options(1.0 / (temperature or 1.0), scale, softcap, chunk, entropy, kernels, sampled, vocabulary)
     if vocabulary is not None:
+        from rollkeel.train.tensor_parallel import enter
+
         hidden = enter(hidden, vocabulary.group)
     scores = _TokenLogprobs.apply(hidden, weight, bias, targets, topk_ids, options)
     logprobs, entropies, topk = scores  # type: ignore[misc]

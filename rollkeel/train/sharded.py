@@ -12,12 +12,10 @@ from rollkeel.errors import BadInput
 from rollkeel.models.checkpointing import decoder_layers
 from rollkeel.models.loading import Policy
 from rollkeel.models.names import checkpoint_pieces, piece_of
-from rollkeel.train.context_parallel import Context, check_context
 from rollkeel.train.expert_parallel import check_experts, send_to_experts
 from rollkeel.train.logprobs import PolicyForward
 from rollkeel.train.mesh import Mesh, local, spread
 from rollkeel.train.parts import Deal
-from rollkeel.train.tensor_parallel import check_tensor, cut_layers
 from rollkeel.train.tree import Tree, reduce_scatter
 
 Pieces = Sequence[tuple[str, str, torch.Tensor]]
@@ -41,6 +39,8 @@ def check_ranks(mesh: Mesh, config: TrainConfig, policy: Policy, rounding: str, 
     if mesh.expert > 1:
         check_experts(policy.model, mesh)
     if mesh.tensor > 1:
+        from rollkeel.train.tensor_parallel import check_tensor
+
         check_tensor(policy.model, mesh)
 
 
@@ -55,11 +55,16 @@ def shard(forward: PolicyForward, deal: Deal, tree: Tree | None) -> None:
     """Leave this rank its part of the model that `forward` runs."""
     model, mesh = forward.packed.model, deal.mesh
     if mesh.context > 1:
+        from rollkeel.train.context_parallel import Context, check_context
+
         check_context(model, forward.packed.padded, mesh)
         forward.share(Context(mesh))
     deal.keep(model)
     send_to_experts(model, mesh)
-    forward.vocabulary = cut_layers(model, mesh)
+    if mesh.tensor > 1:
+        from rollkeel.train.tensor_parallel import cut_layers
+
+        forward.vocabulary = cut_layers(model, mesh)
     if mesh.shard > 1:
         layers = [layer.module for layer in decoder_layers(model, "layer")]
         reduce = tree and reduce_scatter(tree)

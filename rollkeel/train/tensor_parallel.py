@@ -49,8 +49,6 @@ def _obstacles(model: PreTrainedModel, mesh: Mesh) -> Iterator[str]:
 
 def cut_layers(model: Any, mesh: Mesh) -> Vocabulary | None:
     """Let this rank, which has its part of all that is cut, compute with the others. Returns which rows of the head it has, if not all."""
-    if mesh.tensor == 1:
-        return None
     group, backbone = mesh.group("tensor"), getattr(model, model.base_model_prefix)
     for layer in backbone.layers:
         layer.self_attn.register_forward_pre_hook(_entering(group), with_kwargs=True)
