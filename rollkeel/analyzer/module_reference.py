@@ -19,7 +19,8 @@ from rollkeel.analyzer.watch import decoder_layers, parts_of
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import activation_rounder, compute_dtype, is_quantised, stays_precise, weight_rounder
 from rollkeel.models.packed import PackedModel
-from rollkeel.train.logprobs import head_of, token_logprobs
+from rollkeel.train.head import head_of
+from rollkeel.train.logprobs import token_logprobs
 
 SLACK = 4
 """Operations whose roundings add up inside of a module: the floor is so many times that of one."""

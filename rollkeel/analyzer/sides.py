@@ -25,7 +25,8 @@ from rollkeel.models.forward_transformers import TransformersForward
 from rollkeel.models.numerics import mode_of
 from rollkeel.models.packed import PackedModel
 from rollkeel.sync.publish import full_update
-from rollkeel.train.logprobs import head_of, token_logprobs
+from rollkeel.train.head import head_of
+from rollkeel.train.logprobs import token_logprobs
 from rollkeel.train.probe import SequenceScorer
 
 BLOCK = 16

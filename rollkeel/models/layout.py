@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -45,6 +46,20 @@ class _Bucket:
         return part.view(self.rows, self.length, *flat.shape[1:]).transpose(1, 2)
 
 
+class Shared(Protocol):
+    """Ranks that have some of a row's tokens each, and in attention some of the heads."""
+
+    def part(self, tokens: int) -> slice:
+        """Which of a row's tokens are here."""
+        ...
+
+    def attend(
+        self, attend: Callable[..., torch.Tensor], tokens: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """`attend` over the whole row with some of the heads → its result at the tokens here, `[n, H · d_v]`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where the parts of a packed row lie. Built once per micro-batch."""
@@ -62,6 +77,16 @@ class Layout:
     """`[S + 1]` int32: first of them for each part."""
     furthest: int = 0
     """Most keys of a part."""
+    shared: Shared | None = None
+    """Who has which of its tokens; None if all are here."""
+
+    def attend(
+        self, attend: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """`attend(q, k, v)`, which looks at the whole row, for the tokens that are here."""
+        if self.shared is None:
+            return attend(q, k, v)
+        return self.shared.attend(attend, sum(self.lengths), q, k, v)
 
     @staticmethod
     def build(lengths: Sequence[int], device: torch.device, parents: Sequence[int] | None = None) -> Layout:

@@ -13,6 +13,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from rollkeel.errors import BadInput
 from rollkeel.models.checkpointing import checkpointed, decoder_layers
 from rollkeel.models.experts import SORTED_EXPERTS
 from rollkeel.models.fused import fusable, fused, lent
-from rollkeel.models.layout import Layout
+from rollkeel.models.layout import Layout, Shared
 from rollkeel.models.routers import RoutingShape, expert_layers, record_experts, replay_experts
 
 VARLEN_ATTENTION = "rollkeel_varlen"
@@ -49,21 +50,29 @@ def varlen_attention(
     """Causal attention inside each sequence of the current layout: `[1, H, N, d]` (GQA allowed) → `[1, N, H, d_v]`."""
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] and dropout == 0:
-        return _cuda_varlen(q, k, v, _LAYOUT.get(), scaling, q.shape[1] != k.shape[1]).unsqueeze(0), None
-    return _by_bucket(q, k, v, scaling, dropout).view(1, q.shape[0], q.shape[1], -1), None
+        layout = _LAYOUT.get()
+
+        def flat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return _cuda_varlen(q, k, v, layout, scaling, q.shape[1] != k.shape[1]).flatten(1)
+
+        out = layout.attend(flat, q, k, v)
+    else:
+        out = _by_bucket(q, k, v, scaling, dropout)
+    return out.view(1, q.shape[0], q.shape[1], -1), None
 
 
 def _by_bucket(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, dropout: float = 0.0
 ) -> torch.Tensor:
-    """Queries `[N, H, d]`, keys `[N, KV, d]`, values `[N, KV, d_v]` → `[N, H * d_v]`."""
-    return attend_by_bucket(q, k, v, _LAYOUT.get(), scaling, dropout)
+    """Queries `[n, H, d]`, keys `[n, KV, d]`, values `[n, KV, d_v]` of the tokens here → `[n, H * d_v]`."""
+    layout = _LAYOUT.get()
+    return layout.attend(lambda q, k, v: attend_by_bucket(q, k, v, layout, scaling, dropout), q, k, v)
 
 
 def attend_by_bucket(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scaling: float | None, dropout: float = 0.0
 ) -> torch.Tensor:
-    """The same in this `layout`."""
+    """Queries `[N, H, d]`, keys `[N, KV, d]`, values `[N, KV, d_v]` of a whole row of this `layout` → `[N, H * d_v]`."""
     if q.is_cuda and q.dtype == torch.float32:
         k, v = _all_heads(k, q), _all_heads(v, q)
     gqa, parts = q.shape[1] != k.shape[1], []
@@ -145,6 +154,8 @@ class PackedModel:
         self.padded = "" if _replaceable(model, config) else f"attention of {config.model_type} cannot be replaced"
         """Why sequences are padded instead of packed; empty if they are packed."""
         self._attention = VARLEN_ATTENTION
+        self.shared: Shared | None = None
+        """Who has which of a row's tokens, where ranks share them."""
         self._compiled: Callable[[], AbstractContextManager[None]] = nullcontext
         self.varlen = not self.padded and self._probe()
         if compiled:
@@ -165,6 +176,7 @@ class PackedModel:
         `experts`, when given, receives one `[N, k]` tensor of expert ids per mixture-of-experts layer: the routers' choice.
         `replay`: expert ids `[t, layers, k]` and the tokens `[t]` that go to them whatever the routers choose (see
         `replay_experts`, which says what it refuses; ids are not checked here).
+        Of rows that ranks share (`shared`), hidden states and `experts` are those of the n tokens that are here.
         `parents [S]`: the part that each continues, whose tokens it sees and whose positions it goes on from, −1 for none; needs `varlen`.
         """
         cu = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else list(cu_seqlens)
@@ -179,6 +191,10 @@ class PackedModel:
         rows = None if self.varlen else _inside(lengths, input_ids.device).flatten().nonzero().squeeze(1)
         if replay is not None and rows is not None:
             replay = replay[0], rows.index_select(0, replay[1])
+        own = slice(0, cu[-1]) if self.shared is None else self.shared.part(cu[-1])
+        if replay is not None and self.shared is not None:
+            here = (replay[1] >= own.start) & (replay[1] < own.stop)
+            replay = replay[0][here], replay[1][here] - own.start
         if replay is not None:
             routing = replay_experts(self._expert_layers, *replay)
         else:
@@ -186,7 +202,7 @@ class PackedModel:
         with routing as chosen:
             if self.varlen:
                 continued = None if parents is None else parents.tolist()
-                hidden = self._packed(input_ids, position_ids, lengths, continued, replay)
+                hidden = self._packed(input_ids[own], position_ids[own], lengths, continued, replay)
             else:
                 hidden = self._padded(input_ids, position_ids, lengths, replay)
         if experts is not None:
@@ -235,7 +251,7 @@ class PackedModel:
         parents: Sequence[int] | None = None,
         replay: _Replay | None = None,
     ) -> torch.Tensor:
-        layout = Layout.build(lengths, input_ids.device, parents)
+        layout = replace(Layout.build(lengths, input_ids.device, parents), shared=self.shared)
         return self._run(layout, replay, input_ids=input_ids[None], position_ids=position_ids[None])[0]
 
     def _padded(

@@ -18,11 +18,13 @@ from rollkeel.errors import BadInput
 from rollkeel.models.experts import SortedExperts, by_expert, plain_experts
 from rollkeel.models.routers import expert_layers
 from rollkeel.train.mesh import Mesh
+from rollkeel.train.parts import cuts
 
 
 def check_experts(model: torch.nn.Module, mesh: Mesh) -> None:
     """Raises `BadInput` for a model whose experts cannot be dealt over the ranks of `mesh`."""
     layers = expert_layers(model)
+    inside = {id(p) for layer in layers for p in layer.parameters()}
     counts = {int(getattr(layer, "num_experts", 0)) for layer in layers}
     why = ""
     if not layers:
@@ -31,43 +33,20 @@ def check_experts(model: torch.nn.Module, mesh: Mesh) -> None:
         why = f"has {uneven[0]} experts, which it does not divide"
     elif not all(map(plain_experts, layers)):
         why = "has experts that are no plain SwiGLU"
+    elif any(not cuts(mesh, name, p.shape) for name, p in model.named_parameters() if id(p) in inside):
+        why = "has experts with other parameters than experts.gate_up_proj and experts.down_proj"
     if why:
         raise BadInput(f"train.mesh: expert={mesh.expert}, but {type(model).__name__} {why}; set another expert, or 1")
 
 
-def expert_parameters(model: torch.nn.Module, mesh: Mesh) -> frozenset[str]:
-    """Names of the parameters that are dealt over the ranks of `mesh`."""
-    if mesh.expert == 1:
-        return frozenset()
-    inside = {id(p) for layer in expert_layers(model) for p in layer.parameters()}
-    return frozenset(name for name, p in model.named_parameters() if id(p) in inside)
-
-
-@torch.no_grad()
-def deal_experts(model: torch.nn.Module, mesh: Mesh) -> None:
-    """Leave this rank its rows of all stacks of experts, and let it send tokens to the others."""
-    if mesh.expert == 1:
-        return
-    layers: Sequence[Any] = expert_layers(model)
+def send_to_experts(model: torch.nn.Module, mesh: Mesh) -> None:
+    """Let this rank, which has its rows of all stacks of experts, send tokens to the others."""
+    layers: Sequence[Any] = expert_layers(model) if mesh.expert > 1 else ()
     for layer in layers:
-        for name, whole in list(layer.named_parameters()):
-            part = whole.chunk(mesh.expert)[mesh.place["expert"]].clone()
-            setattr(layer, name, torch.nn.Parameter(part, whole.requires_grad))
         layer.forward = _forward_of(layer, mesh)
 
 
-def all_experts(part: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """The stack of all experts, of which `part` lies here."""
-    import torch.distributed as dist
-
-    parts = [torch.empty_like(part) for _ in range(mesh.expert)]
-    dist.all_gather(parts, part.contiguous(), group=mesh.group("expert"))
-    return torch.cat(parts)
-
-
 class _Exchange(torch.autograd.Function):
-    """Rows `[sum(sent), D]`, so many for each rank → those that came `[sum(came), D]`, rank by rank; its gradient goes back the same way."""
-
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, sent: list[int], came: list[int], group: Any) -> torch.Tensor:
         ctx.about = came, sent, group
@@ -76,6 +55,11 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _exchanged(grads[0], *ctx.about), None, None, None
+
+
+def exchange(rows: torch.Tensor, sent: list[int], came: list[int], group: Any) -> torch.Tensor:
+    """Rows `[sum(sent), D]`, so many for each rank of `group` → those that came `[sum(came), D]`; with their gradients. Collective."""
+    return _Exchange.apply(rows, sent, came, group)  # type: ignore[return-value]
 
 
 def _exchanged(rows: torch.Tensor, sent: list[int], came: list[int], group: Any) -> torch.Tensor:
@@ -97,15 +81,15 @@ def _forward_of(layer: Any, mesh: Mesh) -> Callable[[torch.Tensor, torch.Tensor,
         counts = torch.bincount(top_k_index.reshape(-1), minlength=layer.num_experts)
         arriving = _exchanged(counts, [each] * ranks, [each] * ranks, group).view(ranks, each)
         sent, came = counts.view(ranks, each).sum(1).tolist(), arriving.sum(1).tolist()
-        rows = _Exchange.apply(hidden_states.index_select(0, order // top_k), sent, came, group)
+        rows = exchange(hidden_states.index_select(0, order // top_k), sent, came, group)
         ids = torch.arange(each, device=counts.device).repeat(ranks).repeat_interleave(arriving.reshape(-1))
         mine, bounds = by_expert(ids, each)
         ones = hidden_states.new_ones(len(ids), 1)
         out = SortedExperts.apply(rows, ones, mine, bounds, layer.gate_up_proj, layer.down_proj)
-        back = _Exchange.apply(out, came, sent, group)
+        back = exchange(out, came, sent, group)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.numel(), device=order.device)
-        pairs = back.index_select(0, inverse).view(-1, top_k, hidden_states.shape[1])  # type: ignore[union-attr]
+        pairs = back.index_select(0, inverse).view(-1, top_k, hidden_states.shape[1])
         return (pairs * top_k_weights.to(pairs.dtype).unsqueeze(2)).sum(1)
 
     return forward

@@ -18,61 +18,18 @@ from rollkeel.errors import BadInput
 from rollkeel.models import gpu
 from rollkeel.models.numerics import logits_of, product
 from rollkeel.models.packed import PackedModel
+from rollkeel.train.head import head_of
 from rollkeel.train.scores import Scores
 
 if TYPE_CHECKING:
     from rollkeel.models.parity_packed import ParityModel
+    from rollkeel.train.context_parallel import Context
+    from rollkeel.train.vocabulary import Vocabulary
 
 CHUNK = 1024
 """Tokens whose logits exist at one time: 600 MB of them with a vocabulary of 150,000, and no slower than more at once."""
 KEEP_BYTES = 48 * 2**20
 """Probabilities up to this size are kept for the backward whatever the chunk."""
-
-
-@dataclass(frozen=True)
-class Head:
-    """How a model turns hidden states into logits: `softcap · tanh(scale · (h Wᵀ + b) / softcap)`."""
-
-    weight: torch.Tensor
-    """`[V, D]`."""
-    bias: torch.Tensor | None = None
-    """`[V]`."""
-    scale: float = 1.0
-    softcap: float | None = None
-
-
-def head_of(model: PreTrainedModel) -> Head:
-    """The output head of a transformers causal language model.
-
-    Raises `BadInput` if its logits are not those of a linear head with the scale and soft cap its config names.
-    """
-    head: Any = model.get_output_embeddings()
-    if head is None or not isinstance(getattr(head, "weight", None), torch.Tensor):
-        raise BadInput(
-            f"model {type(model).__name__}: expected a linear language-model head, found {type(head).__name__}"
-        )
-    config = model.config.get_text_config()
-    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-    cap = getattr(config, "final_logit_softcapping", None)
-    output_head = Head(head.weight, getattr(head, "bias", None), scale, float(cap) if cap else None)
-    _check_head(model, output_head)
-    return output_head
-
-
-@torch.no_grad()
-def _check_head(model: PreTrainedModel, head: Head) -> None:
-    """Scales hide under many config names; a wrong one would train on log-probs nobody sampled from."""
-    ids = (torch.arange(4, device=head.weight.device) * 13 + 3).remainder(head.weight.shape[0])[None]
-    backbone: Any = getattr(model, model.base_model_prefix)
-    hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state
-    expected = model(input_ids=ids, use_cache=False).logits[0].float()
-    raw = logits_of(hidden[0], head.weight, head.bias)
-    got = _tempered(raw, _Options(1.0, head.scale, head.softcap, 1, False, False))
-    tolerance = 1e-3 if head.weight.dtype == torch.float32 else 0.05
-    if (got - expected).norm() > tolerance * expected.norm():
-        raise BadInput(
-            f"model {type(model).__name__}: its logits are not head(hidden states); this head is not supported yet"
-        )
 
 
 def token_logprobs(
@@ -88,12 +45,14 @@ def token_logprobs(
     softcap: float | None = None,
     topk_ids: torch.Tensor | None = None,
     parity: bool = False,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """log_softmax(logits / temperature) at `targets` and at `topk_ids`, and the entropy of that distribution in nats.
 
     Args: `hidden [T, D]`; `weight [V, D]`; `targets [T]` int64 in [0, V); `temperature` > 0, 0 counts as 1 (a greedy
     policy has no gradient, its untempered distribution has); `chunk` ≥ 1 tokens whose logits exist together; `bias [V]`;
-    `scale`, `softcap`: see `Head`; `topk_ids [T, K]` int64 in [0, V); `parity`: log-probs by `models.parity`, of a plain head.
+    `scale`, `softcap`: see `Head`; `topk_ids [T, K]` int64 in [0, V); `parity`: log-probs by `models.parity`, of a plain head;
+    `vocabulary`: the rows of it that `weight` has, the others' are on other ranks; ids are of the whole.
     Returns: `[T]` float32 log-probs ≤ 0 and `[T]` float32 entropies (None unless asked), both differentiable in `hidden`,
     `weight` and `bias`; `[T, K]` float32 log-probs of `topk_ids` without gradient (None without them): they only feed
     masks. Peak memory above weights, gradients and results is about 2 · chunk · V · 4 bytes + 48 MB.
@@ -114,7 +73,12 @@ def token_logprobs(
             f" {list(hidden.shape)}, {list(weight.shape)}, {list(targets.shape)}{extra}"
         )
     sampled = (temperature or 1.0) if parity else None
-    options = _Options(1.0 / (temperature or 1.0), scale, softcap, chunk, entropy, gpu.taken(hidden), sampled)
+    kernels = gpu.taken(hidden) and vocabulary is None
+    options = _Options(1.0 / (temperature or 1.0), scale, softcap, chunk, entropy, kernels, sampled, vocabulary)
+    if vocabulary is not None:
+        from rollkeel.train.tensor_parallel import enter
+
+        hidden = enter(hidden, vocabulary.group)
     scores = _TokenLogprobs.apply(hidden, weight, bias, targets, topk_ids, options)
     logprobs, entropies, topk = scores  # type: ignore[misc]
     return logprobs, entropies if entropy else None, None if topk_ids is None else topk
@@ -130,6 +94,7 @@ class _Options:
     kernels: bool
     parity: float | None = None
     """Temperature of log-probs that are the sampler's to the bit."""
+    vocabulary: Vocabulary | None = None
 
     @property
     def scale_and_cap(self) -> tuple[float, float]:
@@ -259,6 +224,8 @@ def _statistics(
         statistics(z, targets, topk_ids, *options.scale_and_cap, **room)
         return z
     z = _tempered(z, options) if options.parity is None else z
+    if options.vocabulary is not None:
+        return options.vocabulary.statistics(z, targets, topk_ids, normaliser, logprobs, entropies, topk)
     # softmax's largest entry is 1/Σexp(z − max): the normaliser comes without a second pass over [n, V].
     p = torch.softmax(z, -1)
     torch.sub(z.amax(-1), p.amax(-1).log(), out=normaliser)
@@ -299,18 +266,23 @@ def _logit_gradient(
         out = z if kept is None else torch.empty_like(z)
         about = targets, normaliser, entropies, d_logprobs, d_entropy
         return gradient(z, *about, *options.scale_and_cap, out)
+    own = d_logprobs  # of the targets whose logits are here
+    if options.vocabulary is not None and d_logprobs is not None:
+        targets, others = options.vocabulary.places(targets)
+        own = d_logprobs.masked_fill(others, 0.0)
     if kept is not None and d_entropy is None:
         assert d_logprobs is not None  # one of the two brought us here
-        g = (d_logprobs * factor).unsqueeze(1)
-        return (kept * -g).scatter_add_(1, targets[:, None], g)
+        assert own is not None
+        dz = kept * -(d_logprobs * factor).unsqueeze(1)
+        return dz.scatter_add_(1, targets[:, None], (own * factor).unsqueeze(1))
     z = _tempered(logits_of(hidden, weight, bias), options)
     dtanh = None if options.softcap is None else _dtanh(z, options)
-    log_p = torch.log_softmax(z, -1)
+    log_p = torch.log_softmax(z, -1) if options.vocabulary is None else z - normaliser[:, None]
     del z
     p = log_p.exp()
     if d_entropy is not None:
         # p·log p is 0 where p underflows to 0, and log p stays finite, so no special case is needed.
-        h = -torch.linalg.vecdot(p, log_p)
+        h = -torch.linalg.vecdot(p, log_p) if options.vocabulary is None else entropies
         dz = log_p.add_(h.unsqueeze(1)).mul_(-d_entropy.unsqueeze(1))
         if d_logprobs is not None:
             dz.sub_(d_logprobs.unsqueeze(1))
@@ -318,8 +290,8 @@ def _logit_gradient(
     else:
         assert d_logprobs is not None  # one of the two brought us here
         dz = p.mul_(-d_logprobs.unsqueeze(1))
-    if d_logprobs is not None:
-        dz.scatter_add_(1, targets[:, None], d_logprobs.unsqueeze(1))
+    if own is not None:
+        dz.scatter_add_(1, targets[:, None], own.unsqueeze(1))
     dz.mul_(factor)
     return dz if dtanh is None else dz.mul_(dtanh)
 
@@ -367,32 +339,47 @@ class PolicyForward:
     ) -> None:
         """`parity`: in the arithmetic of `models.parity`, which is not compiled."""
         self.packed = packed_model(model, checkpointing, compiled, parity)
-        self.head = head_of(model)
+        head = head_of(model)
+        self.scale, self.softcap = head.scale, head.softcap
         self._output: Any = model.get_output_embeddings()
         self.chunk, self._parity = chunk, parity
+        self.vocabulary: Vocabulary | None = None
+        """Which of its rows the head has, where it is cut over ranks."""
+        self._shared: Context | None = None
+
+    def share(self, context: Context) -> None:
+        """Run micro-batches together with other ranks from now on."""
+        assert isinstance(self.packed, PackedModel)  # the other is refused on several ranks
+        self._shared = self.packed.shared = context
 
     def score(self, micro: MicroBatch, *, temperature: float = 1.0, experts: bool = False) -> Scores:
         """What the model says about a micro-batch's response tokens, at its `topk_ids` too; with `experts`, its routing.
 
         A micro-batch with experts is sent to those; `experts` then tells what the routers would have chosen.
         """
+        shared = self._shared
+        own, which = (micro, None) if shared is None else shared.own(micro)
         chosen: list[torch.Tensor] | None = [] if experts and self.packed.num_moe_layers else None
-        replay = None if micro.experts is None or micro.routed is None else (micro.experts, micro.routed)
-        hidden = self.packed(micro.input_ids, micro.position_ids, micro.cu_seqlens, chosen, replay, micro.parents)
+        replay = None if own.experts is None or own.routed is None else (own.experts, own.routed)
+        hidden = self.packed(own.input_ids, own.position_ids, own.cu_seqlens, chosen, replay, own.parents)
         logprobs, entropy, topk = token_logprobs(
-            hidden.index_select(0, micro.predict_index),
+            hidden.index_select(0, own.predict_index),
             self._output.weight,  # as it is now: sharded weights lie elsewhere in every pass
-            micro.targets,
+            own.targets,
             temperature=temperature,
             chunk=self.chunk,
             bias=self._output.bias,
-            scale=self.head.scale,
-            softcap=self.head.softcap,
-            topk_ids=micro.topk_ids,
+            scale=self.scale,
+            softcap=self.softcap,
+            topk_ids=own.topk_ids,
             parity=self._parity,
+            vocabulary=self.vocabulary,
         )
         assert entropy is not None
         routed = None
         if chosen:
-            routed = torch.stack([c.index_select(0, micro.predict_index) for c in chosen], 1).to(torch.int16)
-        return Scores(logprobs, entropy, topk, routed)
+            routed = torch.stack([c.index_select(0, own.predict_index) for c in chosen], 1).to(torch.int16)
+        scores = Scores(logprobs, entropy, topk, routed)
+        if shared is None or which is None:
+            return scores
+        return shared.gathered(scores, which, len(micro.targets))

@@ -7,14 +7,20 @@ Every rank runs the same program on the same batch. Model and optimizer lie in `
     runs      its own micro-batches, parts of the weights coming in layer by layer
     adds      gradients over the shards in every pass, over the replicas once for each update
 
-Inside of a part lie, from the outermost to the innermost, `expert` ranks that hold so many experts each and run micro-batches of their
-own (`expert_parallel`). A mesh of one adds nothing, sends nothing and needs no process group.
+Inside of a part lie, from the outermost to the innermost,
+
+* `expert` ranks, which hold so many experts each and run micro-batches of their own (`expert_parallel`);
+* `context` ranks, which share each micro-batch: so many tokens each, and in attention so many heads (`context_parallel`);
+* `tensor` ranks, which run the same micro-batches and hold some of the heads, widths and vocabulary (`tensor_parallel`).
+
+A mesh of one adds nothing, sends nothing and needs no process group.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -23,15 +29,17 @@ import torch
 
 from rollkeel.errors import BadInput
 
-SIZES = ("replicate", "shard", "expert")
+SIZES = ("replicate", "shard", "expert", "context", "tensor")
 """Of a mesh, from the outermost to the innermost: ranks that differ in the last one alone are neighbours."""
 OF_WORKERS = ("replicate", "shard", "expert")
 """Ranks that differ in one of these run micro-batches of their own."""
-OF_MODEL = ("shard", "expert")
+OF_MODEL = ("shard", "expert", "tensor")
 """Ranks that differ in these alone hold one copy of the model together."""
-HOLD_THE_SAME, HOLD_SAME_EXPERTS = ("replicate", "expert"), ("replicate",)
-"""Ranks that differ in these alone hold the same part of what is no expert's, and of experts."""
-TRAVELLED = (SIZES, OF_WORKERS, OF_MODEL, HOLD_THE_SAME, HOLD_SAME_EXPERTS, ("expert",))
+IN_STEP = ("shard", "expert", "context", "tensor")
+"""Ranks that differ in one of these wait for each other inside of a pass."""
+ADDED = tuple(("replicate", *e, "context", *t) for e in ((), ("expert",)) for t in ((), ("tensor",)))
+"""Sets of sizes over which the gradients of a parameter may have to be added."""
+TRAVELLED = (SIZES, OF_WORKERS, OF_MODEL, *ADDED, ("expert", "tensor"), ("expert",), ("context",), ("tensor",))
 """Sets of sizes that ranks send each other something over."""
 BUCKET = 2**24
 """Most elements of gradients that travel between replicas in one message."""
@@ -44,6 +52,8 @@ class Mesh:
     replicate: int = 1
     shard: int = 1
     expert: int = 1
+    context: int = 1
+    tensor: int = 1
     rank: int = 0
     """Among the ranks of the mesh, replica by replica."""
     shards: Any = None
@@ -90,7 +100,13 @@ class Mesh:
     @property
     def in_step(self) -> bool:
         """True if ranks wait for each other inside of a pass, so that all must run equally many."""
-        return self.over(*OF_MODEL) > 1
+        return self.over(*IN_STEP) > 1
+
+    def places(self, *names: str) -> Iterator[Mapping[str, int]]:
+        """Places of the ranks that differ from this one in these sizes alone, in the order of their group."""
+        names = _several(self, names)
+        for numbers in itertools.product(*(range(getattr(self, name)) for name in names)):
+            yield {**self.place, **dict(zip(names, numbers, strict=True))}
 
     def over(self, *names: str) -> int:
         """Ranks along these sizes."""
@@ -107,10 +123,6 @@ class Mesh:
     def over_model(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` added up over the ranks that hold one copy of the model together, in place."""
         return _added(tensor, self.group(*OF_MODEL))
-
-    def counts(self, dealt: bool) -> bool:
-        """True if this rank counts a parameter in sums over a copy of the model: `dealt` over the experts' ranks, or the same on them."""
-        return dealt or self.place["expert"] == 0
 
     def over_shards(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` added up over the parts of this replica, in place."""
@@ -151,6 +163,8 @@ def join(
     shard: int = 1,
     *,
     expert: int = 1,
+    context: int = 1,
+    tensor: int = 1,
     device: str = "cpu",
     ranks: Sequence[int] | None = None,
 ) -> Mesh:
@@ -162,7 +176,7 @@ def join(
     from torch.distributed.device_mesh import DeviceMesh
 
     ranks = range(dist.get_world_size()) if ranks is None else ranks
-    asked = Mesh(replicate=replicate, shard=shard, expert=expert)
+    asked = Mesh(replicate=replicate, shard=shard, expert=expert, context=context, tensor=tensor)
     sizes = [getattr(asked, name) for name in SIZES]
     if min(sizes) < 1 or asked.size != len(ranks):
         said = " × ".join(f"{n}={s}" for n, s in zip(SIZES, sizes, strict=True) if s != 1 or n in SIZES[:2])
@@ -238,15 +252,17 @@ def spread(model: torch.nn.Module, layers: Iterable[torch.nn.Module], call: Any,
     return root
 
 
-def add_over_replicas(named: Iterable[tuple[str, torch.Tensor]], mesh: Mesh, dealt: Container[str] = ()) -> None:
-    """Add up what lies here of parameters' gradients over the ranks that hold the same, in place; `dealt`: those of experts."""
+def add_gradients(
+    named: Iterable[tuple[str, torch.Tensor]], mesh: Mesh, adds: Callable[[str], tuple[str, ...]]
+) -> None:
+    """Add up what lies here of parameters' gradients, in place; `adds`: over which sizes of the mesh, for each name."""
     import torch.distributed as dist
 
-    everyone, of_experts = list[torch.Tensor](), list[torch.Tensor]()
+    together: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for name, p in named:
         if p.grad is not None:
-            (of_experts if name in dealt else everyone).append(local(p.grad))
-    for gradients, names in ((everyone, HOLD_THE_SAME), (of_experts, HOLD_SAME_EXPERTS)):
+            together.setdefault(adds(name), []).append(local(p.grad))
+    for names, gradients in together.items():
         group = mesh.group(*names)
         for bucket in _buckets(gradients) if group is not None else ():
             flat = torch.cat([g.reshape(-1) for g in bucket])

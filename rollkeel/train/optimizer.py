@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -98,17 +98,17 @@ class Stepper:
         eight_bit: bool = False,
         mesh: Mesh = Mesh(),
         by_rows: bool = False,
-        dealt: Container[str] = (),
+        counts: Callable[[str], bool] = lambda name: True,
     ) -> None:
-        """`mesh`: whose parts the parameters are, if they are sharded; `by_rows`: take the norm as `tree.norm` does; `dealt`: names
-        of the parameters that experts' ranks hold different rows of."""
+        """`mesh`: whose parts the parameters are, if they are sharded; `by_rows`: take the norm as `tree.norm` does; `counts`: whether
+        this rank counts a parameter in sums over the model."""
         every = list(named_parameters)
         self.named = [(n, p) for n, p in every if p.requires_grad]
         if not self.named:
             raise BadInput("optimizer: expected at least one trainable parameter, got none; is everything frozen?")
         self.schedule, self.clip_norm = schedule, clip_norm
         self._mesh, self._by_rows = mesh, by_rows
-        self.counted = [p for n, p in self.named if mesh.counts(n in dealt)]
+        self.counted = [p for n, p in self.named if counts(n)]
         """Those that this rank counts in sums over the model."""
         self.updates = 0
         """Updates so far, with those that an overflow left out."""

@@ -7,7 +7,7 @@
     gradients summed in the order of the helpers, one optimizer step in place
 
 The objective stays in the trainer: a helper knows log-probs and their gradient, nothing else. Who runs which micro-batch is a
-function of their sizes, so runs repeat bit for bit.
+function of what they cost, so runs repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -40,17 +40,6 @@ LogprobGradient = Callable[[MicroBatch, Scores], tuple[torch.Tensor, torch.Tenso
 """`(micro, scores)` → gradient of the loss by log-probs and entropies; None for an entropy that is not differentiated."""
 Sink = Callable[[MicroBatch, Scores], None]
 LossOf = Callable[[MicroBatch, Scores], torch.Tensor]
-
-
-def shares(micros: Sequence[MicroBatch], count: int) -> list[list[MicroBatch]]:
-    """Micro-batches for each of `count` processes: largest first to the least loaded, ties to the first."""
-    out: list[list[MicroBatch]] = [[] for _ in range(count)]
-    load = [0] * count
-    for micro in sorted(micros, key=lambda m: -m.input_ids.numel()):
-        least = load.index(min(load))
-        out[least].append(micro)
-        load[least] += micro.input_ids.numel()
-    return out
 
 
 def by_logprobs(loss_of: LossOf, entropy: bool) -> LogprobGradient:

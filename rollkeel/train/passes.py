@@ -9,9 +9,10 @@ import torch
 from rollkeel.batch.build import TrainingBatch
 from rollkeel.batch.packing import MicroBatch
 from rollkeel.models.routers import RoutingShape
+from rollkeel.train.balance import shares
 from rollkeel.train.logprobs import PolicyForward
 from rollkeel.train.mesh import Mesh
-from rollkeel.train.parallel import Helper, LossOf, Sink, by_logprobs, shares
+from rollkeel.train.parallel import Helper, LossOf, Sink, by_logprobs
 from rollkeel.train.tree import Tree, rounds
 
 Round = tuple[MicroBatch, bool, int]
@@ -33,9 +34,11 @@ class Passes:
         mesh: Mesh,
         tree: Tree | None = None,
         replay: RoutingShape | None = None,
+        pair: float = 0.0,
     ) -> None:
+        """`pair`: see `balance.pair_cost`."""
         self._tokens, self._temperature, self._replay = tokens, temperature, replay
-        self._helpers, self._mesh, self._tree = list(helpers), mesh, tree
+        self._helpers, self._mesh, self._tree, self._pair = list(helpers), mesh, tree, pair
 
     @torch.no_grad()
     def score(
@@ -87,7 +90,7 @@ class Passes:
             for micro, count in rounds(micros, self._mesh):
                 yield micro or micros[0], micro is not None, count
             return
-        dealt = shares(micros, self._mesh.workers) if self._mesh.workers > 1 else [list(micros)]
+        dealt = shares(micros, self._mesh.workers, self._pair) if self._mesh.workers > 1 else [list(micros)]
         own = dealt[self._mesh.worker]
         most = max(map(len, dealt)) if self._mesh.in_step else len(own)
         for number in range(most):
@@ -110,7 +113,7 @@ class Passes:
         if replay is not None and batch.read_experts is not None:
             for micro in micros:
                 replay.check(micro.experts)
-        return shares(micros, processes) if processes > 1 else [micros]
+        return shares(micros, processes, self._pair) if processes > 1 else [micros]
 
     def _finish(self, helpers: Sequence[Helper]) -> None:
         """Wait for every helper before the first error is raised: none may be left in the middle of a pass."""

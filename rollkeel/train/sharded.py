@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from rollkeel.errors import BadInput
 from rollkeel.models.checkpointing import decoder_layers
 from rollkeel.models.loading import Policy
 from rollkeel.models.names import checkpoint_pieces, piece_of
-from rollkeel.train.expert_parallel import all_experts, check_experts, deal_experts
+from rollkeel.train.expert_parallel import check_experts, send_to_experts
 from rollkeel.train.logprobs import PolicyForward
 from rollkeel.train.mesh import Mesh, local, spread
+from rollkeel.train.parts import Deal
 from rollkeel.train.tree import Tree, reduce_scatter
 
 Pieces = Sequence[tuple[str, str, torch.Tensor]]
@@ -37,6 +38,10 @@ def check_ranks(mesh: Mesh, config: TrainConfig, policy: Policy, rounding: str, 
             raise BadInput(f"{name}: cannot be on {mesh.size} ranks yet; set its default or train.mesh to 1")
     if mesh.expert > 1:
         check_experts(policy.model, mesh)
+    if mesh.tensor > 1:
+        from rollkeel.train.tensor_parallel import check_tensor
+
+        check_tensor(policy.model, mesh)
 
 
 def pieces_of(model: Any, mesh: Mesh) -> Pieces:
@@ -46,24 +51,32 @@ def pieces_of(model: Any, mesh: Mesh) -> Pieces:
     return [(name, names[id(owner)], piece) for name, owner, piece in pieces]
 
 
-def shard(forward: PolicyForward, mesh: Mesh, tree: Tree | None) -> None:
+def shard(forward: PolicyForward, deal: Deal, tree: Tree | None) -> None:
     """Leave this rank its part of the model that `forward` runs."""
-    model = forward.packed.model
-    deal_experts(model, mesh)
+    model, mesh = forward.packed.model, deal.mesh
+    if mesh.context > 1:
+        from rollkeel.train.context_parallel import Context, check_context
+
+        check_context(model, forward.packed.padded, mesh)
+        forward.share(Context(mesh))
+    deal.keep(model)
+    send_to_experts(model, mesh)
+    if mesh.tensor > 1:
+        from rollkeel.train.tensor_parallel import cut_layers
+
+        forward.vocabulary = cut_layers(model, mesh)
     if mesh.shard > 1:
         layers = [layer.module for layer in decoder_layers(model, "layer")]
         reduce = tree and reduce_scatter(tree)
         forward.score = spread(model, layers, forward.score, mesh, reduce)  # type: ignore[method-assign]
 
 
-def gathered(
-    model: torch.nn.Module, pieces: Pieces, mesh: Mesh, dealt: Container[str]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def gathered(model: torch.nn.Module, pieces: Pieces, deal: Deal) -> Iterator[tuple[str, torch.Tensor]]:
     """(Checkpoint name, tensor) of a sharded model: one parameter whole at a time, on every rank."""
     live, held, whole = dict(model.named_parameters()), "", torch.empty(0)
     for name, owner, piece in pieces:
         if owner != held:
             held, part = owner, live[owner].detach()
             whole = part if local(part) is part else part.full_tensor()  # type: ignore[attr-defined]
-            whole = all_experts(whole, mesh) if owner in dealt else whole
+            whole = deal.whole(owner, whole)
         yield name, piece_of(whole, piece)

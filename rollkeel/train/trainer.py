@@ -20,11 +20,12 @@ from rollkeel.models.loading import Policy
 from rollkeel.models.lora import ADAPTER
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.routers import is_frozen
-from rollkeel.train.expert_parallel import expert_parameters
+from rollkeel.train.balance import pair_cost
 from rollkeel.train.logprobs import PolicyForward
-from rollkeel.train.mesh import Mesh, add_over_replicas
+from rollkeel.train.mesh import Mesh, add_gradients
 from rollkeel.train.optimizer import ChangedShare, Schedule, Stepper
 from rollkeel.train.parallel import Helper, LossOf
+from rollkeel.train.parts import Deal
 from rollkeel.train.passes import Passes
 from rollkeel.train.rounding import Rounding
 from rollkeel.train.scores import Scores, ScoreSheet
@@ -103,16 +104,17 @@ class LocalTrainer:
         how: dict[str, Any] = {"checkpointing": config.checkpointing, "compiled": config.compile, "parity": parity}
         self._forward = PolicyForward(self.model, **how)
         replay = self._forward.packed.replayable() if replay_routing else None
-        self._pieces, self._dealt = pieces_of(self.model, mesh), expert_parameters(self.model, mesh)
+        self._pieces, self._deal = pieces_of(self.model, mesh), Deal.of(self.model, mesh)
+        pair = pair_cost(self.model)
         self._tree = Tree(mesh) if config.reduce == "tree" else None
         self._rounding = Rounding(self.model, rounding)
         self._start: dict[str, torch.Tensor] = {}
         """The reference's adapters, beside the policy's own weights."""
         self._reference = self._kept_reference() if config.keeps_reference else None
         for forward in filter(None, (self._forward, self._reference)):
-            shard(forward, mesh, self._tree)
+            shard(forward, self._deal, self._tree)
         schedule = Schedule(lr=config.lr, warmup_steps=config.warmup_steps, kind=config.schedule, total=total_updates)
-        held: dict[str, Any] = {"mesh": mesh, "by_rows": self._tree is not None, "dealt": self._dealt}
+        held: dict[str, Any] = {"mesh": mesh, "by_rows": self._tree is not None, "counts": self._deal.counts}
         self._stepper = Stepper(
             self.model.named_parameters(),
             schedule,
@@ -133,9 +135,8 @@ class LocalTrainer:
             self.model.share_memory()
         self._helpers = [Helper(i, self.model, torch.get_num_threads(), how) for i in range(1, config.processes)]
         self._views, self._places = dict[str, torch.Tensor](), list[int]()
-        self._passes = Passes(
-            config.micro_batch_tokens, temperature, helpers=self._helpers, mesh=mesh, tree=self._tree, replay=replay
-        )
+        about: dict[str, Any] = {"mesh": mesh, "tree": self._tree, "replay": replay, "pair": pair}
+        self._passes = Passes(config.micro_batch_tokens, temperature, helpers=self._helpers, **about)
 
     def _kept_reference(self) -> PolicyForward:
         if self.policy.lora:
@@ -268,7 +269,7 @@ class LocalTrainer:
             if self._tree is not None:
                 self._tree.finish()
             else:
-                add_over_replicas(self._stepper.named, self._mesh, self._dealt)
+                add_gradients(self._stepper.named, self._mesh, self._deal.adds)
             before = self._changed.look()
             metrics = self._stepper.step()
             return {**metrics, "optimizer/changed_share": self._changed.since(before)}
@@ -278,7 +279,7 @@ class LocalTrainer:
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face checkpoint name, view of the live weight): experts one by one, tied tensors once."""
         if self._mesh.in_step:
-            yield from gathered(self.model, self._pieces, self._mesh, self._dealt)
+            yield from gathered(self.model, self._pieces, self._deal)
             return
         places = [p.data_ptr() for p in self.model.parameters()]
         if places != self._places:  # somebody gave a parameter other memory, where views of the old one would go stale

@@ -16,10 +16,13 @@ import torch.distributed as dist
 
 from rollkeel import objectives
 from rollkeel.batch.build import TrainingBatch, build_batch
+from rollkeel.batch.packing import SHARED_LEAST
 from rollkeel.config import ModelConfig, TrainConfig
 from rollkeel.models.loading import load_policy
+from rollkeel.train.logprobs import token_logprobs
 from rollkeel.train.mesh import SIZES, Mesh, join, local
 from rollkeel.train.trainer import LocalTrainer
+from rollkeel.train.vocabulary import Vocabulary
 from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
 
 LENGTHS = (3, 17, 9, 30, 4, 12, 25, 1, 8, 8, 20, 5)
@@ -33,16 +36,24 @@ class Case:
     shard: int = 1
     model: str = "tiny-qwen3-moe"
     expert: int = 1
+    context: int = 1
+    tensor: int = 1
     objective: str = "kpop"
     updates: int = 5
     order: tuple[int, ...] = tuple(range(len(LENGTHS)))
     """Of the sequences in each batch."""
+    prompt: int = 5
+    """Tokens of each prompt; so long that it is worth it, sequences of a group have the same one."""
     options: dict[str, Any] = field(default_factory=dict)
     replay: bool = False
     again: bool = False
     """The same as without: another run of it."""
     fails: bool = False
     """The objective raises on the micro-batch with token 0 of the batch."""
+    fused: bool = True
+    """With norms and attention as single passes; without, as transformers runs them, which is how a GPU does."""
+    head: bool = False
+    """Nothing is trained: log-probs of a head whose rows lie on the ranks, see `head_in_parts`."""
 
     @property
     def size(self) -> int:
@@ -53,7 +64,7 @@ class Case:
         return {name: getattr(self, name) for name in SIZES}
 
 
-def batch(seed: int, order: tuple[int, ...], experts: bool) -> TrainingBatch:
+def batch(seed: int, case: Case) -> TrainingBatch:
     rng = np.random.default_rng(seed)
     rollouts, advantages = [], rng.normal(size=len(LENGTHS))
     for i, n in enumerate(LENGTHS):
@@ -65,16 +76,18 @@ def batch(seed: int, order: tuple[int, ...], experts: bool) -> TrainingBatch:
             kept_mass=np.ones(n, np.float32),
             versions=stamp,
             kv_versions=stamp,
-            experts=routed if experts else None,
+            experts=routed if case.replay else None,
         )
-        ids = rng.integers(0, 264, 5)
+        ids = rng.integers(0, 264, case.prompt)
+        if case.prompt > SHARED_LEAST and i % 2:
+            ids = rollouts[-1].prompt.token_ids
         about: dict[str, Any] = {"text": "", "answer": "", "grader": GraderSpec(name="x"), "task": "t"}
         prompt = Prompt(id=str(i), index=i, token_ids=ids, **about)
         made: dict[str, Any] = {"sampling": SamplingParams(), "engine": "fake", "dtype": "fp32", "reward": 0.0}
         rollouts.append(
             Rollout(id=i, group=i // 2, member=i % 2, prompt=prompt, span=span, status=Status.FINISHED, **made)
         )
-    return build_batch([rollouts[i] for i in order], advantages[list(order)], "token_mean")
+    return build_batch([rollouts[i] for i in case.order], advantages[list(case.order)], "token_mean")
 
 
 def trainer(case: Case, mesh: Mesh) -> LocalTrainer:
@@ -82,7 +95,10 @@ def trainer(case: Case, mesh: Mesh) -> LocalTrainer:
     config = TrainConfig(**(options | case.options))
     policy = load_policy(ModelConfig(path=f"preset:{case.model}"))
     about: dict[str, Any] = {"temperature": 1.0, "total_updates": 10, "replay_routing": case.replay}
-    return LocalTrainer(policy, config, mesh=mesh, **about)
+    made = LocalTrainer(policy, config, mesh=mesh, **about)
+    packed: Any = made._forward.packed
+    packed._fused &= case.fused
+    return made
 
 
 class Failing:
@@ -111,7 +127,10 @@ def trained(case: Case, mesh: Mesh) -> dict[str, Any]:
     objective: Any = Failing() if case.fails else objectives.build(case.objective, **terms)
     about: dict[str, Any] = {"old_is_current": True}
     for number in range(case.updates):
-        data = batch(number, case.order, case.replay)
+        data = batch(number, case)
+        if case.objective == "ac_mis_po":  # it drops every trajectory whose log-probs are drawn far from the policy
+            noise = torch.from_numpy(np.random.default_rng(number).normal(0, 0.02, len(data))).float()
+            data = replace(data, rollout_logprobs=t.logprobs(data)[0] + noise)
         if "ref_logprobs" in objective.needs:
             about["ref_logprobs"] = t.ref_logprobs(data)
         try:
@@ -128,6 +147,29 @@ def trained(case: Case, mesh: Mesh) -> dict[str, Any]:
     return out
 
 
+def head_in_parts(mesh: Mesh) -> dict[str, Any]:
+    """Scores and gradients of a head, by name: (all rows here, some of them here), of this rank's rows of its gradient."""
+    out, group, rank = dict[str, Any](), mesh.group("tensor"), mesh.place["tensor"]
+    generator = torch.Generator().manual_seed(0)
+    for chunk, softcap in itertools.product((5, 64), (None, 2.0)):
+        hidden, weight = (torch.randn(n, 8, generator=generator) for n in (13, 24))
+        targets, topk = (torch.randint(0, 24, shape, generator=generator) for shape in ((13,), (13, 3)))
+        by = [torch.randn(13, generator=generator) for _ in range(2)]
+        rows = slice(rank * 24 // mesh.tensor, (rank + 1) * 24 // mesh.tensor)
+        for part, through_entropy in itertools.product((False, True), (False, True)):
+            h, w = hidden.clone().requires_grad_(), (weight[rows] if part else weight).clone().requires_grad_()
+            about: dict[str, Any] = {"vocabulary": Vocabulary(rows.start, len(w), group) if part else None}
+            about |= {"temperature": 0.7, "chunk": chunk, "softcap": softcap, "scale": 1.5, "topk_ids": topk}
+            scores = token_logprobs(h, w, targets, **about)
+            asked = [s for s in scores[: 1 + through_entropy] if s is not None]
+            torch.autograd.backward(asked, by[: len(asked)])
+            assert w.grad is not None
+            values = [s.detach() for s in scores if s is not None]
+            got = (*values, h.grad, w.grad if part else w.grad[rows])
+            out.setdefault(f"{chunk} {softcap} {through_entropy}", []).append(got)
+    return out
+
+
 def serve(rank: int, world: int, folder: str, cases: list[Case]) -> None:
     torch.set_num_threads(1)
     start = f"file://{folder}/start"
@@ -138,7 +180,7 @@ def serve(rank: int, world: int, folder: str, cases: list[Case]) -> None:
         if key not in meshes:
             meshes[key] = join(**case.sizes, ranks=range(case.size))
         if rank < case.size:
-            result = trained(case, meshes[key])
+            result = head_in_parts(meshes[key]) if case.head else trained(case, meshes[key])
             torch.save(result, Path(folder) / f"{number}-{rank}.pt")
     with contextlib.suppress(RuntimeError):
         dist.barrier()

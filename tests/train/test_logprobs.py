@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Grani
 from rollkeel.batch.packing import pack
 from rollkeel.errors import BadInput
 from rollkeel.train import logprobs as module
-from rollkeel.train.logprobs import PolicyForward, head_of, token_logprobs
+from rollkeel.train.head import head_of
+from rollkeel.train.logprobs import PolicyForward, token_logprobs
 
 
 def reference(hidden, weight, targets, temperature, bias=None, scale=1.0, softcap=None):

@@ -20,6 +20,7 @@ from rollkeel.config import ModelConfig
 from rollkeel.errors import BadInput
 from rollkeel.models.loading import load_policy
 from rollkeel.train.mesh import SIZES, Mesh
+from rollkeel.train.tensor_parallel import check_tensor
 from rollkeel.train.tree import Tree, pairwise
 from tests.train.mesh_ranks import Case, other_order, serve, trained, trainer
 
@@ -31,6 +32,16 @@ PLAIN = [Case(*mesh) for mesh in MESHES] + [Case(2, 2, model) for model in MODEL
 PLAIN += [Case(*mesh, objective=name) for mesh, name in zip(MESHES, OBJECTIVES[1:], strict=True)]
 EVERY = [Case(*mesh, model, objective=name) for mesh in MESHES for model in MODELS for name in OBJECTIVES]
 EVERY += [Case(shard=s, expert=2, objective=name) for s in (1, 2) for name in OBJECTIVES]
+WITHIN: tuple[dict[str, Any], ...] = (
+    {"tensor": 2},
+    {"context": 2},
+    {"shard": 2, "tensor": 2},
+    {"replicate": 2, "tensor": 2},
+    {"shard": 2, "context": 2},
+    {"context": 2, "tensor": 2},
+)
+EVERY += [Case(**mesh, model=m, objective=name) for mesh in WITHIN for m in MODELS for name in OBJECTIVES]
+EVERY += [Case(expert=2, context=c, tensor=3 - c, objective=name) for c in (1, 2) for name in OBJECTIVES]
 OPTIONS: dict[str, dict[str, Any]] = {
     "checkpointing": {"checkpointing": "layer"},
     "selective": {"checkpointing": "selective"},
@@ -42,14 +53,48 @@ MORE = [Case(1, 2, options=options) for options in OPTIONS.values()] + [Case(2, 
 EXPERTS = [Case(expert=2), Case(shard=2, expert=2), Case(replicate=2, expert=2, replay=True)]
 EXPERTS += [Case(expert=2, options=OPTIONS[name]) for name in ("selective", "reference")]
 EXPERTS += [replace(EXPERTS[1], objective=name) for name in OBJECTIVES[1:]]
+TENSOR = [
+    Case(tensor=2),
+    Case(tensor=2, model="tiny-qwen3", objective="icepop", options=OPTIONS["entropy"]),
+    Case(tensor=2, model="tiny-qwen3-tied", objective="dppo_binary_tv", options=OPTIONS["reference"]),
+    Case(shard=2, tensor=2, objective="ac_mis_po", replay=True),
+    Case(expert=2, tensor=2, objective="m2po", options=OPTIONS["selective"]),
+    Case(replicate=2, tensor=2, replay=True, options=OPTIONS["checkpointing"]),
+]
+LONG = {"micro_batch_tokens": 150}
+CONTEXT = [
+    Case(context=2, options=OPTIONS["entropy"]),
+    Case(context=2, model="tiny-qwen3-tied", objective="icepop", options=OPTIONS["reference"]),
+    Case(context=2, objective="ac_mis_po", replay=True, options=OPTIONS["selective"]),
+    Case(context=2, prompt=40, replay=True, options=LONG | OPTIONS["checkpointing"]),
+    Case(shard=2, context=2, objective="dppo_binary_tv"),
+    Case(context=2, tensor=2, prompt=40, options=LONG, fused=False),
+    Case(context=4, model="tiny-qwen3"),
+    Case(context=4, prompt=1, order=(7,)),
+]
+"""Two heads of keys on four ranks; a row of two tokens on four."""
+HEAD = Case(tensor=2, head=True)
 TREE = [
     Case(*mesh, options={"reduce": "tree"}, updates=20) for mesh in ((1, 1), (2, 1), (1, 2), (1, 4), (2, 2), (4, 1))
 ]
 TREE_OF_FEW = [replace(case, updates=2, options={"reduce": "tree", "micro_batch_tokens": 120}) for case in TREE[3:5]]
 ORDERED = Case(2, 2)
 FAILING = Case(1, 4, fails=True)
-AGAIN = [replace(EXPERTS[1], again=True)]
-ALL = [*PLAIN, *MORE, *EXPERTS, *AGAIN, *TREE, *TREE_OF_FEW, ORDERED, other_order(ORDERED), FAILING]
+AGAIN = [replace(case, again=True) for case in (EXPERTS[1], TENSOR[0], CONTEXT[3])]
+ALL = [
+    *PLAIN,
+    *MORE,
+    *EXPERTS,
+    *TENSOR,
+    *CONTEXT,
+    HEAD,
+    *AGAIN,
+    *TREE,
+    *TREE_OF_FEW,
+    ORDERED,
+    other_order(ORDERED),
+    FAILING,
+]
 
 
 class Found(Protocol):
@@ -81,7 +126,14 @@ def run(cases: list[Case], folder: Path) -> Found:
 
 
 def alone(case: Case) -> dict[str, Any]:
-    return trained(replace(case, **dict.fromkeys(SIZES, 1)), Mesh())
+    """What one process comes to; computed once for all meshes."""
+    one = replace(case, **dict.fromkeys(SIZES, 1))
+    if repr(one) not in _ALONE:
+        _ALONE[repr(one)] = trained(one, Mesh())
+    return _ALONE[repr(one)]
+
+
+_ALONE: dict[str, dict[str, Any]] = {}
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -98,7 +150,7 @@ def test_every_mesh_model_and_objective(tmp_path: Path) -> None:
         assert_alike(case, found)
 
 
-@pytest.mark.parametrize("case", [*PLAIN, *MORE, *EXPERTS], ids=str)
+@pytest.mark.parametrize("case", [*PLAIN, *MORE, *EXPERTS, *TENSOR, *CONTEXT], ids=str)
 def test_weights_and_norms_are_those_of_one_process(case: Case, found: Found) -> None:
     assert_alike(case, found)
 
@@ -109,6 +161,7 @@ def assert_alike(case: Case, found: Found) -> None:
     assert distance(ours["weights"], theirs["weights"]) < 1e-5
     for a, b in zip(ours["metrics"], theirs["metrics"], strict=True):
         assert a.keys() == b.keys()
+        assert b["optimizer/grad_norm"] > 0
         assert a["optimizer/grad_norm"] == pytest.approx(b["optimizer/grad_norm"], rel=1e-5)
     assert torch.allclose(ours["logprobs"], theirs["logprobs"], atol=1e-4)
 
@@ -126,8 +179,8 @@ def test_fewer_micro_batches_than_ranks(case: Case, found: Found) -> None:
     assert {n: w.tolist() for n, w in ours["weights"].items()} == {n: w.tolist() for n, w in one["weights"].items()}
 
 
-def test_every_rank_ends_with_the_same(found: Found) -> None:
-    case = MORE[-1]
+@pytest.mark.parametrize("case", [MORE[-1], TENSOR[3], CONTEXT[3]], ids=str)
+def test_every_rank_ends_with_the_same(case: Case, found: Found) -> None:
     first, *others = [found(case, rank) for rank in range(case.size)]
     for other in others:
         assert other["metrics"] == first["metrics"]
@@ -160,6 +213,22 @@ def test_ranks_hold_their_experts_and_no_others(found: Found) -> None:
     assert sum(found(EXPERTS[1], rank)["bytes"] for rank in range(4)) == 2 * whole - experts
 
 
+def test_ranks_hold_their_heads_widths_and_vocabulary(found: Found) -> None:
+    sizes = {n: p.numel() for n, p in load_policy(MOE).model.named_parameters()}
+    whole = sum(n for name, n in sizes.items() if "norm" in name or name.endswith("mlp.gate.weight"))
+    each = 3 * 4 * (whole + (sum(sizes.values()) - whole) // 2)  # with two moments, in bytes
+    assert [found(TENSOR[0], rank)["bytes"] for rank in range(2)] == [each, each]
+    assert sum(found(TENSOR[3], rank)["bytes"] for rank in range(4)) == 2 * each
+    assert each < 0.51 * alone(TENSOR[0])["bytes"]
+
+
+def test_a_head_in_parts_is_the_head(found: Found) -> None:
+    for rank in range(HEAD.size):
+        for what, (whole, parts) in found(HEAD, rank).items():
+            for a, b in zip(whole, parts, strict=True):
+                assert torch.allclose(a, b, atol=1e-5), what
+
+
 def test_the_order_of_sequences_changes_rounding_alone(found: Found) -> None:
     a, b = found(ORDERED), found(other_order(ORDERED))
     assert distance(a["weights"], b["weights"]) < 1e-6
@@ -181,6 +250,16 @@ def test_what_a_mesh_cannot_do_is_refused() -> None:
     assert refused(mesh={"expert": 2}, reduce="tree").startswith("train.reduce: ")
     said = "train.mesh: expert=3, but Qwen3MoeForCausalLM has 8 experts, which it does not divide; set another expert, or 1"
     assert refused(mesh={"expert": 3}) == said
+    for mesh in ({"tensor": 2}, {"context": 2}):
+        assert refused(mesh=mesh, reduce="tree").startswith("train.reduce: ")
+    said = "train.mesh: tensor={}, but Qwen3MoeForCausalLM has {}, which it does not divide; set another tensor, or 1"
+    assert refused(mesh={"tensor": 3}) == said.format(3, "num_attention_heads=4")
+    assert refused(mesh={"tensor": 4}) == said.format(4, "num_key_value_heads=2")
+    context = (
+        "train.mesh: context={}, but Qwen3MoeForCausalLM has {}, which it does not divide; set another context, or 1"
+    )
+    assert refused(mesh={"context": 3}) == context.format(3, "4 attention heads on a rank")
+    assert refused(mesh={"context": 4, "tensor": 2}) == context.format(4, "2 attention heads on a rank")
     dense = refused("tiny-qwen3", {"expert": 2})
     assert dense == "train.mesh: expert=2, but Qwen3ForCausalLM has no experts; set another expert, or 1"
     with pytest.raises(BadInput, match=r"train\.mesh\.shard=3 is no power of two; set one, or reduce=sum"):
@@ -188,10 +267,18 @@ def test_what_a_mesh_cannot_do_is_refused() -> None:
 
 
 def test_places_of_ranks_are_all_places() -> None:
-    sizes: dict[str, Any] = {"replicate": 2, "shard": 3, "expert": 2}
-    meshes = [Mesh(**sizes, rank=rank) for rank in range(12)]
+    sizes: dict[str, Any] = {"replicate": 2, "shard": 3, "expert": 2, "context": 2, "tensor": 3}
+    meshes = [Mesh(**sizes, rank=rank) for rank in range(72)]
     assert [tuple(m.place.values())[::-1] for m in meshes] == list(itertools.product(*map(range, sizes.values())))
-    assert [m.worker for m in meshes] == list(range(12))
+    assert [m.worker for m in meshes] == [number for number in range(12) for _ in range(6)]
+    assert list(meshes[0].places("tensor", "expert")) == [meshes[n].place for n in (0, 1, 2, 6, 7, 8)]
+
+
+def test_widths_that_tensor_ranks_do_not_divide_are_refused() -> None:
+    policy = load_policy(ModelConfig(path="preset:tiny-qwen3", overrides={"intermediate_size": 191}))
+    said = "has model.layers.0.mlp.gate_proj.weight of width 191, which it does not divide; set another tensor, or 1"
+    with pytest.raises(BadInput, match=said):
+        check_tensor(policy.model, Mesh(tensor=2))
 
 
 def test_pairs_are_neighbours() -> None:

@@ -21,7 +21,7 @@ from rollkeel.batch.packing import MicroBatch
 from rollkeel.config import ModelConfig, TrainConfig
 from rollkeel.errors import BadInput, NonFinite, RunStopped
 from rollkeel.models.loading import load_policy
-from rollkeel.train.parallel import shares
+from rollkeel.train.balance import shares
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
 
