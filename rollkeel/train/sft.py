@@ -117,13 +117,11 @@ def run_sft(
             tokens = state["tokens"]
 
         for step in range(stepper.updates, steps):
-            about = {"random": torch.get_rng_state(), "tokens": tokens}
-            if should_stop is not None and any(mesh.everyone(should_stop())):
-                if kept is not None:
-                    kept.save(step, work.trained, about)
+            stopped = should_stop is not None and any(mesh.everyone(should_stop()))
+            if kept is not None and (stopped or any(mesh.everyone(kept.due()))):
+                kept.save(step, work.trained, {"random": torch.get_rng_state(), "tokens": tokens})
+            if stopped:
                 break
-            if kept is not None and any(mesh.everyone(kept.due())):
-                kept.save(step, work.trained, about)
             batch = examples(range(batches[step], batches[step + 1]))
             metrics = _step(work, batch, pack_tokens, device)
             tokens += sum(len(places) for places in map(_learnt, batch))

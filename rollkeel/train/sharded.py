@@ -81,8 +81,10 @@ def pieces_of(model: Any, mesh: Mesh) -> Pieces:
 class Sharded:
     """A model of which this rank keeps its part."""
 
-    def __init__(self, model: torch.nn.Module, mesh: Mesh, tree: Tree | None, source: Source | None) -> None:
-        """`source`: where the part comes from if `model` has no weights yet."""
+    def __init__(
+        self, model: torch.nn.Module, mesh: Mesh, tree: Tree | None, source: Source | None, device: torch.device
+    ) -> None:
+        """`source`: where the part comes from, onto `device`, if `model` has no weights yet."""
         layout = Layout(model, mesh)
         deal_experts(model, mesh)
         self._root: Any = None
@@ -90,7 +92,7 @@ class Sharded:
             layers = [layer.module for layer in decoder_layers(model, "layer")]
             self._root = spread(model, layers, mesh, tree and reduce_scatter(tree))
         if source is not None:
-            _fill(model, layout, source)
+            _fill(model, layout, source, device)
 
     def __call__(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """`call`, with the weights that it needs brought in."""
@@ -118,11 +120,11 @@ class Sharded:
 
 
 @torch.no_grad()
-def _fill(model: torch.nn.Module, layout: Layout, source: Source) -> None:
+def _fill(model: torch.nn.Module, layout: Layout, source: Source, device: torch.device) -> None:
     """Give the parameters of `model` their memory, and the values that `source` has for it."""
     made = dict[int, torch.nn.Parameter]()
     for name, tensor in tensors_of(model).items():
-        part = torch.empty(layout.part(name), dtype=tensor.dtype) if tensor.is_meta else tensor
+        part = torch.empty(layout.part(name), dtype=tensor.dtype, device=device) if tensor.is_meta else tensor
         source.fill(name, [(box.of_whole, box.of_part) for box in layout.boxes(name)], part)
         if tensor.is_meta:
             made[id(tensor)] = torch.nn.Parameter(spread_like(tensor, part), tensor.requires_grad)
@@ -130,6 +132,8 @@ def _fill(model: torch.nn.Module, layout: Layout, source: Source) -> None:
         for key, p in list(module._parameters.items()):
             if p is not None and id(p) in made:
                 setattr(module, key, made[id(p)])
+        for key, buffer in module._buffers.items():
+            module._buffers[key] = None if buffer is None else buffer.to(device)
 
 
 def gathered(

@@ -110,10 +110,10 @@ class LocalTrainer:
         """The reference's adapters, beside the policy's own weights."""
         start = self._kept_reference() if config.keeps_reference else None
         layout = Layout(self.model, mesh)
-        self._sharded = Sharded(self.model, mesh, self._tree, policy.source)
+        self._sharded = Sharded(self.model, mesh, self._tree, policy.source, self.device)
         self._forward = self._sharded.forward(self.model, **how)
         replay = self._sharded.once(self._forward.packed.replayable) if replay_routing else None
-        self._frozen = Sharded(start, mesh, self._tree, policy.source) if start is not None else None
+        self._frozen = Sharded(start, mesh, self._tree, policy.source, self.device) if start is not None else None
         self._reference = self._frozen.forward(start) if self._frozen is not None else None
         schedule = Schedule(lr=config.lr, warmup_steps=config.warmup_steps, kind=config.schedule, total=total_updates)
         self._held: dict[str, Any] = {"mesh": mesh, "by_rows": self._tree is not None, "dealt": self._dealt}
@@ -131,17 +131,20 @@ class LocalTrainer:
         self._changed = ChangedShare(self._stepper.adamw, mesh, self._stepper.counted)
         if self._tree is not None:
             self._tree.parameters = [p for _, p in self._stepper.named]
-        if config.processes > 1:
-            if self.device.type != "cpu":
-                raise BadInput(
-                    f"train.processes={config.processes}: helper processes share CPU memory, the device is {self.device}"
-                )
-            self.model.share_memory()
-        self._helpers = [Helper(i, self.model, torch.get_num_threads(), how) for i in range(1, config.processes)]
+        self._helpers = self._started(config.processes, how)
         self._views, self._places = dict[str, torch.Tensor](), list[int]()
         self._passes = Passes(
             config.micro_batch_tokens, temperature, helpers=self._helpers, mesh=mesh, tree=self._tree, replay=replay
         )
+
+    def _started(self, processes: int, how: dict[str, Any]) -> list[Helper]:
+        if processes > 1:
+            if self.device.type != "cpu":
+                raise BadInput(
+                    f"train.processes={processes}: helper processes share CPU memory, the device is {self.device}"
+                )
+            self.model.share_memory()
+        return [Helper(i, self.model, torch.get_num_threads(), how) for i in range(1, processes)]
 
     def _kept_reference(self) -> Any:
         """The model that the reference computes with."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from rollkeel.train.together import UnfinishedTogether
 from rollkeel.train.trainer import LocalTrainer
 from tests.train.mesh_ranks import Case, batch, trainer, weights_of
 
-BUFFER = 4096
+BUFFER = 2**17
 """Bytes that a file is written through here."""
 
 
@@ -150,24 +150,36 @@ def resumed(job: Job, mesh: Mesh, folder: Path) -> dict[str, Any]:
 
 
 def watched(job: Job, mesh: Mesh, folder: Path) -> dict[str, Any]:
-    """Most bytes alive in each phase of a trainer's life."""
-    peaks: dict[str, int] = {}
+    """Most bytes alive in each phase of a trainer's life; `source`: it is saved there too."""
+    peaks, held = dict[str, int](), dict[str, int]()
     with Watcher() as watcher:
         with watcher.phase(peaks, "load"):
             t = trainer(job, mesh)
-        with watcher.phase(peaks, "step"):
+        own = t._stepper.adamw.step
+
+        def step(lr: float, seed: int = 0) -> None:
+            own(lr, seed)
+            held.update(held_by(t))
+
+        with patch.object(t._stepper.adamw, "step", step), watcher.phase(peaks, "step"):
             update(t, 0)
-        for name, act in {
-            "named_weights": lambda: [None for _ in t.named_weights()],
-            "save": lambda: t.save(folder / job.source),
-            "save_model": lambda: t.save_model(folder / f"{job.source}-model"),
-            "resume": lambda: t.load(folder / job.source),
-        }.items():
+        acts: dict[str, Callable[[], object]] = {"named_weights": lambda: [None for _ in t.named_weights()]}
+        if job.source:
+            acts["save"] = lambda: t.save(folder / job.source)
+            acts["save_model"] = lambda: t.save_model(folder / f"{job.source}-model")
+            acts["resume"] = lambda: t.load(folder / job.source)
+        for name, act in acts.items():
             with watcher.phase(peaks, name):
                 act()
-    held = [local(p) for p in t.model.parameters()]
+    return {"peaks": peaks, **held}
+
+
+def held_by(t: LocalTrainer) -> dict[str, int]:
+    """Bytes on this rank when gradients and moments are there."""
+    live = list(t.model.parameters())
     moments = [m for s in t._stepper.adamw.state.values() for m in (s["exp_avg"], s["exp_avg_sq"])]
-    return {"peaks": peaks, "weights": size(held), "moments": size(moments)}
+    gradients = [local(p.grad) for p in live if p.grad is not None]
+    return {"weights": size([local(p) for p in live]), "gradients": size(gradients), "moments": size(moments)}
 
 
 def size(tensors: list[torch.Tensor]) -> int:
