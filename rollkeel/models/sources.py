@@ -80,7 +80,7 @@ class Drawn(TorchDispatchMode):
         """Keep what is noted by the names of `model`. Raises `BadInput` for a parameter that was never written as a whole."""
         for name, p in model.named_parameters():
             notes = self._notes.get(p.untyped_storage()._cdata, [])
-            whole = [i for i, (func, view, *_) in enumerate(notes) if view[0].numel() == p.numel()]
+            whole = [i for i, (func, view, *_) in enumerate(notes) if _fills(func) and view[0].numel() == p.numel()]
             if not whole:
                 raise BadInput(f"weight {name}: nothing draws it as a whole, so that it cannot be drawn in parts")
             self._named[name] = p.shape, notes[whole[-1] :]
@@ -100,6 +100,11 @@ class Drawn(TorchDispatchMode):
                 func(whole.as_strided(*view), *args, **kwargs)
         for box, there in boxes:
             part[there] = whole[box].to(part.dtype)
+
+
+def _fills(func: Any) -> bool:
+    """True if the operation does not read what it writes to."""
+    return func.name().partition(".")[0] in {f"aten::{name}_" for name in ("normal", "uniform", "zero", "fill", "copy")}
 
 
 class _Piece(NamedTuple):

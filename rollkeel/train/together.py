@@ -64,8 +64,10 @@ class UnfinishedTogether:
 
     def save(self, step: int, trained: Trained, about: dict[str, Any]) -> None:
         def write(path: Path) -> checkpoint.Written:
-            if self._mesh.rank == 0:
-                checkpoint.save_state(path / "state", about)
+            first = self._mesh.rank == 0
+            self._mesh.attempt(
+                lambda: checkpoint.save_state(path / "state", about) if first else None, f"cannot write {path}"
+            )
             return write_trained(path, trained)
 
         save(self._folder, step, self._mesh, write, {"key": self._key}, keep=1)

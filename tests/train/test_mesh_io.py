@@ -198,13 +198,18 @@ def test_no_rank_ever_holds_the_whole_model(job: Job, found: Found) -> None:
 
 @pytest.mark.slow
 def test_no_rank_ever_holds_a_model_of_200_million(tmp_path: Path) -> None:
-    fields = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12, "vocab_size": 40_000}
+    fields = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 15, "vocab_size": 2048}
     jobs = [Job(shard=s, what="watched", model="tiny-qwen3", parts=True, overrides=fields) for s in (2, 4)]
     of = run(jobs, tmp_path)
     for job in jobs:
         for rank in range(job.size):
             assert "error" not in of(job, rank), of(job, rank)["error"]
-            assert_in_parts(job, of(job, rank))
+            seen = of(job, rank)
+            assert_in_parts(job, seen)
+            whole = seen["weights"] * job.shard
+            assert whole > 4 * 195e6
+            assert seen["peaks"]["load"] < 0.9 * whole
+            assert seen["peaks"]["named_weights"] - seen["moments"] < 0.7 * whole
 
 
 def assert_in_parts(job: Job, seen: dict[str, Any]) -> None:
