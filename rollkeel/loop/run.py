@@ -130,7 +130,10 @@ class Run:
         if kept != self.feed.name:
             wanted, got = ("sync with experiment.lag" if n == "lag" else n for n in (self.feed.name, kept))
             raise BadInput(f"checkpoint: expected one of run.loop={wanted}, got one of {got}; resume with it")
-        lacking = self.trainer.load_state_dict(state["trainer"])
+        if "trainer" in state:
+            lacking = self.trainer.load_state_dict(state["trainer"])
+        else:  # saved by ranks, each its part
+            lacking = self.trainer.load(saved.trainer)
         self.objective.load_state_dict(state["objective"])
         self.feed.consumed = state["consumed"]
         if (order := state.get("prompts")) is not None:

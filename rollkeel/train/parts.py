@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from rollkeel.train.mesh import Mesh
+from rollkeel.train.mesh import Mesh, gather_into
 
 
 class Box(NamedTuple):
@@ -125,6 +125,8 @@ class Dealt:
     """Sizes of the mesh, beside its shards, whose ranks hold different parts of it."""
     adds: tuple[str, ...] = ("replicate", "expert", "context")
     """Sizes whose ranks have each a summand of its gradient after a pass."""
+    rows: bool = False
+    """Whether the parts one behind the other are the whole."""
 
 
 @dataclass(frozen=True)
@@ -164,24 +166,27 @@ class Deal:
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """The whole parameter, on every rank; `part`: what lies here, with the rows of all shards. Collective."""
-        import torch.distributed as dist
-
-        dealt, mesh = self.named[name], self.mesh
+        dealt, mesh = self.named.get(name, Dealt(())), self.mesh
         if not dealt.over:
             return part
-        parts = [torch.empty_like(part) for _ in range(mesh.over(*dealt.over))]
-        dist.all_gather(parts, part.contiguous(), group=mesh.group(*dealt.over))
+        ranks = mesh.over(*dealt.over)
+        parts = part.new_empty(ranks * len(part), *part.shape[1:])
+        gather_into(parts, part.contiguous(), mesh.group(*dealt.over))
+        if parts.shape == dealt.shape and dealt.rows:  # as it is with experts
+            return parts
         whole = part.new_empty(dealt.shape)
-        for place, came in zip(mesh.places(*dealt.over), parts, strict=True):
+        for place, came in zip(mesh.places(*dealt.over), parts.chunk(ranks), strict=True):
             for box in _boxes(_ranges(mesh, place, name, dealt.shape, sharded=False)):
                 whole[box.of_whole] = came[box.of_part]
         return whole
 
 
 def _dealt(mesh: Mesh, name: str, shape: tuple[int, ...]) -> Dealt:
-    over = tuple(cut.over for cut in cuts(mesh, name, shape))
+    found = cuts(mesh, name, shape)
+    over = tuple(cut.over for cut in found)
+    rows = len(found) == 1 and found[0].dim == 0 and found[0].blocks == 1
     adds = ["replicate", *(() if "expert" in over else ("expert",)), "context"]
-    return Dealt(shape, over, (*adds, *(("tensor",) if _OF_HEADS.search(name) else ())))
+    return Dealt(shape, over, (*adds, *(("tensor",) if _OF_HEADS.search(name) else ())), rows)
 
 
 def _part(whole: torch.Tensor, ranges: _Ranges) -> torch.Tensor:

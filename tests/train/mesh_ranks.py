@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -54,6 +55,15 @@ class Case:
     """With norms and attention as single passes; without, as transformers runs them, which is how a GPU does."""
     head: bool = False
     """Nothing is trained: log-probs of a head whose rows lie on the ranks, see `head_in_parts`."""
+    parts: bool = False
+    """Each rank reads or draws its part of the weights."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Of the model."""
+
+    def run(self, mesh: Mesh, folder: Path) -> dict[str, Any]:
+        """What a rank comes to; `folder`: one that all ranks share."""
+        _ = folder
+        return head_in_parts(mesh) if self.head else trained(self, mesh)
 
     @property
     def size(self) -> int:
@@ -93,12 +103,18 @@ def batch(seed: int, case: Case) -> TrainingBatch:
 def trainer(case: Case, mesh: Mesh) -> LocalTrainer:
     options: dict[str, Any] = {"lr": 1e-3, "warmup_steps": 0, "clip_norm": 0.5, "micro_batch_tokens": 48}
     config = TrainConfig(**(options | case.options))
-    policy = load_policy(ModelConfig(path=f"preset:{case.model}"))
+    path = case.model if "/" in case.model else f"preset:{case.model}"
+    policy = load_policy(ModelConfig(path=path, overrides=case.overrides), whole=not case.parts)
     about: dict[str, Any] = {"temperature": 1.0, "total_updates": 10, "replay_routing": case.replay}
     made = LocalTrainer(policy, config, mesh=mesh, **about)
     packed: Any = made._forward.packed
     packed._fused &= case.fused
     return made
+
+
+def weights_of(t: LocalTrainer) -> dict[str, torch.Tensor]:
+    """By checkpoint name."""
+    return {name: w.clone() for name, w in t.named_weights()}
 
 
 class Failing:
@@ -140,7 +156,7 @@ def trained(case: Case, mesh: Mesh) -> dict[str, Any]:
             break
         out["metrics"].append(seen.metrics)
         out |= {"logprobs": seen.logprobs, "experts": seen.experts}
-    out["weights"] = {name: w.clone() for name, w in t.named_weights()}
+    out["weights"] = weights_of(t)
     moments = [s[key] for s in t._stepper.adamw.state.values() for key in ("exp_avg", "exp_avg_sq")]
     parameters = [local(p) for p in t.model.parameters()]
     out["bytes"] = sum(x.numel() * x.element_size() for x in (*moments, *parameters))
@@ -170,7 +186,7 @@ def head_in_parts(mesh: Mesh) -> dict[str, Any]:
     return out
 
 
-def serve(rank: int, world: int, folder: str, cases: list[Case]) -> None:
+def serve(rank: int, world: int, folder: str, cases: Sequence[Case]) -> None:
     torch.set_num_threads(1)
     start = f"file://{folder}/start"
     dist.init_process_group("gloo", init_method=start, rank=rank, world_size=world, timeout=timedelta(seconds=120))
@@ -180,7 +196,7 @@ def serve(rank: int, world: int, folder: str, cases: list[Case]) -> None:
         if key not in meshes:
             meshes[key] = join(**case.sizes, ranks=range(case.size))
         if rank < case.size:
-            result = head_in_parts(meshes[key]) if case.head else trained(case, meshes[key])
+            result = case.run(meshes[key], Path(folder))
             torch.save(result, Path(folder) / f"{number}-{rank}.pt")
     with contextlib.suppress(RuntimeError):
         dist.barrier()
