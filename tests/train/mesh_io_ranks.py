@@ -202,8 +202,8 @@ def supervised(job: Job, mesh: Mesh, folder: Path) -> dict[str, Any]:
     seen: list[dict[str, float]] = []
 
     def train(t: LocalTrainer, kept: Any, stop: int) -> None:
-        alone = {"weight_decay": t.config.weight_decay}
-        about = alone if mesh.size == 1 else {"trainer": t}
+        alone: dict[str, Any] = {"weight_decay": t.config.weight_decay}
+        about: dict[str, Any] = alone if mesh.size == 1 else {"trainer": t}
         progress = lambda _, metrics: seen.append(metrics)  # noqa: E731
         run_sft(t.policy, examples, SFT, kept=kept, should_stop=lambda: len(seen) == stop, progress=progress, **about)
 

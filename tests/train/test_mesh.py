@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -109,7 +110,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return run([c for c in ALL if c.size > 1], tmp_path_factory.mktemp("ranks"))
 
 
-def run(cases: list[Case], folder: Path) -> Found:
+def run(cases: Sequence[Case], folder: Path) -> Found:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.train.mesh_ranks"])  # imported once for all ranks
     ranks = [context.Process(target=serve, args=(rank, 4, str(folder), cases)) for rank in range(4)]

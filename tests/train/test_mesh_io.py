@@ -18,14 +18,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollkeel.config import ModelConfig
+from rollkeel.config import LoraConfig, ModelConfig
 from rollkeel.errors import BadInput, Corrupt
 from rollkeel.models.loading import load_policy, save_policy
 from rollkeel.train import checkpoint
 from rollkeel.train.mesh import SIZES, Mesh
 from rollkeel.train.parts import Box
 from rollkeel.train.saved_parts import Parts
-from tests.train.mesh_io_ranks import BUFFER, Job, update
+from tests.train.mesh_io_ranks import BUFFER, SFT, Job, update
 from tests.train.mesh_ranks import Case, trainer, weights_of
 from tests.train.test_mesh import Found, distance, run
 
@@ -339,3 +339,11 @@ def test_supervised_training_that_was_stopped_goes_on_to_the_same_bits(job: Job,
     ours, undisturbed = found(job), found(replace(job, source=""))
     assert_same(ours["weights"], undisturbed["weights"])
     assert ours["metrics"] == undisturbed["metrics"]
+
+
+def test_frozen_routers_and_adapters_are_refused() -> None:
+    frozen = trainer(Case(options={"freeze_router": "router"}), Mesh())
+    with pytest.raises(BadInput, match=r"train\.freeze_router: .*; set it to none"):
+        frozen.supervised(SFT, 4, 100)
+    with pytest.raises(BadInput, match=r"train\.lora: .*; set rank=0"):
+        load_policy(ModelConfig(path="preset:tiny-qwen3"), lora=LoraConfig(rank=2), whole=False)
