@@ -45,6 +45,10 @@ def check_ranks(mesh: Mesh, config: TrainConfig, policy: Policy, rounding: str, 
         from rollkeel.train.tensor_parallel import check_tensor
 
         check_tensor(policy.model, mesh)
+    if mesh.context > 1:
+        from rollkeel.train.context_parallel import check_context
+
+        check_context(policy.model, "", mesh)
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -111,15 +115,20 @@ class Sharded:
     def forward(self, model: Any, **how: Any) -> PolicyForward:
         """The passes of this model."""
         forward = self.once(PolicyForward, model, **how)
-        mesh, forward.vocabulary = self._mesh, self._vocabulary
-        if mesh.context > 1:
-            from rollkeel.train.context_parallel import Context, check_context
-
-            check_context(model, forward.packed.padded, mesh)
-            forward.share(Context(mesh))
+        forward.vocabulary = self._vocabulary
         if self._root is not None:
             forward.score = partial(self, forward.score)  # type: ignore[method-assign]
         return forward
+
+    def share(self, *forwards: PolicyForward | None) -> None:
+        """Let these passes run micro-batches together with the context ranks from now on."""
+        if self._mesh.context == 1:
+            return
+        from rollkeel.train.context_parallel import Context, check_context
+
+        for forward in filter(None, forwards):
+            check_context(forward.packed.model, forward.packed.padded, self._mesh)
+            forward.share(Context(self._mesh))
 
     def once(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """The same without gradients, and at rest behind it."""

@@ -117,6 +117,7 @@ class LocalTrainer:
         replay = self._sharded.once(self._forward.packed.replayable) if replay_routing else None
         self._frozen = Sharded(start, mesh, self._tree, policy.source, self.device) if start is not None else None
         self._reference = self._frozen.forward(start) if self._frozen is not None else None
+        self._sharded.share(self._forward, self._reference)
         schedule = Schedule(lr=config.lr, warmup_steps=config.warmup_steps, kind=config.schedule, total=total_updates)
         self._held: dict[str, Any] = {"mesh": mesh, "by_rows": self._tree is not None, "counts": self._deal.counts}
         self._stepper = Stepper(

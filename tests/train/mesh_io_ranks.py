@@ -93,13 +93,12 @@ class Watcher(TorchDispatchMode):
 
 
 def update(t: LocalTrainer, number: int) -> dict[str, float]:
-    order = tuple(range(12))
-    return t.update(batch(number, order, False), objectives.build("kpop"), old_is_current=True).metrics
+    return t.update(batch(number, Case()), objectives.build("kpop"), old_is_current=True).metrics
 
 
 def any_order(job: Job, mesh: Mesh, folder: Path) -> dict[str, Any]:
     """Passes without gradients in front of everything that looks at the weights."""
-    t, data = trainer(job, mesh), batch(0, job.order, False)
+    t, data = trainer(job, mesh), batch(0, job)
     out: dict[str, Any] = {"first": weights_of(t)}
     update(t, 0)
     t.score(data)
@@ -218,6 +217,6 @@ def supervised(job: Job, mesh: Mesh, folder: Path) -> dict[str, Any]:
         train(t, None, 99)
     out: dict[str, Any] = {"metrics": seen, "weights": weights_of(t)}
     if "kl_coefficient" in job.options and mesh.size > 1:
-        data = batch(0, job.order, False)
+        data = batch(0, job)
         out["start"] = [t.ref_logprobs(data), t.logprobs(data)[0]]
     return out
