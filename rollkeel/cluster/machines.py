@@ -1,0 +1,160 @@
+"""A run over a Ray cluster, as the loop sees it: implements `rollkeel.loop.machines.Machines`.
+
+controller: the loop, prompts, graders ── calls, numbers per token ──▶ ranks: the trainer
+     │                                                                   │ weights, in buckets
+     └───────── requests, tokens ─────────▶ engines ◀────────────────────┘
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rollkeel.cluster import start
+from rollkeel.cluster.calls import CONTROL, Ranks
+from rollkeel.cluster.check import ranked
+from rollkeel.cluster.engines import ActorEngine
+from rollkeel.cluster.publish import StreamPublisher
+from rollkeel.cluster.ranks import Rank
+from rollkeel.cluster.skeleton import skeleton
+from rollkeel.cluster.trainer import RemoteTrainer
+from rollkeel.config import Config
+from rollkeel.errors import BadInput
+from rollkeel.events import EventLog
+from rollkeel.loop.assemble import device_of
+from rollkeel.loop.machines import Publish
+from rollkeel.protocols import Engine
+from rollkeel.record.checks import Finding, unreached
+from rollkeel.record.live import LiveView
+from rollkeel.record.runfolder import RunFolder
+from rollkeel.record.stopping import StopFlag
+from rollkeel.sync.proof import Probes
+from rollkeel.train.checkpoint import versions
+from rollkeel.train.unfinished import Unfinished
+from rollkeel.types import Rollout
+
+
+class RayMachines:
+    """Ranks and engines as actors. Weights never come to this process."""
+
+    def __init__(self, config: Config, folder: RunFolder, view: LiveView) -> None:
+        """Start everything and load the start model on the ranks."""
+        self._config = config = ranked(config)
+        self._folder, self._view = folder, view
+        self._gpus = int(device_of(config).type == "cuda")
+        self._trainer: RemoteTrainer | None = None
+        self._told: dict[str, Any] = {}
+        with ExitStack() as made:
+            self.policy = skeleton(config.model)
+            start.connect(config, config.run.threads * (config.train.mesh.size + (config.cluster.engines or 1)))
+            made.callback(start.disconnect)
+            self._places = start.Places(config, self._gpus)
+            made.callback(self._places.remove)
+            self._ranks = Ranks(self._actors(), self._say)
+            made.callback(self._ranks.close)
+            self._engine = self._engines()
+            made.callback(self._engine.close)
+            self._meet()
+            self._findings = self._ranks.call("load")
+            self._ended = made.pop_all()
+
+    def findings(self) -> list[Finding]:
+        return [*self._findings, *unreached(self.policy.model)]
+
+    def warm_start(self, view: LiveView, stop: StopFlag, events: EventLog, kept: Unfinished) -> None:
+        """On the first rank, as one process does it and with its bits; the others get its weights."""
+        self._ranks.first("warm_start", stop=stop)
+        self._ranks.call("share")
+
+    def trainer(self) -> RemoteTrainer:
+        self._told = self._ranks.call("begin")
+        self._trainer = RemoteTrainer(self._ranks, self._told["padded"], self._config.cluster.deadline_s)
+        return self._trainer
+
+    def engine(self, folder: RunFolder) -> tuple[Engine, str]:
+        return self._engine, "engines are actors with memory of their own"
+
+    def publisher(self, engine: Engine, probes: Probes | None, *, shared: bool) -> Publish:
+        assert self._trainer is not None
+        assert engine is self._engine
+        stream, trainer = StreamPublisher(self._engine, self._trainer), self._trainer
+        adapters = self._config.train.lora.rank > 0
+        return lambda: stream.publish(None, trainer.version, adapters)
+
+    def precision(self) -> dict[str, Any]:
+        return self._told["precision"]
+
+    def record(self, path: Path, rollouts: Sequence[Rollout], about: Mapping[str, Any]) -> None:
+        self._ranks.call("record", str(path), ray.put(list(rollouts)), about)
+
+    def save_model(self, folder: Path) -> None:
+        self._ranks.call("save_model", str(folder))
+
+    def save(self, folder: Path) -> None:
+        self._ranks.call("save", str(folder))
+
+    def load(self, state: Mapping[str, Any], folder: Path) -> list[str]:
+        assert self._trainer is not None
+        return self._trainer.load({}, str(folder))
+
+    def close(self) -> None:
+        """End every actor; a Ray that was started for this run ends too."""
+        self._ended.close()
+
+    # -- start ---------------------------------------------------------------------------------------------------------
+
+    def _actors(self) -> list[Any]:
+        config, folder = self._config, str(self._folder.path.resolve())
+        threads = {"OMP_NUM_THREADS": str(config.run.threads), "OMP_WAIT_POLICY": "passive"}
+        fixed: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {CONTROL: 1}}
+        fixed["runtime_env"] = {"env_vars": threads | _handed()}
+        world = config.train.mesh.size
+        return [
+            ray.remote(**fixed, **self._places.rank(i))(Rank).remote(config, i, world, folder) for i in range(world)
+        ]
+
+    def _engines(self) -> ActorEngine:
+        config, hf_config = self._config, self.policy.model.config
+        count, device = config.cluster.engines or 1, "cuda" if self._gpus else "cpu"
+        places = [{**self._places.engine(i), "runtime_env": {"env_vars": _handed()}} for i in range(count)]
+        about = {"device": device, "max_length": None, "lora": self.policy.lora}
+        return ActorEngine(hf_config, config.engine, places, threads=config.run.threads, **about)
+
+    def _meet(self) -> None:
+        """Look at what the ranks are and let them meet. Raises `BadInput` for one that is not as this process."""
+        ranks, own = self._ranks, versions()
+        for i, about in enumerate(ranks.gather("about")):
+            ranks.names[i] = f"trainer rank {i} (node {about['host']}, process {about['pid']})"
+            self._folder.events.emit("actor", name=f"trainer-{i}", host=about["host"], pid=about["pid"])
+            for package, version in own.items():
+                if (there := about["versions"].get(package)) != version:
+                    raise BadInput(
+                        f"cluster: {ranks.names[i]} has {package} {there}, this process has {version}; install the same on all nodes"
+                    )
+            if not about["folder"]:
+                raise BadInput(
+                    f"run.dir: {ranks.names[i]} does not see {self._folder.path.resolve()}; choose a folder on storage that"
+                    " all nodes share"
+                )
+        host, port = ranks.first("address")
+        ranks.call("join", host, port, self._config.cluster.deadline_s)
+        engines = self._config.cluster.engines or 1
+        self._view.note(
+            f"cluster: {len(ranks.actors)} trainer ranks, {engines} engines, {self._config.cluster.placement}"
+        )
+
+    def _say(self, said: tuple[Any, ...]) -> None:
+        """What a rank says to the view or the log of the run."""
+        whom, method, args, named = said
+        getattr(self._view if whom == "view" else self._folder.events, method)(*args, **named)
+
+
+def _handed() -> dict[str, str]:
+    """What actors need of this process's surroundings, wherever they are."""
+    names = ("PYTHONPATH", "ROLLKEEL_CACHE", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "TOKENIZERS_PARALLELISM")
+    return {name: os.environ[name] for name in names if name in os.environ}
