@@ -1,0 +1,1 @@
+"""The loop over many processes and machines, placed and started by Ray."""
