@@ -29,7 +29,7 @@ from rollkeel.engines.kv import BlockPool, Layout, affordable_blocks, prefill_pa
 from rollkeel.engines.prompts import Copy, Job, SharedPrompts, ordered
 from rollkeel.engines.requests import Running, check_requests, longest, room
 from rollkeel.engines.slots import LOOK, Slots
-from rollkeel.engines.weights import take
+from rollkeel.engines.weights import Intake, take
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.compiled import compiled_decode, suits
 from rollkeel.models.forward import FastForward, said_forward
@@ -180,18 +180,28 @@ class LocalEngine:
 
     @torch.inference_mode()
     def update_weights(self, update: WeightUpdate) -> Proof:
-        """Apply an update in place: of all weights, which leaves adapters at zero, or of the adapters beside them.
+        """Apply an update in place: of all weights, which leaves adapters at zero, or of the adapters beside them. Sequences in
+        flight keep their tokens, and with `engine.kv=keep` their KV."""
+        return self.serve(update.version, *take(update, self._forward, self._config.dtype, self._retire()))
 
-        Sequences in flight keep their tokens, and with `engine.kv=keep` their KV."""
+    def begin_update(self, head: WeightUpdate) -> Intake:
+        """The same for slices that come in parts: `Intake.take` them, then `serve` what it finished; until then serve nothing."""
+        return Intake(head, self._forward, self._config.dtype, self._retire())
+
+    def serve(self, version: int, checksum: int, base: int) -> Proof:
+        self._version, self._base = version, base
+        return Proof(version=version, checksum=checksum)
+
+    @torch.inference_mode()
+    def _retire(self) -> int:
+        """Serve nothing until `serve`. Returns the version of the weights that memory holds."""
         self._look()
         self._stamp(list(self._active))
         for slot in () if self._keep else sorted(self._active, reverse=True):
             self._waiting.appendleft(self._leave(slot))
         self._prompts.evict()
         base, self._base, self._version = self._base, -1, -1
-        checksum, self._base = take(update, self._forward, self._config.dtype, base)
-        self._version = update.version
-        return Proof(version=update.version, checksum=checksum)
+        return base
 
     def close(self) -> None:
         """Drop everything in flight, without asking what it was: closing must work after a failure too."""

@@ -1,0 +1,27 @@
+"""One local Ray for all tests of `cluster/`: it takes seconds to start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """Ray on the loopback alone, with room for eight actors and a small object store."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # or it looks for the host's own address, and waits for ever
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    import ray
+
+    ray.init(
+        address="local",  # without it, whatever cluster left its address in the temporary folder
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=256 << 20,
+        _node_ip_address="127.0.0.1",
+    )
+    yield
+    ray.shutdown()
