@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import socket
 
 from rollkeel.config import Config
 from rollkeel.config_cluster import MeshConfig
 from rollkeel.errors import BadInput
 
+LOOPBACK = "127.0.0.1"
 CONNECT_S = 5.0
 """Longest wait for a cluster's address to answer."""
 
@@ -35,6 +37,7 @@ def check_cluster(config: Config) -> None:
         raise BadInput(
             "cluster: expected Ray, which is not installed; pip install rollkeel[cluster], or leave cluster.* and train.mesh out"
         )
+    _tell_ray(config)
     config = ranked(config)
     ranks, what = config.train.mesh.size, "a cluster"
     refused = {
@@ -60,6 +63,22 @@ def check_cluster(config: Config) -> None:
         )
     if config.cluster.address is not None:
         reach(config.cluster.address)
+
+
+def on_loopback(address: str | None) -> bool:
+    """True if a cluster at `address` is on this machine alone; None is one that is started here."""
+    return address is None or address.startswith("127.")
+
+
+def _tell_ray(config: Config) -> None:
+    """What Ray reads when it is imported."""
+    if on_loopback(config.cluster.address):
+        # Or it looks for an address that other machines know, and waits for ever where there is none.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        if config.cluster.address is None:  # nobody else is on the loopback of a run
+            os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # what died is told in one line, by the call to it
 
 
 def reach(address: str) -> None:

@@ -29,6 +29,7 @@ def share(model: torch.nn.Module) -> None:
 
 def save(trainer: LocalTrainer, mesh: Mesh, folder: Path) -> None:
     """Write this rank's part to the checkpoint `folder`; of copies of the model the first alone does."""
+    _parted(trainer)
     if mesh.replica == 0:
         sizes = {name: getattr(mesh, name) for name in mesh.place}
         save_state(folder / RANKS / str(mesh.rank), {MESH: sizes, **_parts(trainer.state_dict())})
@@ -63,8 +64,20 @@ def _parts(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _parted(trainer: LocalTrainer) -> None:
+    """Give up what a pass without a backward left whole."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for forward in filter(None, (trainer._forward, trainer._reference)):
+        root: Any = forward.score
+        for module in root.modules() if isinstance(root, torch.nn.Module) else ():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
 @torch.no_grad()
 def _load(trainer: LocalTrainer, told: Mapping[str, Any]) -> list[str]:
+    _parted(trainer)
     live, stepper = trainer.state_dict(), trainer._stepper
     if ("reference" in live) != ("reference" in told):
         raise BadInput(

@@ -8,25 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rollkeel.cluster.check import CONNECT_S
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rollkeel.cluster.check import LOOPBACK, on_loopback
 from rollkeel.config import Config
 from rollkeel.errors import BadInput
 from rollkeel.host import within
 
-LOOPBACK = "127.0.0.1"
 STORE_BYTES = 512 << 20
 """Object store of a Ray that is started here: a few buckets of weights, and batches."""
 JOIN_S = 60.0
 """Longest wait for a cluster whose address answers to take this process in."""
-
-# Numbers of a step never leave this machine then, and a host whose own name has no address works too.
-os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-
-import ray  # noqa: E402
-from ray.exceptions import RayError  # noqa: E402
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group  # noqa: E402
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
 
 
 @contextmanager
@@ -55,9 +50,8 @@ def connect(config: Config, cpus: int) -> None:
         cpus = max(cpus, os.cpu_count() or 1)
         about |= {"address": "local", "num_cpus": cpus, "include_dashboard": False}
         about |= {"_node_ip_address": LOOPBACK, "object_store_memory": STORE_BYTES}
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # on the loopback, for as long as this process lives
     else:
-        about |= {"address": address} | ({"_node_ip_address": LOOPBACK} if address.startswith("127.") else {})
+        about |= {"address": address} | ({"_node_ip_address": LOOPBACK} if on_loopback(address) else {})
     late = BadInput(
         f"cluster.address: {address or 'the Ray started here'} did not take this process in for {JOIN_S:g} s"
     )
@@ -136,6 +130,3 @@ def _check(bundles: Sequence[Mapping[str, float]], ranks: int, engines: int) -> 
 def _said(resources: Mapping[str, float]) -> str:
     named = {"CPU": "CPUs", "GPU": "GPUs"}
     return " and ".join(f"{resources[key]:g} {name}" for key, name in named.items() if resources.get(key)) or "0 CPUs"
-
-
-__all__ = ["CONNECT_S", "Places", "connect", "disconnect"]
