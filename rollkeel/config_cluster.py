@@ -31,7 +31,8 @@ class ClusterConfig(Node):
     one process."""
 
     address: str | None = None
-    """`HOST:PORT` of a running Ray cluster to join; None starts Ray on this machine for the time of the run."""
+    """`HOST:PORT` of a running Ray cluster to join, `auto` for that of the Ray job that runs this; None starts Ray on this machine for
+    the time of the run."""
     trainers: int | None = Field(default=None, ge=1)
     """Ranks that train; without a `train.mesh` they shard the model. None takes what the mesh says."""
     engines: int | None = Field(default=None, ge=1)

@@ -61,8 +61,18 @@ def check_cluster(config: Config) -> None:
         raise BadInput(
             "cluster.placement=colocated: engines and ranks take turns, with run.loop=async they would not; set disaggregated"
         )
-    if config.cluster.address is not None:
-        reach(config.cluster.address)
+    if (address := address_of(config)) is not None:
+        reach(address)
+
+
+def address_of(config: Config) -> str | None:
+    """`cluster.address`; `auto` is the cluster of the Ray job that this process is. Raises `BadInput` where it is none."""
+    address = config.cluster.address
+    if address != "auto":
+        return address
+    if not (found := os.environ.get("RAY_ADDRESS")):
+        raise BadInput("cluster.address=auto: expected RAY_ADDRESS, which Ray sets for a job; give HOST:PORT")
+    return found
 
 
 def on_loopback(address: str | None) -> bool:
@@ -72,10 +82,10 @@ def on_loopback(address: str | None) -> bool:
 
 def _tell_ray(config: Config) -> None:
     """What Ray reads when it is imported."""
-    if on_loopback(config.cluster.address):
+    if on_loopback(address := address_of(config)):
         # Or it looks for an address that other machines know, and waits for ever where there is none.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        if config.cluster.address is None:  # nobody else is on the loopback of a run
+        if address is None:  # nobody else is on the loopback of a run
             os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # what died is told in one line, by the call to it

@@ -51,8 +51,9 @@ class RayMachines:
         self._told: dict[str, Any] = {}
         with ExitStack() as made:
             self.policy = skeleton(config.model)
-            start.connect(config, config.run.threads * (config.train.mesh.size + (config.cluster.engines or 1)))
-            made.callback(start.disconnect)
+            actors = config.train.mesh.size + (config.cluster.engines or 1)
+            if start.connect(config, config.run.threads * actors):
+                made.callback(start.disconnect)
             self._places = start.Places(config, self._gpus)
             made.callback(self._places.remove)
             self._ranks = Ranks(self._actors(), self._say)

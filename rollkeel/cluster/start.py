@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rollkeel.cluster.check import LOOPBACK, on_loopback
+from rollkeel.cluster.check import LOOPBACK, address_of, on_loopback
 from rollkeel.config import Config
 from rollkeel.errors import BadInput
 from rollkeel.host import within
@@ -38,13 +38,14 @@ def _handlers_kept() -> Iterator[None]:
                 return
 
 
-def connect(config: Config, cpus: int) -> None:
+def connect(config: Config, cpus: int) -> bool:
     """Join `cluster.address`, or start a Ray of at least `cpus` CPUs on this machine, which ends with this process.
 
-    Raises `BadInput` for a cluster that does not take this process in."""
+    A process that is in a cluster already stays in that one. Returns whether it has to be left again (`disconnect`). Raises `BadInput`
+    for a cluster that does not take this process in."""
     if ray.is_initialized():
-        raise BadInput("cluster: this process is in a Ray cluster already; run one at a time")
-    address = config.cluster.address
+        return False
+    address = address_of(config)
     about: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "namespace": "rollkeel"}
     if address is None:
         cpus = max(cpus, os.cpu_count() or 1)
@@ -63,6 +64,7 @@ def connect(config: Config, cpus: int) -> None:
             ray.shutdown()
             where = f"{address} answers, but not as a Ray cluster of this version" if address else "Ray does not start"
             raise BadInput(f"cluster.address: {where} ({' '.join(str(error).split())[:200]})") from None
+    return True
 
 
 def disconnect() -> None:
