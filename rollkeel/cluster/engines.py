@@ -165,7 +165,9 @@ class _Weights:
 
     def _finish(self, attempt: int, checksum: int) -> Proof:
         intake, self._intake = self._intake, None
-        if intake is None or attempt != self._attempt:
+        if attempt != self._attempt:
+            raise EngineFailure(f"weights: publication {self._attempt} is under way, not publication {attempt}")
+        if intake is None:
             raise EngineFailure(self._refusal)
         self._refusal = f"weight update {self._newest}: was already finished"
         return self._engine.serve(self._newest, *intake.finish(checksum))
