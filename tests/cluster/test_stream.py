@@ -178,7 +178,7 @@ def test_what_is_left_of_an_earlier_publication_is_refused(models: tuple[Any, An
     assert weights.take(of(slices, 3)) == ""
     assert weights.act(engine, ("finish", 3, total)).version == engine.version == 6
     assert "already finished" in weights.take(of(slices, 3))
-    with pytest.raises(EngineFailure, match="expected version 6 or a later one"):
+    with pytest.raises(EngineFailure, match="expected version 6, which this engine had, or a later one"):
         weights.act(engine, ("begin", 4, head_of(5)))
 
 
