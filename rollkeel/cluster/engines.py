@@ -156,16 +156,19 @@ class _Weights:
 
     def _begin(self, attempt: int, head: WeightUpdate) -> bool:
         self._intake, self._attempt, self._refusal = None, attempt, f"weight update {head.version}: was refused"
+        intake = self._engine.begin_update(head)
         if head.version < self._newest:
             raise EngineFailure(
-                f"weight update {head.version}: expected version {self._newest} or a later one; this engine had it before"
+                f"weight update {head.version}: expected version {self._newest}, which this engine had, or a later one"
             )
-        self._intake, self._newest = self._engine.begin_update(head), head.version
+        self._intake, self._newest = intake, head.version
         return True
 
     def _finish(self, attempt: int, checksum: int) -> Proof:
         intake, self._intake = self._intake, None
-        if intake is None or attempt != self._attempt:
+        if attempt != self._attempt:
+            raise EngineFailure(f"weights: publication {self._attempt} is under way, not publication {attempt}")
+        if intake is None:
             raise EngineFailure(self._refusal)
         self._refusal = f"weight update {self._newest}: was already finished"
         return self._engine.serve(self._newest, *intake.finish(checksum))
@@ -178,7 +181,8 @@ def _live(channel: _Channel, hf_config: Any, config: EngineConfig, options: dict
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # weights are only read from there
         keep_freed_memory()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        channel.send(("here", (ray.util.get_node_ip_address(), os.getpid()), 0))
+        node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
+        channel.send(("here", (node, os.getpid()), 0))
         engine = open_engine(hf_config, config, **options)
         channel.weights = _Weights(engine)
         serve(engine, channel, channel.weights.act)
@@ -223,7 +227,9 @@ class _Actor(Part):
             return None
         message = pickle.loads(self.inbox.popleft())
         if message[0] == "here":
-            self.name = "actor {} (node {}, process {})".format(self.index, *message[1])
+            node, process = message[1]
+            address = next((n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node), node)
+            self.name = f"actor {self.index} (node {address}, process {process})"
             return None
         if message[0] == "gone":
             self.end = message[1]

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from rollkeel.cluster.engines import ActorEngine
 from rollkeel.cluster.stream import BUCKET_BYTES, DEADLINE_S, Sink, stream
-from rollkeel.errors import EngineFailure
+from rollkeel.errors import EngineFailure, RollkeelError
 from rollkeel.types import Proof, WeightUpdate
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
@@ -78,7 +78,10 @@ class StreamPublisher:
         try:
             return self.source.stream(head, sinks)
         except RayError as error:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            if isinstance(cause, RollkeelError):
+                raise cause from None
             raise EngineFailure(
-                f"weight update {head.version}: what sends the weights failed before it had sent all of them"
-                f" ({type(error).__name__}: {str(error).splitlines()[0]})"
+                f"weight update {head.version}: what sends the weights failed before all of them were sent:"
+                f" {type(cause).__name__}"
             ) from error

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
+# Read when Ray is imported. Without the first it looks for the host's own address, and on a host without one waits for ever.
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """Ray on the loopback alone, with room for eight actors and a small object store."""
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # or it looks for the host's own address, and waits for ever
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     import ray
 
     ray.init(
