@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
+from collections.abc import Mapping
 
 from rollkeel.config import Config
 from rollkeel.config_cluster import MeshConfig
@@ -103,6 +104,15 @@ def reach(address: str) -> None:
             f"cluster.address: nothing listens at {address} ({error.strerror or error}); start one with ray start --head, or set"
             " it to null and one is started on this machine"
         ) from None
+
+
+def refuse_others(name: str, there: Mapping[str, str], own: Mapping[str, str]) -> None:
+    """Raises `BadInput` where the actor `name` has other versions of what decides a run's bits than this process."""
+    for package, version in own.items():
+        if there.get(package) != version:
+            raise BadInput(
+                f"cluster: {name} has {package} {there.get(package)}, this process has {version}; install the same on all nodes"
+            )
 
 
 def alone(config: Config) -> None:

@@ -27,6 +27,7 @@ import ray
 import torch
 from ray.exceptions import RayError
 
+from rollkeel.cluster import logs
 from rollkeel.cluster.stream import BUCKET_BYTES, Layout, Sink, send, unpacked
 from rollkeel.config import EngineConfig
 from rollkeel.engines.open import open_engine
@@ -50,6 +51,7 @@ class EngineActor:
 
     def __init__(self, hf_config: Any, config: EngineConfig, options: Mapping[str, Any]) -> None:
         """`options`: of `open_engine`."""
+        logs.write_there()
         self._channel = _Channel()
         self._held: dict[int, Any] = {}
         self._next, self._order = 0, threading.Lock()
@@ -207,6 +209,8 @@ class _Actor(Part):
     inbox: deque[bytes] = field(default_factory=deque)
     heard: float = field(default_factory=time.monotonic)
     end: str = "was killed"
+    place: tuple[str, int] = ("", 0)
+    """Its node's address and its process, once it has told them."""
 
     def send(self, message: tuple[Any, ...]) -> None:
         self.handle.send.remote(self.sent, pickle.dumps(message))
@@ -229,6 +233,7 @@ class _Actor(Part):
         if message[0] == "here":
             node, process = message[1]
             address = next((n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node), node)
+            self.place = address, process
             self.name = f"actor {self.index} (node {address}, process {process})"
             return None
         if message[0] == "gone":

@@ -15,9 +15,9 @@ from typing import Any
 
 import ray
 
-from rollkeel.cluster import start
+from rollkeel.cluster import logs, start
 from rollkeel.cluster.calls import CONTROL, Ranks
-from rollkeel.cluster.check import ranked
+from rollkeel.cluster.check import ranked, refuse_others
 from rollkeel.cluster.engines import ActorEngine
 from rollkeel.cluster.publish import StreamPublisher
 from rollkeel.cluster.ranks import Rank
@@ -37,6 +37,9 @@ from rollkeel.sync.proof import Probes
 from rollkeel.train.checkpoint import versions
 from rollkeel.train.unfinished import Unfinished
 from rollkeel.types import Rollout
+
+HANDED = ("PYTHONPATH", "ROLLKEEL_CACHE", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "TOKENIZERS_PARALLELISM")
+"""Variables that actors get from this process."""
 
 
 class RayMachines:
@@ -78,6 +81,10 @@ class RayMachines:
         return self._trainer
 
     def engine(self, folder: RunFolder) -> tuple[Engine, str]:
+        _ = self._engine.capabilities  # which waits for them to start
+        for part in self._engine.parts:
+            host, pid = part.place
+            folder.events.emit("actor", name=f"engine-{part.index}", host=host, pid=pid)
         return self._engine, "engines are actors with memory of their own"
 
     def publisher(self, engine: Engine, probes: Probes | None, *, shared: bool) -> Publish:
@@ -111,20 +118,27 @@ class RayMachines:
 
     def _actors(self) -> list[Any]:
         config, folder = self._config, str(self._folder.path.resolve())
-        threads = {"OMP_NUM_THREADS": str(config.run.threads), "OMP_WAIT_POLICY": "passive"}
         fixed: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {CONTROL: 1}}
-        fixed["runtime_env"] = {"env_vars": threads | _handed()}
         world = config.train.mesh.size
-        return [
-            ray.remote(**fixed, **self._places.rank(i))(Rank).remote(config, i, world, folder) for i in range(world)
-        ]
+
+        def made(rank: int) -> Any:
+            options = {**fixed, **self._surroundings(f"trainer-{rank}"), **self._places.rank(rank)}
+            return ray.remote(**options)(Rank).remote(config, rank, world, folder)
+
+        return [made(rank) for rank in range(world)]
 
     def _engines(self) -> ActorEngine:
         config, hf_config = self._config, self.policy.model.config
         count, device = config.cluster.engines or 1, "cuda" if self._gpus else "cpu"
-        places = [{**self._places.engine(i), "runtime_env": {"env_vars": _handed()}} for i in range(count)]
+        places = [{**self._places.engine(i), **self._surroundings(f"engine-{i}")} for i in range(count)]
         about = {"device": device, "max_length": None, "lora": self.policy.lora}
         return ActorEngine(hf_config, config.engine, places, threads=config.run.threads, **about)
+
+    def _surroundings(self, name: str) -> dict[str, Any]:
+        """Ray's option with what the actor `name` needs of this process's environment, wherever it is."""
+        threads = {"OMP_NUM_THREADS": str(self._config.run.threads), "OMP_WAIT_POLICY": "passive"}
+        handed = {key: os.environ[key] for key in HANDED if key in os.environ}
+        return {"runtime_env": {"env_vars": threads | handed | logs.variables(self._folder.path, name)}}
 
     def _meet(self) -> None:
         """Look at what the ranks are and let them meet. Raises `BadInput` for one that is not as this process."""
@@ -132,11 +146,7 @@ class RayMachines:
         for i, about in enumerate(ranks.gather("about")):
             ranks.names[i] = f"trainer rank {i} (node {about['host']}, process {about['pid']})"
             self._folder.events.emit("actor", name=f"trainer-{i}", host=about["host"], pid=about["pid"])
-            for package, version in own.items():
-                if (there := about["versions"].get(package)) != version:
-                    raise BadInput(
-                        f"cluster: {ranks.names[i]} has {package} {there}, this process has {version}; install the same on all nodes"
-                    )
+            refuse_others(ranks.names[i], about["versions"], own)
             if not about["folder"]:
                 raise BadInput(
                     f"run.dir: {ranks.names[i]} does not see {self._folder.path.resolve()}; choose a folder on storage that"
@@ -153,9 +163,3 @@ class RayMachines:
         """What a rank says to the view or the log of the run."""
         whom, method, args, named = said
         getattr(self._view if whom == "view" else self._folder.events, method)(*args, **named)
-
-
-def _handed() -> dict[str, str]:
-    """What actors need of this process's surroundings, wherever they are."""
-    names = ("PYTHONPATH", "ROLLKEEL_CACHE", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "TOKENIZERS_PARALLELISM")
-    return {name: os.environ[name] for name in names if name in os.environ}

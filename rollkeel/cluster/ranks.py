@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ import torch
 
 from rollkeel import plugins
 from rollkeel.analyzer.record import record_tensors
-from rollkeel.cluster import keeping, wire
+from rollkeel.cluster import keeping, logs, wire
 from rollkeel.config import Config
 from rollkeel.errors import BadInput
 from rollkeel.host import keep_freed_memory
@@ -38,9 +37,6 @@ from rollkeel.train.trainer import LocalTrainer
 from rollkeel.train.unfinished import Unfinished
 from rollkeel.types import Rollout
 
-LOGS = "actors"
-"""Folder of a run with the output of its actors."""
-
 
 class Answer(NamedTuple):
     """What a call came to."""
@@ -54,7 +50,7 @@ class Rank:
 
     def __init__(self, config: Config, rank: int, world: int, folder: str) -> None:
         """`folder`: of the run."""
-        log_to(Path(folder), f"trainer-{rank}")
+        logs.write_there()
         keep_freed_memory()
         self._config, self._rank, self._world, self._folder = config, rank, world, Path(folder)
         self._told: deque[tuple[Any, ...]] = deque()
@@ -160,9 +156,10 @@ class Rank:
         """An update, with the objective in `state`; what it came to, the objective's state behind it, and the version."""
         self._objective.load_state_dict(state)
         told, name = wire.batch_in(batch), self._config.objective.name
+        about: dict[str, Any] = {**wire.tensors_in(tensors), **flags}
 
         def updated() -> Any:
-            return self._made.update(told, self._objective, **wire.tensors_in(tensors), **flags)
+            return self._made.update(told, self._objective, **about)
 
         own = plugins.is_own(name)
         output = plugins.tried(updated, f"objective.name {name!r}", between=True) if own else updated()
@@ -226,15 +223,3 @@ class _Teller:
     def __init__(self, told: deque[tuple[Any, ...]], whom: str, methods: Sequence[str]) -> None:
         for method in methods:
             setattr(self, method, lambda *a, _m=method, **k: told.append((whom, _m, a, k)))
-
-
-def log_to(run: Path, name: str) -> None:
-    """From now on this process writes its output to `actors/NAME.log` of the run."""
-    folder = run / LOGS
-    folder.mkdir(parents=True, exist_ok=True)
-    log = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)

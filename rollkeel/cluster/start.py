@@ -109,6 +109,7 @@ class Places:
 
     def _options(self, bundle: int) -> dict[str, Any]:
         share = 0.5 if self._shared else 1.0  # two actors in one place, of which one computes at a time
+        assert self._group is not None
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         gpus = {"num_gpus": share} if "GPU" in self._bundle else {}
         return {"num_cpus": share * self._bundle["CPU"], "scheduling_strategy": strategy, **gpus}
