@@ -27,6 +27,9 @@ BUCKET_BYTES = 64 << 20
 WINDOW = 2
 """Buckets in the object store that some engine has not taken yet."""
 DEADLINE_S = 600.0
+STORE = {"free_objects_batch_size": 1}
+"""`_system_config` of a Ray that we start; for one that others start, RAY_free_objects_batch_size=1 in its environment. As it comes,
+Ray frees objects that nobody holds any more once a second or by the hundred, and until then the store keeps taking fresh memory."""
 
 Layout = list[tuple[str, torch.dtype, tuple[int, ...], int, int]]
 """Name, dtype, shape, checksum and offset of each slice of a bucket."""

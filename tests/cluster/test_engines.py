@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
 
@@ -299,6 +300,42 @@ def test_adapters_go_the_same_way(ray_cluster: None) -> None:
         engine.close()
         here.close()
     assert [facts(ours[i]) for i in range(4)] == [facts(theirs[i]) for i in range(4)]
+
+
+def resident(pid: int | str, kind: str) -> int:
+    """Bytes of memory, `RssAnon` of its own or `RssShmem` shared."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(kind))
+
+
+def test_a_publication_needs_some_buckets_and_never_the_model(ray_cluster: None) -> None:
+    """200 MB of weights, which no process but the engine's ever holds, in buckets of 8 MB."""
+    config, bucket, seen = model_of("tiny-qwen3").config, 8 << 20, list[tuple[int, ...]]()
+    config.vocab_size, config.num_hidden_layers = 288, 40
+    config.intermediate_size, config.hidden_size = 2048, 192
+    config.layer_types = ["full_attention"] * 40
+    with torch.device("meta"):
+        shapes = {n: t.shape for n, t in checkpoint_views(AutoModelForCausalLM.from_config(config)).items()}
+    assert 4 * sum(shape.numel() for shape in shapes.values()) > 190 << 20
+    engine = ActorEngine(config, CONFIG, [{}], device="cpu", max_length=32)
+    assert engine.capabilities
+    actor = pid_of(engine, 0)
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, shape in shapes.items():
+            seen.append((resident(actor, "RssAnon"), resident("self", "RssAnon"), resident("self", "RssShmem")))
+            yield name, torch.rand(shape)
+
+    publisher = StreamPublisher(engine, OwnWeights(weights, bucket_bytes=bucket))
+    publisher.publish(None, 0)  # the engine's own memory is touched for the first time, and kernels are compiled
+    second = len(seen)
+    publisher.publish(None, 1)
+    engine.close()
+    of_actor, own, store = np.max(seen[second:], axis=0) - np.array(seen[second])
+    assert of_actor < 2 * bucket
+    assert own < 5 * bucket  # of 24: one that fills, and what the allocator keeps
+    assert store < 4 * bucket
+    assert seen[-1][2] - seen[0][2] < 4 * bucket  # all that was ever in the store at one time
 
 
 def test_what_cannot_be_hosted_or_placed_is_said_in_one_line(
