@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import pickle
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -213,18 +215,24 @@ def test_an_actor_that_hosts_an_engine_that_can_rest_lets_it_rest(models: tuple[
 def test_messages_that_overtake_each_other_take_effect_in_the_order_of_their_numbers(models: tuple[Any, Any]) -> None:
     """Ray starts the calls of an actor that answers several at one time in any order."""
     actor = EngineActor(models[0].config, EngineConfig(), {"device": "cpu", "max_length": 96})
-    said = list[Any]()
+    said = dict[int, Any]()
 
-    def heard(count: int) -> list[Any]:
-        while len(said) < count:
-            said.extend(pickle.loads(message) for message in actor.take())
-        return said
+    def hear(call: Callable[..., tuple[int, list[bytes]]], *args: Any) -> None:
+        first, messages = call(*args)
+        said.update({first + i: pickle.loads(message) for i, message in enumerate(messages)})
 
-    assert [kind for kind, *_ in heard(2)] == ["here", "answer"]
+    while len(said) < 2:
+        hear(actor.take)
+    assert [said[i][0] for i in range(2)] == ["here", "answer"]
     requests = requests_of(prompts_of(3), max_new_tokens=4)
     script: list[Any] = [("begin", 1, head_of(0)), ("submit", requests, False), ("interrupt", [1]), ("progress",)]
-    for number in (2, 3, 1, 0):
-        actor.send(number, pickle.dumps(script[number]))
-    assert heard(6)[2:] == [("answer", value, 0) for value in (True, True, True, {0: 0, 2: 0})]
-    actor.send(4, pickle.dumps(("close",)))
-    assert heard(7)[6] == ("gone", "was closed", 0)
+    calls = [Thread(target=hear, args=(actor.send, n, pickle.dumps(script[n])), daemon=True) for n in (2, 3, 1, 0)]
+    for call in calls:
+        call.start()
+        time.sleep(0.02)
+    for call in calls:
+        call.join(30)
+    answers = [said[i] for i in range(2, 6)]
+    assert answers == [("answer", value, 0) for value in (True, True, True, {0: 0, 2: 0})]
+    hear(actor.send, 4, pickle.dumps(("close",)))
+    assert said[6] == ("gone", "was closed", 0)
