@@ -37,7 +37,7 @@ from rollkeel.protocols import RestingEngine
 from rollkeel.types import Proof, WeightUpdate
 
 BEAT_S = 1.0
-"""Longest silence of an actor that decodes on its own."""
+"""Longest silence of an actor that decodes on its own; a fifth of its deadline where that is shorter."""
 CLOSE_S = 5.0
 _CALLS = 8
 """That an actor answers at one time: a `take` may be under way, buckets and messages come beside it."""
@@ -52,7 +52,7 @@ class EngineActor:
 
     def __init__(self, hf_config: Any, config: EngineConfig, options: Mapping[str, Any]) -> None:
         """`options`: of `open_engine`."""
-        self._channel = _Channel()
+        self._channel = _Channel(min(BEAT_S, config.deadline_s / 5))
         self._held: dict[int, Any] = {}
         self._next, self._order = 0, threading.Lock()
         arguments = (self._channel, hf_config, config, dict(options))
@@ -89,8 +89,10 @@ class _Bucket:
 class _Channel:
     """The engine's end: what it reads, and what it has said and nobody has taken yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, beat_s: float) -> None:
+        """`beat_s`: longest silence of an engine that decodes on its own."""
         self.inbox: queue.Queue[Any] = queue.Queue()
+        self._beat_s = beat_s
         self.weights: _Weights | None = None
         self.answers, self.beat = -1, False
         """How many messages have been answered; the first answer is to none. Whether a sign of life is due."""
@@ -99,7 +101,7 @@ class _Channel:
         self._last, self._more = time.monotonic(), threading.Condition()
 
     def poll(self, timeout: float, /) -> bool:
-        if time.monotonic() - self._last > BEAT_S:
+        if time.monotonic() - self._last > self._beat_s:
             self._tell([], beat=True)
         return not self.inbox.empty()
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
 
 from engine_kit import drain, engine_of, model_of, prompts_of, requests_of, run, same
 
-from rollkeel.cluster.engines import ActorEngine
+from rollkeel.cluster.engines import ActorEngine, _Actor
 from rollkeel.cluster.publish import OwnWeights, StreamPublisher
 from rollkeel.cluster.stream import Sink, send, slices_of, stream
 from rollkeel.config import EngineConfig, LoraConfig, ModelConfig
@@ -348,6 +348,24 @@ def test_what_cannot_be_hosted_or_placed_is_said_in_one_line(
     with pytest.raises(EngineFailure, match=r"engine actor 0 \(not placed yet\): waited 0\.5 s for it to start"):
         _ = engine.capabilities
     engine.close()
+
+
+def test_an_actor_is_late_only_while_somebody_listens() -> None:
+    """A trainer may compute for hours between two polls."""
+
+    class Handle:
+        class take:
+            remote = staticmethod(object)
+
+    part = _Actor(0, "actor 0", handle=Handle, free=True, flying={1: forced([1])[0]}, heard=-1e9)
+    assert part.hung(60)
+    part.listen()
+    assert not part.hung(60)
+    part.heard -= 61
+    part.listen()  # nothing came since
+    assert part.hung(60)
+    part.flying.clear()
+    assert not part.hung(60)
 
 
 def pid_of(engine: ActorEngine, index: int) -> int:
