@@ -226,6 +226,8 @@ class _Actor(Part):
     received: int = 0
     heard: float = field(default_factory=time.monotonic)
     end: str = "was killed"
+    place: tuple[str, int] = ("", 0)
+    """Its node's address and its process, once it has told them."""
 
     def send(self, message: tuple[Any, ...]) -> None:
         self.calls.append(self.handle.send.remote(self.sent, pickle.dumps(message)))
@@ -260,6 +262,7 @@ class _Actor(Part):
         if message[0] == "here":
             node, process = message[1]
             address = next((n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node), node)
+            self.place = address, process
             self.name = f"actor {self.index} (node {address}, process {process})"
             return None
         if message[0] == "gone":

@@ -319,7 +319,7 @@ def test_a_publication_needs_some_buckets_and_never_the_model(ray_cluster: None)
     assert 4 * sum(shape.numel() for shape in shapes.values()) > 190 << 20
     engine = ActorEngine(config, CONFIG, [{}], device="cpu", max_length=32)
     assert engine.capabilities
-    actor = pid_of(engine, 0)
+    actor = engine.parts[0].place[1]
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
         for name, shape in shapes.items():
@@ -368,14 +368,10 @@ def test_an_actor_is_late_only_while_somebody_listens() -> None:
     assert not part.hung(60)
 
 
-def pid_of(engine: ActorEngine, index: int) -> int:
-    return int(engine.parts[index].name.split()[-1].rstrip(")"))
-
-
 def test_deaths_are_reported_by_name_and_close_leaves_nothing(actors: ActorEngine, models: tuple[Any, Any]) -> None:
     """Last on purpose: it uses the shared engine up."""
     publish(actors, models[0], 80)
-    pids = [pid_of(actors, i) for i in range(3)]
+    pids = [p.place[1] for p in actors.parts]
     names = [p.name for p in actors.parts]
     actors.submit(forced([3900] * 6))
     assert actors.poll(0.0) == []
