@@ -1,11 +1,11 @@
 """Engines as Ray actors, behind the same protocol as worker processes and with the same bits.
 
     ActorEngine (controller) ── send ──▶ EngineActor: inbox ─▶ thread: LocalEngine, one decode step at a time
-             ▲─────────────── take ◀──── outbox ◀─ answers, segments, errors ─┘        ▲
+             ▲───────── send, take ◀──── outbox ◀─ answers, segments, errors ─┘        ▲
     trainer's first rank ───────────────────────────── buckets of weights ─────────────┘
 
-Ray starts calls of one actor in any order, so messages carry numbers, and one call to `take` is under way at any time: what
-arrives, and in which order, is then what a pipe would bring. What is said stands in `engines.parts`.
+Ray starts calls of one actor in any order, and answers them so. Messages carry numbers on both ways: what arrives, and in which
+order, is then what a pipe would bring. What is said stands in `engines.parts`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import threading
 import time
 import traceback
 import warnings
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -39,36 +38,40 @@ from rollkeel.protocols import RestingEngine
 from rollkeel.types import Proof, WeightUpdate
 
 BEAT_S = 1.0
-"""Longest silence of an actor that decodes on its own."""
+"""Longest silence of an actor that decodes on its own; a fifth of its deadline where that is shorter."""
 CLOSE_S = 5.0
 _CALLS = 8
-"""That an actor answers at one time: `take` is always under way, buckets and messages come beside it."""
+"""That an actor answers at one time: a `take` may be under way, buckets and messages come beside it."""
+
+
+Said = tuple[int, list[bytes]]
+"""Messages that nobody has taken yet, and the number of the first of them, counted from 0."""
 
 
 class EngineActor:
-    """One engine in a process of its own. The engine lives in a thread; the methods pass messages and return at once, but for
-    `take`, which waits for some, and `bucket`, which waits until it is written."""
+    """One engine in a process of its own, in a thread that the methods pass messages to."""
 
     def __init__(self, hf_config: Any, config: EngineConfig, options: Mapping[str, Any]) -> None:
         """`options`: of `open_engine`."""
         logs.write_there()
-        self._channel = _Channel()
+        self._channel = _Channel(min(BEAT_S, config.deadline_s / 5))
         self._held: dict[int, Any] = {}
         self._next, self._order = 0, threading.Lock()
         arguments = (self._channel, hf_config, config, dict(options))
         threading.Thread(target=_live, args=arguments, daemon=True, name="engine").start()
 
-    def send(self, number: int, message: bytes) -> None:
-        """Message `number`, counted from 0; one that overtook another waits for it."""
+    def send(self, number: int, message: bytes) -> Said:
+        """Message `number`, counted from 0; one that overtook another waits for it. Returns what was said up to its answer."""
         with self._order:
             self._held[number] = pickle.loads(message)
             while self._next in self._held:
                 self._channel.inbox.put(self._held.pop(self._next))
                 self._next += 1
+        return self._channel.said(number)
 
-    def take(self) -> list[bytes]:
-        """All messages since the last call; waits for the first. None of them: the engine decodes, and lives."""
-        return self._channel.take()
+    def take(self) -> Said:
+        """Waits for something to be said. Nothing: the engine decodes, and lives."""
+        return self._channel.said(None)
 
     def bucket(self, attempt: int, layout: Layout, data: Sequence[Any]) -> str:
         """Write a bucket of publication `attempt`; returns why it was refused, or nothing."""
@@ -88,14 +91,19 @@ class _Bucket:
 class _Channel:
     """The engine's end: what it reads, and what it has said and nobody has taken yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, beat_s: float) -> None:
+        """`beat_s`: longest silence of an engine that decodes on its own."""
         self.inbox: queue.Queue[Any] = queue.Queue()
+        self._beat_s = beat_s
         self.weights: _Weights | None = None
+        self.answers, self.beat = -1, False
+        """How many messages have been answered; the first answer is to none. Whether a sign of life is due."""
         self._outbox: list[bytes] = []
-        self._said, self._beat, self._more = time.monotonic(), False, threading.Condition()
+        self._taken, self._ended = 0, False
+        self._last, self._more = time.monotonic(), threading.Condition()
 
     def poll(self, timeout: float, /) -> bool:
-        if time.monotonic() - self._said > BEAT_S:
+        if time.monotonic() - self._last > self._beat_s:
             self._tell([], beat=True)
         return not self.inbox.empty()
 
@@ -108,18 +116,25 @@ class _Channel:
         return None
 
     def send(self, message: Any, /) -> None:
-        self._tell([pickle.dumps(message)])
+        self._tell([pickle.dumps(message)], answers=message[0] in ("answer", "error"), ended=message[0] == "gone")
 
-    def take(self) -> list[bytes]:
+    def said(self, number: int | None) -> Said:
+        """What is in the outbox, once message `number` is answered; without one, once there is anything."""
+
+        def enough() -> bool:
+            return self._ended or (self.beat or bool(self._outbox) if number is None else self.answers > number)
+
         with self._more:
-            self._more.wait_for(lambda: self._outbox or self._beat)
-            said, self._outbox, self._beat = self._outbox, [], False
-        return said
+            self._more.wait_for(enough)
+            first, said, self._outbox, self.beat = self._taken, self._outbox, [], False
+            self._taken += len(said)
+        return first, said
 
-    def _tell(self, messages: list[bytes], beat: bool = False) -> None:
+    def _tell(self, messages: list[bytes], answers: bool = False, ended: bool = False, beat: bool = False) -> None:
         with self._more:
             self._outbox += messages
-            self._beat, self._said = beat, time.monotonic()
+            self.answers += answers
+            self.beat, self._ended, self._last = beat, self._ended or ended, time.monotonic()
             self._more.notify_all()
 
 
@@ -204,32 +219,48 @@ def _live(channel: _Channel, hf_config: Any, config: EngineConfig, options: dict
 class _Actor(Part):
     handle: Any
     sent: int = 0
-    taking: Any = None
-    """The call to `take` that is under way."""
-    inbox: deque[bytes] = field(default_factory=deque)
+    calls: list[ray.ObjectRef] = field(default_factory=list)
+    """Under way; all of them return what the engine says."""
+    taking: ray.ObjectRef | None = None
+    """That of them which is a `take`."""
+    came: dict[int, bytes] = field(default_factory=dict)
+    """What it said, by number, and was not received yet."""
+    received: int = 0
     heard: float = field(default_factory=time.monotonic)
     end: str = "was killed"
     place: tuple[str, int] = ("", 0)
     """Its node's address and its process, once it has told them."""
 
     def send(self, message: tuple[Any, ...]) -> None:
-        self.handle.send.remote(self.sent, pickle.dumps(message))
+        self.calls.append(self.handle.send.remote(self.sent, pickle.dumps(message)))
         self.sent += 1
 
+    def listen(self) -> None:
+        """Have a `take` under way, as is needed for what is no answer."""
+        if self.taking is None:
+            self.taking = call = self.handle.take.remote()
+            self.calls.append(call)
+            self.heard = time.monotonic()  # nobody listened before
+
+    @property
+    def waits(self) -> bool:
+        """True if a message is here."""
+        return self.received in self.came
+
     def ready(self, timeout_s: float) -> bool:
-        return bool(self.inbox or ray.wait([self.taking], timeout=timeout_s)[0])
+        if self.waits:
+            return True
+        if not self.calls:
+            self.listen()
+        return bool(ray.wait(self.calls, num_returns=1, timeout=timeout_s)[0])
 
     def receive(self) -> tuple[str, Any, int] | None:
-        if not self.inbox:
-            try:
-                self.inbox += ray.get(self.taking)
-            except RayError as error:
-                self.end = f"died ({type(error).__name__})"
-                raise EOFError from None
-            self.heard, self.taking = time.monotonic(), self.handle.take.remote()
-        if not self.inbox:
+        if not self.waits:
+            self._collect()
+        if not self.waits:
             return None
-        message = pickle.loads(self.inbox.popleft())
+        message = pickle.loads(self.came.pop(self.received))
+        self.received += 1
         if message[0] == "here":
             node, process = message[1]
             address = next((n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node), node)
@@ -240,6 +271,19 @@ class _Actor(Part):
             self.end = message[1]
             raise EOFError
         return message
+
+    def _collect(self) -> None:
+        """Take what a call brought. Raises `EOFError` if the actor died."""
+        (done, *_), _ = ray.wait(self.calls, num_returns=1)
+        self.calls.remove(done)
+        self.taking = None if done == self.taking else self.taking
+        try:
+            first, said = ray.get(done)
+        except RayError as error:
+            self.end = f"died ({type(error).__name__})"
+            raise EOFError from None
+        self.came |= dict(enumerate(said, first))
+        self.heard = time.monotonic()
 
     def hung(self, deadline_s: float) -> bool:
         if late := self.free and bool(self.flying) and time.monotonic() - self.heard > deadline_s:
@@ -280,9 +324,7 @@ class ActorEngine(PartedEngine[_Actor]):
         for index, placement in enumerate(placements):
             kind: Any = ray.remote(**_options(placement, threads))(EngineActor)
             handle = kind.remote(hf_config, own, options)
-            part = _Actor(index, f"actor {index} (not placed yet)", handle=handle)
-            part.taking = handle.take.remote()
-            self.parts.append(part)
+            self.parts.append(_Actor(index, f"actor {index} (not placed yet)", handle=handle))
 
     def update_weights(self, update: WeightUpdate) -> Proof:
         """Send an update whose tensors this process holds, in whole slices; see `publish` for those of others."""
@@ -324,11 +366,13 @@ class ActorEngine(PartedEngine[_Actor]):
             part.dead = part.dead or "closed"
 
     def _wait(self, parts: Sequence[_Actor], timeout_s: float) -> Sequence[_Actor]:
-        calls = [p.taking for p in parts]
-        ready, _ = ray.wait(calls, num_returns=1, timeout=0 if any(p.inbox for p in parts) else timeout_s)
+        for part in parts:
+            part.listen()
+        calls = [call for part in parts for call in part.calls]
+        ready, _ = ray.wait(calls, num_returns=1, timeout=0 if any(p.waits for p in parts) else timeout_s)
         if ready:
             ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
-        return [p for p in parts if p.inbox or p.taking in ready]
+        return [p for p in parts if p.waits or any(call in ready for call in p.calls)]
 
 
 def _options(placement: Mapping[str, Any], threads: int) -> dict[str, Any]:

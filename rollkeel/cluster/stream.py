@@ -27,6 +27,9 @@ BUCKET_BYTES = 64 << 20
 WINDOW = 2
 """Buckets in the object store that some engine has not taken yet."""
 DEADLINE_S = 600.0
+STORE = {"free_objects_batch_size": 1}
+"""`_system_config` of a Ray that we start; for one that others start, RAY_free_objects_batch_size=1 in its environment. As it comes,
+Ray frees objects that nobody holds any more once a second or by the hundred, and until then the store keeps taking fresh memory."""
 
 Layout = list[tuple[str, torch.dtype, tuple[int, ...], int, int]]
 """Name, dtype, shape, checksum and offset of each slice of a bucket."""
@@ -62,7 +65,7 @@ def stream(
     pairs = iter(pairs)
     try:
         return send(slices_of(pairs, head.mode, bucket_bytes), head, sinks, bucket_bytes, deadline_s)
-    except EngineFailure:
+    except (EngineFailure, RayError):
         deque(pairs, maxlen=0)
         raise
 
@@ -87,10 +90,10 @@ def send(
     for bucket in buckets(slices, bucket_bytes):
         if len(unconsumed) == WINDOW:
             _consumed(unconsumed.popleft(), head, sinks, deadline_s)
-        layout = [(s.name, s.tensor.dtype, tuple(s.tensor.shape), s.checksum, s.offset) for s in bucket]
-        data = ray.put([_bytes_of(s.tensor) for s in bucket])
+        layout, arrays = packed(bucket)
+        data = ray.put(arrays)
         unconsumed.append([sink.actor.bucket.remote(sink.attempt, layout, data) for sink in sinks])
-        del data  # the calls hold it; with the last of them the object store lets it go
+        del data, arrays  # the calls hold it; with the last of them the object store lets it go
         total += sum(s.checksum for s in bucket)
     while unconsumed:
         _consumed(unconsumed.popleft(), head, sinks, deadline_s)
@@ -111,6 +114,13 @@ def buckets(slices: Iterable[WeightSlice], most: int = BUCKET_BYTES) -> Iterator
         yield bucket
 
 
+def packed(bucket: Sequence[WeightSlice]) -> tuple[Layout, list[np.ndarray]]:
+    """What travels: the layout, and each slice's bytes. On a CPU they are the tensor's own, so that putting them into the object
+    store is the only copy."""
+    layout = [(s.name, s.tensor.dtype, tuple(s.tensor.shape), s.checksum, s.offset) for s in bucket]
+    return layout, [s.tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy() for s in bucket]
+
+
 def unpacked(layout: Layout, data: Sequence[np.ndarray]) -> list[WeightSlice]:
     """The slices of a bucket, as read-only views of the object store."""
     return [
@@ -122,11 +132,6 @@ def unpacked(layout: Layout, data: Sequence[np.ndarray]) -> list[WeightSlice]:
 def _cut(tensor: torch.Tensor, most: int) -> Sequence[torch.Tensor]:
     size = tensor.numel() * tensor.element_size()
     return [tensor] if size <= most or not tensor.dim() else tensor.split(max(1, most * len(tensor) // size))
-
-
-def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    """Of a tensor on a CPU without a copy, so that putting it into the object store is the only one."""
-    return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def _consumed(taken: Sequence[ray.ObjectRef], head: WeightUpdate, sinks: Sequence[Sink], deadline_s: float) -> None:

@@ -17,6 +17,8 @@ def ray_cluster() -> Iterator[None]:
     """Ray on the loopback alone, with room for eight actors and a small object store."""
     import ray
 
+    from rollkeel.cluster.stream import STORE
+
     ray.init(
         address="local",  # without it, whatever cluster left its address in the temporary folder
         num_cpus=8,
@@ -24,6 +26,7 @@ def ray_cluster() -> Iterator[None]:
         log_to_driver=False,
         object_store_memory=256 << 20,
         _node_ip_address="127.0.0.1",
+        _system_config=STORE,
     )
     yield
     ray.shutdown()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import pickle
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
 from engine_kit import engine_of, model_of, prompts_of, requests_of
 
 from rollkeel.cluster.engines import EngineActor, _Bucket, _Weights
-from rollkeel.cluster.stream import buckets, slices_of
+from rollkeel.cluster.stream import buckets, packed, slices_of, unpacked
 from rollkeel.config import EngineConfig
 from rollkeel.engines.local import LocalEngine
 from rollkeel.errors import BadInput, EngineFailure
@@ -136,21 +138,34 @@ def _rows(whole: torch.Tensor, first: int, last: int) -> WeightSlice:
 
 def test_buckets_hold_all_slices_in_order_and_are_no_larger_than_asked(models: tuple[Any, Any]) -> None:
     slices = cut(models[1])
-    packed = list(buckets(slices, 10_000))
-    assert [s for bucket in packed for s in bucket] == slices
-    sizes = [sum(s.tensor.numel() * 4 for s in bucket) for bucket in packed]
+    filled = list(buckets(slices, 10_000))
+    assert [s for bucket in filled for s in bucket] == slices
+    sizes = [sum(s.tensor.numel() * 4 for s in bucket) for bucket in filled]
     assert max(sizes) <= 10_000
     assert min(sizes[:-1]) > 10_000 - SMALL  # no bucket is sent that had room for the next slice
     assert [len(b) for b in buckets(slices, 1)] == [1] * len(slices)
 
 
 def test_a_row_larger_than_a_slice_is_cut_no_further_and_a_scalar_is_sent() -> None:
-    pairs = [("a", torch.ones(3, 1000)), ("b", torch.tensor(2.0)), ("c", torch.ones(0, 4))]
+    pairs = [("a", torch.ones(3, 1000)), ("b", torch.tensor(2.0))]
     assert [(s.name, tuple(s.tensor.shape), s.offset) for s in slices_of(pairs, None, 400)] == [
         *(("a", (1, 1000), offset) for offset in (0, 1000, 2000)),
         ("b", (), 0),
-        ("c", (0, 4), 0),
     ]
+
+
+def test_bytes_travel_in_every_dtype_and_from_every_layout_of_memory() -> None:
+    draw = torch.rand(6, 4)
+    pairs = {
+        str(d): (draw * 100).to(d) for d in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8)
+    }
+    pairs |= {"columns": draw.t(), "every other": draw[::2], "one": draw[3, 2]}
+    sent = list(slices_of(pairs.items(), None))
+    for came, left in zip(unpacked(*packed(sent)), sent, strict=True):
+        assert came.tensor.dtype == left.tensor.dtype
+        assert torch.equal(came.tensor, left.tensor)
+        assert replace(came, tensor=left.tensor) == left
+    assert packed(sent[:1])[1][0].ctypes.data == sent[0].tensor.data_ptr()  # no copy
 
 
 def of(slices: list[WeightSlice], attempt: int) -> _Bucket:
@@ -213,18 +228,24 @@ def test_an_actor_that_hosts_an_engine_that_can_rest_lets_it_rest(models: tuple[
 def test_messages_that_overtake_each_other_take_effect_in_the_order_of_their_numbers(models: tuple[Any, Any]) -> None:
     """Ray starts the calls of an actor that answers several at one time in any order."""
     actor = EngineActor(models[0].config, EngineConfig(), {"device": "cpu", "max_length": 96})
-    said = list[Any]()
+    said = dict[int, Any]()
 
-    def heard(count: int) -> list[Any]:
-        while len(said) < count:
-            said.extend(pickle.loads(message) for message in actor.take())
-        return said
+    def hear(call: Callable[..., tuple[int, list[bytes]]], *args: Any) -> None:
+        first, messages = call(*args)
+        said.update({first + i: pickle.loads(message) for i, message in enumerate(messages)})
 
-    assert [kind for kind, *_ in heard(2)] == ["here", "answer"]
+    while len(said) < 2:
+        hear(actor.take)
+    assert [said[i][0] for i in range(2)] == ["here", "answer"]
     requests = requests_of(prompts_of(3), max_new_tokens=4)
     script: list[Any] = [("begin", 1, head_of(0)), ("submit", requests, False), ("interrupt", [1]), ("progress",)]
-    for number in (2, 3, 1, 0):
-        actor.send(number, pickle.dumps(script[number]))
-    assert heard(6)[2:] == [("answer", value, 0) for value in (True, True, True, {0: 0, 2: 0})]
-    actor.send(4, pickle.dumps(("close",)))
-    assert heard(7)[6] == ("gone", "was closed", 0)
+    calls = [Thread(target=hear, args=(actor.send, n, pickle.dumps(script[n])), daemon=True) for n in (2, 3, 1, 0)]
+    for call in calls:
+        call.start()
+        time.sleep(0.02)
+    for call in calls:
+        call.join(30)
+    answers = [said[i] for i in range(2, 6)]
+    assert answers == [("answer", value, 0) for value in (True, True, True, {0: 0, 2: 0})]
+    hear(actor.send, 4, pickle.dumps(("close",)))
+    assert said[6] == ("gone", "was closed", 0)
