@@ -29,7 +29,7 @@ class Ranks:
         self.actors, self._tell = list(actors), tell
         self.names = [f"trainer rank {i}" for i in range(len(actors))]
         """As messages call them; nodes are added when they are known."""
-        self.failed = ""
+        self.failed, self.doing = "", ""
         self._heard = [0.0] * len(actors)
         self._asked: list[Any] = [None] * len(actors)
 
@@ -44,12 +44,18 @@ class Ranks:
         return self.gather(what, *args, ranks=[0], stop=stop)[0]
 
     def gather(
-        self, what: str, *args: Any, ranks: Sequence[int] | None = None, stop: Callable[[], bool] = lambda: False
+        self,
+        what: str,
+        *args: Any,
+        ranks: Sequence[int] | None = None,
+        stop: Callable[[], bool] = lambda: False,
+        patience_s: float = 0.0,
     ) -> list[Any]:
-        """The same with the answers of all."""
+        """The same with the answers of all. `patience_s`: of ranks that have to start first."""
         if self.failed:
             raise RunStopped(f"{self.failed}; resume the run with rollkeel train --resume")
         asked = range(len(self.actors)) if ranks is None else ranks
+        self.doing = what
         waiting = {self.actors[i].run.remote(what, *args): i for i in asked}
         answers: dict[int, Any] = {}
         errors: list[Exception] = []
@@ -63,8 +69,9 @@ class Ranks:
             if errors and end == float("inf"):
                 end = time.monotonic() + GRACE_S
             if not done and not errors:
-                self._look(list(waiting.values()), what, stop())
+                self._look(list(waiting.values()), what, stop(), max(SILENT_S, patience_s))
         self._drain(asked)
+        self.doing = ""
         if errors:
             self.failed = self.failed or f"{what} failed on the ranks"
             # A rank whose neighbour died tells of a broken connection; the death says more.
@@ -81,13 +88,17 @@ class Ranks:
         try:
             value, error = ray.get(ref)
         except RayActorError as died:
-            self.failed = f"{self.names[rank]} died while it did {what}: {_reason(died)}"
-            return None, RunStopped(f"{self.failed}; resume the run with rollkeel train --resume")
+            return None, self._lost(f"{self.names[rank]} died while it did {what}: {_reason(died)}")
         except RayError as broke:
             return None, RunStopped(f"{self.names[rank]}: {what}: {_reason(broke)}")
         return value, error
 
-    def _look(self, ranks: Sequence[int], what: str, stop: bool) -> None:
+    def _lost(self, why: str) -> RunStopped:
+        self.failed = why
+        self._tell(("events", "emit", ("actor_lost",), {"reason": why}))
+        return RunStopped(f"{why}; resume the run with rollkeel train --resume")
+
+    def _look(self, ranks: Sequence[int], what: str, stop: bool, silent_s: float) -> None:
         """Ask ranks that compute whether they live. Raises `RunStopped` for one that has been silent too long."""
         now = time.monotonic()
         for rank in ranks:
@@ -97,9 +108,8 @@ class Ranks:
             if self._asked[rank] is None:
                 status = self.actors[rank].status.options(concurrency_group=CONTROL)
                 self._asked[rank] = status.remote(stop)
-            if now - self._heard[rank] > SILENT_S:
-                self.failed = f"{self.names[rank]} has said nothing for {SILENT_S:g} s while it did {what}"
-                raise RunStopped(f"{self.failed}; resume the run with rollkeel train --resume")
+            if now - self._heard[rank] > silent_s:
+                raise self._lost(f"{self.names[rank]} has said nothing for {silent_s:g} s while it did {what}")
 
     def _say(self, rank: int) -> None:
         ref, self._asked[rank] = self._asked[rank], None

@@ -113,11 +113,3 @@ def refuse_others(name: str, there: Mapping[str, str], own: Mapping[str, str]) -
             raise BadInput(
                 f"cluster: {name} has {package} {there.get(package)}, this process has {version}; install the same on all nodes"
             )
-
-
-def alone(config: Config) -> None:
-    """Raises `BadInput` where a command that runs in one process is given a cluster."""
-    if config.clustered:
-        raise BadInput(
-            "cluster, train.mesh: rollkeel train alone runs over a cluster; leave them out for what runs in one process"
-        )

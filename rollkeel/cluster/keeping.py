@@ -35,7 +35,7 @@ def save(trainer: LocalTrainer, mesh: Mesh, folder: Path) -> None:
         save_state(folder / RANKS / str(mesh.rank), {MESH: sizes, **_parts(trainer.state_dict())})
 
 
-def load(trainer: LocalTrainer, mesh: Mesh, state: Mapping[str, Any], folder: Path) -> list[str]:
+def load(trainer: LocalTrainer, mesh: Mesh, folder: Path) -> list[str]:
     """Continue from what `save` wrote; a mesh of one also from the state that one process wrote.
 
     Returns lines for people. Raises `BadInput` for a checkpoint of another mesh."""

@@ -65,6 +65,7 @@ class RayMachines:
             made.callback(self._engine.close)
             self._meet()
             self._findings = self._ranks.call("load")
+            view.actors = self.states
             self._ended = made.pop_all()
 
     def findings(self) -> list[Finding]:
@@ -106,13 +107,22 @@ class RayMachines:
     def save(self, folder: Path) -> None:
         self._ranks.call("save", str(folder))
 
-    def load(self, state: Mapping[str, Any], folder: Path) -> list[str]:
+    def load(self, state: Mapping[str, Any], folder: Path | None = None) -> list[str]:
         assert self._trainer is not None
-        return self._trainer.load({}, str(folder))
+        assert folder is not None  # the state itself says next to nothing
+        return self._trainer.load(str(folder))
 
     def close(self) -> None:
         """End every actor; a Ray that was started for this run ends too."""
+        self._view.actors = dict
         self._ended.close()
+
+    def states(self) -> dict[str, str]:
+        """What every actor does now."""
+        found = {f"trainer-{i}": self._ranks.doing or "idle" for i in range(len(self._ranks.actors))}
+        for part in self._engine.parts:
+            found[f"engine-{part.index}"] = part.dead or (f"{len(part.flying)} requests" if part.flying else "idle")
+        return found
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -143,7 +153,7 @@ class RayMachines:
     def _meet(self) -> None:
         """Look at what the ranks are and let them meet. Raises `BadInput` for one that is not as this process."""
         ranks, own = self._ranks, versions()
-        for i, about in enumerate(ranks.gather("about")):
+        for i, about in enumerate(ranks.gather("about", patience_s=self._config.cluster.deadline_s)):
             ranks.names[i] = f"trainer rank {i} (node {about['host']}, process {about['pid']})"
             self._folder.events.emit("actor", name=f"trainer-{i}", host=about["host"], pid=about["pid"])
             refuse_others(ranks.names[i], about["versions"], own)

@@ -194,9 +194,9 @@ class Rank:
     def _save(self, folder: str) -> None:
         keeping.save(self._made, self._mesh, Path(folder))
 
-    def _restore(self, state: Mapping[str, Any], folder: str) -> tuple[int, list[str]]:
+    def _restore(self, folder: str) -> tuple[int, list[str]]:
         """Version, and lines for people."""
-        lacking = keeping.load(self._made, self._mesh, state, Path(folder))
+        lacking = keeping.load(self._made, self._mesh, Path(folder))
         return self._made.version, lacking
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -27,16 +27,16 @@ class RemoteTrainer:
         """`padded`: as the ranks told it; `deadline_s`: of an engine that takes weights."""
         self.device = torch.device("cpu")
         self.version, self.padded = 0, padded
-        self.sent = 0
-        """Bytes of batches that went to ranks; whatever their number, they are put into the object store once."""
+        self.carried = 0
+        """Bytes of numbers per token that went to ranks and came back. What goes is put into the object store once for all ranks."""
         self._ranks, self._deadline_s = ranks, deadline_s
         self._kept: tuple[TrainingBatch, Any] | None = None
 
     def score(self, batch: TrainingBatch, *, experts: bool = False) -> Scores:
-        return wire.scores_in(self._ranks.call("score", self._put(batch), experts))
+        return wire.scores_in(self._counted(self._ranks.call("score", self._put(batch), experts)))
 
     def ref_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
-        return wire.tensors_in(self._ranks.call("ref_logprobs", self._put(batch)))["logprobs"]
+        return wire.tensors_in(self._counted(self._ranks.call("ref_logprobs", self._put(batch))))["logprobs"]
 
     def update(
         self,
@@ -55,11 +55,11 @@ class RemoteTrainer:
             "ref_logprobs": ref_logprobs,
         }
         flags = {"old_is_current": old_is_current, "experts": experts}
-        about = wire.tensors_out(tensors)
+        about = self._counted(wire.tensors_out(tensors))
         told = self._ranks.call("update", self._put(batch), objective.state_dict(), about, flags)
         objective.load_state_dict(told["objective"])
         self.version = told["version"]
-        return wire.output_in(told["output"])
+        return wire.output_in(self._counted(told["output"]))
 
     def stream(self, head: Any, sinks: Sequence[Any]) -> int:
         """See `rollkeel.cluster.publish.Source`: from the first rank to the engines, past this process."""
@@ -69,18 +69,21 @@ class RemoteTrainer:
         """Its version; the rest the ranks write themselves (`Machines.save`)."""
         return {"updates": self.version}
 
-    def load(self, state: Mapping[str, Any], folder: str) -> list[str]:
+    def load(self, folder: str) -> list[str]:
         """Have the ranks read their parts of the checkpoint `folder`."""
-        self.version, lacking = self._ranks.call("restore", state, folder)
+        self.version, lacking = self._ranks.call("restore", folder)
         return lacking
 
     def close(self) -> None:
         """The ranks end with the machines."""
 
+    def _counted(self, told: dict[str, Any]) -> dict[str, Any]:
+        self.carried += wire.size_of(told)
+        return told
+
     def _put(self, batch: TrainingBatch) -> Any:
         """The batch in the object store; the last one is still there, for several passes over it."""
         if self._kept is None or self._kept[0] is not batch:
-            told = wire.batch_out(batch)
-            self.sent += wire.size_of(told)
+            told = self._counted(wire.batch_out(batch))
             self._kept = batch, ray.put(told)
         return self._kept[1]

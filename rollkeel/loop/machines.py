@@ -110,8 +110,8 @@ class Machines(Protocol):
         """Write to a checkpoint what `Trainer.state_dict` leaves out."""
         ...
 
-    def load(self, state: Mapping[str, Any], folder: Path) -> list[str]:
-        """Continue from `Trainer.state_dict` and what `save` wrote. Returns lines for people: what they lack."""
+    def load(self, state: Mapping[str, Any], folder: Path | None = None) -> list[str]:
+        """Continue from `Trainer.state_dict` and what `save` wrote to the checkpoint `folder`, if it came from one. Returns lines for people: what they lack."""
         ...
 
     def close(self) -> None: ...

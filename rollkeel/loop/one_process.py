@@ -69,8 +69,8 @@ class OneProcess:
     def save(self, folder: Path) -> None:
         pass
 
-    def load(self, state: Mapping[str, Any], folder: Path) -> list[str]:
-        if (folder / RANKS).is_dir():
+    def load(self, state: Mapping[str, Any], folder: Path | None = None) -> list[str]:
+        if folder is not None and (folder / RANKS).is_dir():
             raise BadInput(
                 f"checkpoint {folder}: its trainer's state lies in parts of several ranks; resume with the run's train.mesh"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +31,11 @@ def ray_cluster() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def whole(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run over two ranks and an engine."""
+    from cluster_kit import TWO, run_of
+
+    return run_of(tmp_path_factory.mktemp("whole") / "run", *TWO)

@@ -8,77 +8,25 @@ kills of engines and of the controller, kills at random moments.
 from __future__ import annotations
 
 import json
-import os
-import signal
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster_kit import ONE, TWO, kill_when, run_of
 from tiny_run import assert_same, events, rows, weights
 
 from rollkeel.errors import BadInput, RunStopped
 from rollkeel.loop.job import train
 from rollkeel.recipe import load
 
-TINY = [
-    "run.steps=3",
-    "data.options.digits=2",
-    "sft.steps=60",
-    "sft.lr=1e-2",
-    "sampling.max_new_tokens=4",
-    "rollout.prompts=8",
-    "rollout.samples=4",
-    "train.updates_per_step=2",
-    "train.micro_batch_tokens=48",
-    "train.lr=1e-3",
-    "train.warmup_steps=2",
-    "train.kl_coefficient=0.01",
-    "eval.every=0",
-    "eval.items=8",
-    "eval.samples=2",
-    "checkpoint.every=1",
-    "report.samples=1",
-]
-"""Moments, warm-up and reference weights are in use, and the warm start comes from the cache but once."""
-TWO = ["cluster.trainers=2", "cluster.engines=1"]
-ONE = ["cluster.trainers=1", "cluster.engines=1"]
 OTHERWISE = ("optimizer/changed_share",)
 """Measured on a sample of the weights, which is another one where they lie in parts."""
-
-
-def run_of(folder: Path, *words: str) -> Path:
-    return train(load(None, [*TINY, *words, f"run.dir={folder}"]))
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of one process."""
     return run_of(tmp_path_factory.mktemp("alone") / "run")
-
-
-@pytest.fixture(scope="module")
-def whole(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An undisturbed run over two ranks and an engine."""
-    return run_of(tmp_path_factory.mktemp("whole") / "run", *TWO)
-
-
-def kill_when(run: Path, name: str, stage: str, step: int) -> threading.Thread:
-    """SIGKILL to an actor as soon as the log says that `stage` of `step` has begun."""
-
-    def kill() -> None:
-        end = time.monotonic() + 120
-        while time.monotonic() < end:
-            seen = events(run)
-            if any(e["event"] == "stage" and e["stage"] == stage and e["step"] >= step for e in seen):
-                os.kill([e["pid"] for e in seen if e["event"] == "actor" and e["name"] == name][-1], signal.SIGKILL)
-                return
-            time.sleep(0.01)
-
-    thread = threading.Thread(target=kill, daemon=True)
-    thread.start()
-    return thread
 
 
 def close(a: Any, b: Any) -> bool:
