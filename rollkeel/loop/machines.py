@@ -30,7 +30,7 @@ from rollkeel.types import Rollout
 if TYPE_CHECKING:
     from rollkeel.objectives import Objective
 
-RANKS = "ranks"
+RANKS = "trainer"
 """In a checkpoint: the folder that ranks write their parts of the trainer's state to, beside the rest of it."""
 Publish = Callable[[], Mapping[str, float]]
 """Bring the trainer's weights to the engine, proven; what that measured."""

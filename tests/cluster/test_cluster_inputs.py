@@ -6,6 +6,7 @@ Not covered: clusters of other Ray versions, and storage that nodes do not share
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,12 @@ def test_nodes_with_other_versions_are_named() -> None:
     refuse_others("trainer rank 1", own, own)
     with pytest.raises(BadInput, match=r"trainer rank 1 has torch 2\.12\.0, this process has 2\.13\.0; install"):
         refuse_others("trainer rank 1", own | {"torch": "2.12.0"}, own)
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(BadInput, match=r"Ray, which is not installed; pip install rollkeel\[cluster\], or leave"):
+        check_cluster(load(None, ["cluster.trainers=2"]))
 
 
 def test_a_plain_run_asks_for_no_cluster() -> None:
