@@ -7,6 +7,7 @@ cut, several hosts, storage that is lost.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -161,6 +162,13 @@ def test_twenty_kills_at_random_moments(whole: Path, tmp_path: Path) -> None:
         assert_same(run, longer)
 
 
+def below(parent: int) -> list[int]:
+    """Processes that `parent` started, and those that these did."""
+    told = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True).stdout
+    own = [int(pid) for pid in told.split()]
+    return own + [pid for child in own for pid in below(child)]
+
+
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[str]:
     """The address of a cluster of two nodes of two CPUs each, on the loopback."""
@@ -174,7 +182,7 @@ def two_nodes() -> Iterator[str]:
     head = subprocess.Popen([*ray, "--head", f"--port={port}", "--include-dashboard=false", *small], **quiet)  # type: ignore[call-overload]
     nodes = [head]
     try:
-        end = time.monotonic() + 60
+        end = time.monotonic() + DEADLINE_S
         while time.monotonic() < end:
             try:
                 socket.create_connection(("127.0.0.1", port), 1).close()
@@ -182,14 +190,23 @@ def two_nodes() -> Iterator[str]:
             except OSError:
                 time.sleep(0.2)
         nodes.append(subprocess.Popen([*ray, f"--address=127.0.0.1:{port}", *small], **quiet))  # type: ignore[call-overload]
-        time.sleep(8)
+        status = [ray[0], "status", f"--address=127.0.0.1:{port}"]
+        while time.monotonic() < end:
+            told = subprocess.run(status, env=environment, capture_output=True, text=True).stdout
+            if "4.0 CPU" in told:
+                break
         os.environ["RAY_AUTH_MODE"] = "disabled"
         yield f"127.0.0.1:{port}"
     finally:
         del os.environ["RAY_AUTH_MODE"]
-        for node in reversed(nodes):
-            os.killpg(node.pid, signal.SIGTERM)
-            node.wait(30)
+        for node in reversed(nodes):  # not `ray stop`, which ends every cluster of this machine
+            started = [node.pid, *below(node.pid)]
+            node.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                node.wait(20)
+            for pid in living(started):
+                os.kill(pid, signal.SIGKILL)
+            node.wait(20)
 
 
 @pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
