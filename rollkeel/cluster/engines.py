@@ -29,9 +29,9 @@ from ray.exceptions import RayError
 from rollkeel.cluster import logs
 from rollkeel.cluster.stream import BUCKET_BYTES, Layout, Sink, send, unpacked
 from rollkeel.config import EngineConfig
+from rollkeel.engines.intake import Intake
 from rollkeel.engines.open import open_engine
 from rollkeel.engines.parts import Part, PartedEngine, serve, unknown
-from rollkeel.engines.weights import Intake
 from rollkeel.errors import BadInput, EngineFailure, RollkeelError
 from rollkeel.host import keep_freed_memory
 from rollkeel.protocols import RestingEngine
@@ -173,7 +173,8 @@ class _Weights:
 
     def _begin(self, attempt: int, head: WeightUpdate) -> bool:
         self._intake, self._attempt, self._refusal = None, attempt, f"weight update {head.version}: was refused"
-        intake = self._engine.begin_update(head)
+        engine = self._engine
+        intake = Intake(head, engine.memory, engine.capabilities.dtype, engine.retire())
         if head.version < self._newest:
             raise EngineFailure(
                 f"weight update {head.version}: expected version {self._newest}, which this engine had, or a later one"

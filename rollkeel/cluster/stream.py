@@ -93,8 +93,9 @@ def send(
         layout, arrays = packed(bucket)
         data = ray.put(arrays)
         unconsumed.append([sink.actor.bucket.remote(sink.attempt, layout, data) for sink in sinks])
-        del data, arrays  # the calls hold it; with the last of them the object store lets it go
         total += sum(s.checksum for s in bucket)
+        # The calls hold the data; with the last of them the object store lets it go. Nobody needs the slices any more.
+        del data, arrays, bucket
     while unconsumed:
         _consumed(unconsumed.popleft(), head, sinks, deadline_s)
     return total & MASK

@@ -29,7 +29,7 @@ from rollkeel.engines.kv import BlockPool, Layout, affordable_blocks, prefill_pa
 from rollkeel.engines.prompts import Copy, Job, SharedPrompts, ordered
 from rollkeel.engines.requests import Running, check_requests, longest, room
 from rollkeel.engines.slots import LOOK, Slots
-from rollkeel.engines.weights import Intake, take
+from rollkeel.engines.weights import take
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.compiled import compiled_decode, suits
 from rollkeel.models.forward import FastForward, said_forward
@@ -65,6 +65,7 @@ class LocalEngine:
         if weight_rounder(config.dtype) and not any(is_quantised(n, w) for n, w in self._forward.destinations.items()):
             raise BadInput(f"engine.dtype={config.dtype}: would round no weight of {text.model_type}; use fp32 or bf16")
         self.weights = self._forward.destinations  # views of what it computes with, by checkpoint name
+        self.memory = self._forward  # these and those of the adapters
         self._block, *self._limits, prefix_sharing = layout or Layout()
         self._config, self._keep = config, config.kv == "keep"
         least = self._max_length if config.max_length or max_length else 1  # nobody asked for all of a context
@@ -182,19 +183,15 @@ class LocalEngine:
     def update_weights(self, update: WeightUpdate) -> Proof:
         """Apply an update in place: of all weights, which leaves adapters at zero, or of the adapters beside them. Sequences in
         flight keep their tokens, and with `engine.kv=keep` their KV."""
-        return self.serve(update.version, *take(update, self._forward, self._config.dtype, self._retire()))
-
-    def begin_update(self, head: WeightUpdate) -> Intake:
-        """The same for slices that come in parts: `Intake.take` them, then `serve` what it finished; until then serve nothing."""
-        return Intake(head, self._forward, self._config.dtype, self._retire())
+        return self.serve(update.version, *take(update, self._forward, self._config.dtype, self.retire()))
 
     def serve(self, version: int, checksum: int, base: int) -> Proof:
         self._version, self._base = version, base
         return Proof(version=version, checksum=checksum)
 
     @torch.inference_mode()
-    def _retire(self) -> int:
-        """Serve nothing until `serve`. Returns the version of the weights that memory holds."""
+    def retire(self) -> int:
+        """Serve nothing until `serve`, for weights that come in parts (`Intake`). Returns the version of those that memory holds."""
         self._look()
         self._stamp(list(self._active))
         for slot in () if self._keep else sorted(self._active, reverse=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -20,12 +20,12 @@ def apply_update(update: WeightUpdate, destinations: Mapping[str, torch.Tensor],
 
     Raises `EngineFailure` for an unknown or missing name, a wrong shape, a name that comes twice, or shared memory that is not.
     """
-    _check_kind(update)
+    check_kind(update)
     missing = dict.fromkeys(destinations)
     for piece in update.slices:
         view = destinations.get(piece.name)
         if view is None or piece.tensor.shape != view.shape or piece.offset:
-            raise _misfit(piece, view, update.version)
+            raise misfit(piece, view, update.version)
         if piece.name not in missing:
             raise EngineFailure(f"weight update {update.version}: {piece.name} arrived twice")
         del missing[piece.name]
@@ -36,15 +36,15 @@ def apply_update(update: WeightUpdate, destinations: Mapping[str, torch.Tensor],
                 f"weight update {update.version}: {piece.name} is not in the memory that trainer and engine share; something"
                 " gave one of them another tensor since the run began"
             )
-    _check_all_there(missing, update.version)
+    check_all_there(missing, update.version)
 
 
-def _check_kind(update: WeightUpdate) -> None:
+def check_kind(update: WeightUpdate) -> None:
     if update.kind not in ("full", "adapter"):
         raise EngineFailure(f"weight update {update.version}: expected all weights or adapters, got {update.kind!r}")
 
 
-def _misfit(piece: WeightSlice, view: torch.Tensor | None, version: int) -> EngineFailure:
+def misfit(piece: WeightSlice, view: torch.Tensor | None, version: int) -> EngineFailure:
     if view is None:
         return EngineFailure(f"weight update {version}: the engine has no weight named {piece.name}")
     return EngineFailure(
@@ -53,7 +53,7 @@ def _misfit(piece: WeightSlice, view: torch.Tensor | None, version: int) -> Engi
     )
 
 
-def _check_all_there(missing: Collection[str], version: int) -> None:
+def check_all_there(missing: Collection[str], version: int) -> None:
     if missing:
         raise EngineFailure(
             f"weight update {version}: {len(missing)} weights did not arrive, first {next(iter(missing))}"
@@ -80,12 +80,12 @@ def take(update: WeightUpdate, memory: Memory, mode: str, base: int) -> tuple[in
         for tensor in memory.adapters.values():
             tensor.zero_()
         return prove(update, memory.destinations, mode), update.version
-    _check_base(update, memory, base)
+    check_base(update, memory, base)
     apply_update(update, memory.adapters, "fp32")
     return prove(update, memory.adapters, "fp32"), base
 
 
-def _check_base(update: WeightUpdate, memory: Memory, base: int) -> None:
+def check_base(update: WeightUpdate, memory: Memory, base: int) -> None:
     """Raises `EngineFailure` unless these adapters can stand beside the weights `base`."""
     if not memory.adapters:
         raise EngineFailure(f"weight update {update.version}: this engine was opened without adapters (train.lora)")
@@ -96,66 +96,6 @@ def _check_base(update: WeightUpdate, memory: Memory, base: int) -> None:
         )
 
 
-class Intake:
-    """An update whose slices come in parts, in any order, and a large weight in several slices of whole rows: each part is
-    written and proven as it comes, and `finish` says whether all of the update is there.
-
-    After an error nothing may be served. No slice is kept, so what arrives needs no more memory than one part of it."""
-
-    def __init__(self, head: WeightUpdate, memory: Memory, mode: str, base: int) -> None:
-        """`head`: the update without slices and checksum. `base`: version of the weights that the engine holds."""
-        _check_kind(head)
-        self._head, self._total = head, 0
-        self._held, self._mode, self._base = memory.destinations, mode, head.version
-        if head.kind == "adapter":
-            _check_base(head, memory, base)
-            self._held, self._mode, self._base = memory.adapters, "fp32", base
-        else:
-            for tensor in memory.adapters.values():
-                tensor.zero_()
-        self._arrived: dict[str, dict[int, int]] = {name: {} for name in self._held}
-        """Elements of each slice, by its offset, by name."""
-
-    @torch.inference_mode()
-    def take(self, slices: Sequence[WeightSlice]) -> None:
-        """Write these slices, rounded, and prove that they are there."""
-        for piece in slices:
-            view = self._rows(piece)
-            if piece.offset in self._arrived[piece.name]:
-                raise EngineFailure(f"weight update {self._head.version}: {piece.name} arrived twice")
-            self._arrived[piece.name][piece.offset] = piece.tensor.numel()
-            view.copy_(rounded(piece.name, piece.tensor.to(view.device), self._mode))
-            _prove_piece(piece, view, self._head, self._mode)
-            self._total += piece.checksum
-
-    def finish(self, checksum: int) -> tuple[int, int]:
-        """As `take` does: the checksum, and the version of the weights. `checksum`: of all slices, as the sender knows it."""
-        version = self._head.version
-        _check_all_there([n for n, view in self._held.items() if not self._covers(n, view.numel())], version)
-        _check_total(self._total, checksum, version)
-        return checksum, self._base
-
-    def _rows(self, piece: WeightSlice) -> torch.Tensor:
-        """The rows of the engine's weight that the slice is for."""
-        view, shape = self._held.get(piece.name), piece.tensor.shape
-        if view is not None and shape == view.shape and not piece.offset:
-            return view
-        if view is None or not view.numel() or shape[1:] != view.shape[1:] or len(shape) != view.dim():
-            raise _misfit(piece, view, self._head.version)
-        first, odd = divmod(piece.offset, view[0].numel())
-        if odd or first + shape[0] > len(view):
-            raise _misfit(piece, view, self._head.version)
-        return view[first : first + shape[0]]
-
-    def _covers(self, name: str, elements: int) -> bool:
-        end = 0
-        for offset, length in sorted(self._arrived[name].items()):
-            if offset != end:
-                return False
-            end += length
-        return end == elements and bool(self._arrived[name])
-
-
 def prove(update: WeightUpdate, held: Mapping[str, torch.Tensor], mode: str) -> int:
     """The checksum of the update, recomputed over `held`: views of the memory that the engine computes with, by checkpoint name.
     A shared update was summed there by the publisher.
@@ -163,11 +103,11 @@ def prove(update: WeightUpdate, held: Mapping[str, torch.Tensor], mode: str) -> 
     Raises `EngineFailure` naming the first weight that is not there as the publisher wants it.
     """
     for piece in () if update.shared else update.slices:
-        _prove_piece(piece, held[piece.name], update, mode)
-    return _check_total(sum(piece.checksum for piece in update.slices), update.checksum, update.version)
+        prove_piece(piece, held[piece.name], update, mode)
+    return check_total(sum(piece.checksum for piece in update.slices), update.checksum, update.version)
 
 
-def _prove_piece(piece: WeightSlice, held: torch.Tensor, update: WeightUpdate, mode: str) -> None:
+def prove_piece(piece: WeightSlice, held: torch.Tensor, update: WeightUpdate, mode: str) -> None:
     if update.mode != mode:
         piece = _restated(piece, update, mode)
     if held_checksum(piece.name, held, mode, piece.offset) == piece.checksum:
@@ -182,7 +122,7 @@ def _prove_piece(piece: WeightSlice, held: torch.Tensor, update: WeightUpdate, m
     )
 
 
-def _check_total(total: int, expected: int, version: int) -> int:
+def check_total(total: int, expected: int, version: int) -> int:
     if total & MASK != expected:
         raise EngineFailure(
             f"weight update {version}: its slices have checksum {total & MASK:016x}, expected {expected:016x}; publish again"

@@ -333,7 +333,7 @@ def test_a_publication_needs_some_buckets_and_never_the_model(ray_cluster: None)
     engine.close()
     of_actor, own, store = np.max(seen[second:], axis=0) - np.array(seen[second])
     assert of_actor < 2 * bucket
-    assert own < 5 * bucket  # of 24: one that fills, and what the allocator keeps
+    assert own < 8 * bucket  # of 24: one that fills, and what the allocator keeps
     assert store < 4 * bucket
     assert seen[-1][2] - seen[0][2] < 4 * bucket  # all that was ever in the store at one time
 

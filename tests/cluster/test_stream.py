@@ -27,6 +27,7 @@ from engine_kit import engine_of, model_of, prompts_of, requests_of
 from rollkeel.cluster.engines import EngineActor, _Bucket, _Weights
 from rollkeel.cluster.stream import buckets, packed, slices_of, unpacked
 from rollkeel.config import EngineConfig
+from rollkeel.engines.intake import Intake
 from rollkeel.engines.local import LocalEngine
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.names import checkpoint_views
@@ -48,6 +49,10 @@ def head_of(version: int, mode: str | None = "fp32") -> WeightUpdate:
     return WeightUpdate(kind="full", base_version=None, version=version, slices=(), checksum=0, mode=mode)
 
 
+def intake_of(engine: LocalEngine, head: WeightUpdate) -> Intake:
+    return Intake(head, engine.memory, engine.capabilities.dtype, engine.retire())
+
+
 def cut(model: Any, mode: str | None = "fp32", most: int = SMALL) -> list[WeightSlice]:
     return list(slices_of(checkpoint_views(model).items(), mode, most))
 
@@ -59,7 +64,7 @@ def test_parts_in_any_order_are_the_whole_update_to_the_bit(models: tuple[Any, A
     slices = cut(models[1], mode)
     assert len(slices) > 2 * len(parts.weights)
     assert max(s.tensor.numel() * 4 for s in slices) <= SMALL
-    intake = parts.begin_update(head_of(5, mode))
+    intake = intake_of(parts, head_of(5, mode))
     assert parts.version < 0
     for place in np.random.default_rng(0).permutation(len(slices)):
         intake.take([slices[place]])
@@ -72,7 +77,7 @@ def test_a_sender_that_does_not_know_the_mode_is_proven_all_the_same(models: tup
     """An update whose checksums are of the tensors as they are."""
     parts, whole = (engine_of(models[0], dtype="int8", max_length=32) for _ in range(2))
     expected = whole.update_weights(full_update(checkpoint_views(models[1]).items(), 5))
-    intake = parts.begin_update(head_of(5, None))
+    intake = intake_of(parts, head_of(5, None))
     intake.take(cut(models[1], None))
     assert parts.serve(5, *intake.finish(expected.checksum)) == expected
     assert all(torch.equal(view, whole.weights[name]) for name, view in parts.weights.items())
@@ -108,7 +113,7 @@ def test_a_stream_that_went_wrong_is_refused_and_nothing_is_served(models: tuple
     engine, slices = engine_of(models[0], max_length=32), cut(models[1])
     total = full_update(checkpoint_views(models[1]).items(), 1, "fp32").checksum
     changed(slices, HEAD, change)
-    intake = engine.begin_update(head_of(1))
+    intake = intake_of(engine, head_of(1))
     with pytest.raises(EngineFailure, match=message) as refused:  # noqa: PT012
         intake.take(slices)
         engine.serve(1, *intake.finish(total))
@@ -122,7 +127,7 @@ def test_a_stream_that_went_wrong_is_refused_and_nothing_is_served(models: tuple
 def test_rows_that_overlap_are_no_cover(models: tuple[Any, Any]) -> None:
     """Each of them right, and together as many elements as the weight: rows 0 to 99 twice would hide rows that are missing."""
     engine, views = engine_of(models[0], max_length=32), checkpoint_views(models[1])
-    intake = engine.begin_update(head_of(1))
+    intake = intake_of(engine, head_of(1))
     intake.take([s for s in cut(models[1]) if s.name != HEAD])
     head = views[HEAD]
     for first, last in ((0, 100), (50, 150), (200, 288)):
