@@ -32,9 +32,12 @@ from tiny_run import (
 )
 
 from rollkeel.loop.job import train
+from rollkeel.models.loading import load_policy
 from rollkeel.recipe import load
 from rollkeel.record.live import LiveView
 from rollkeel.record.runfolder import RunFolder
+from rollkeel.train import checkpoint
+from rollkeel.train.trainer import LocalTrainer
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +66,28 @@ def test_killed_run_continues_bit_for_bit(stage: str, step: int, delay_s: float,
     run = killed_in(tmp_path, TINY, stage, step, delay_s)
     train(load(run / "config.yaml"), resume=run)
     assert_same(run, whole)
+
+
+def test_a_checkpoint_that_ranks_wrote_resumes_in_one_process(copy: Path, whole: Path) -> None:
+    """`trainer.save` in place of the trainer's part of the state; its files of several ranks are in tests/train/test_mesh_io.py."""
+    config = load(copy / "config.yaml")
+    checkpoint.drop_after(copy / "checkpoints", STEPS - 1)
+    saved = checkpoint.latest(copy / "checkpoints")
+    assert saved is not None
+    state = checkpoint.load_state(saved.state)
+    trainer = LocalTrainer(load_policy(config.model), config.train, temperature=1.0, total_updates=1)
+    trainer.load_state_dict(state.pop("trainer"))
+
+    def write(path: Path) -> dict[str, Any]:
+        checkpoint.save_state(path / "state", state)
+        files = trainer.save(path / "trainer")
+        return {f"trainer/{name}": entry for name, entry in files.items()}
+
+    checkpoint.save(copy / "checkpoints", saved.step, write=write, info=saved.info)
+    checkpoint.verify(saved.path)
+    train(config, resume=copy)
+    assert weights(copy) == weights(whole)
+    assert rows(copy) == rows(whole)
 
 
 @pytest.mark.slow

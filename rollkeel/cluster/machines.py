@@ -34,7 +34,7 @@ from rollkeel.record.live import LiveView
 from rollkeel.record.runfolder import RunFolder
 from rollkeel.record.stopping import StopFlag
 from rollkeel.sync.proof import Probes
-from rollkeel.train.checkpoint import versions
+from rollkeel.train.checkpoint import Written, versions
 from rollkeel.train.unfinished import Unfinished
 from rollkeel.types import Rollout
 
@@ -104,10 +104,10 @@ class RayMachines:
     def save_model(self, folder: Path) -> None:
         self._ranks.call("save_model", str(folder))
 
-    def save(self, folder: Path) -> None:
-        self._ranks.call("save", str(folder))
+    def save(self, folder: Path) -> Written:
+        return self._ranks.call("save", str(folder))
 
-    def load(self, state: Mapping[str, Any], folder: Path | None = None) -> list[str]:
+    def load(self, state: Mapping[str, Any] | None, folder: Path | None = None) -> list[str]:
         assert self._trainer is not None
         assert folder is not None  # the state itself says next to nothing
         return self._trainer.load(str(folder))

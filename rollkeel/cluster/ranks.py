@@ -19,18 +19,18 @@ import torch
 
 from rollkeel import plugins
 from rollkeel.analyzer.record import record_tensors
-from rollkeel.cluster import keeping, logs, wire
+from rollkeel.cluster import logs, wire
 from rollkeel.config import Config
 from rollkeel.errors import BadInput
 from rollkeel.host import keep_freed_memory
 from rollkeel.loop.assemble import build_objective, device_of
 from rollkeel.loop.machines import trainer_options
 from rollkeel.loop.warm_start import warm_start, warm_start_key
-from rollkeel.models.loading import Policy, load_policy, quiet_transformers, save_policy
+from rollkeel.models.loading import Policy, load_policy, quiet_transformers
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import precision
 from rollkeel.record.checks import too_small
-from rollkeel.train.checkpoint import versions
+from rollkeel.train.checkpoint import TRAINER, Written, versions
 from rollkeel.train.mesh import Mesh, join
 from rollkeel.train.sharded import check_ranks
 from rollkeel.train.trainer import LocalTrainer
@@ -134,7 +134,11 @@ class Rank:
         """The first rank's weights for all."""
         assert self._policy is not None
         if self._world > 1:
-            keeping.share(self._policy.model)
+            import torch.distributed as dist
+
+            with torch.no_grad():
+                for tensor in self._policy.model.state_dict().values():
+                    dist.broadcast(tensor, 0)
 
     def _begin(self) -> dict[str, Any]:
         """Make the trainer, whose ranks keep their parts of the model. Returns what does not change in a run."""
@@ -187,16 +191,16 @@ class Rank:
             record_tensors(Path(path), whole.model, rollouts, **about)
 
     def _save_model(self, folder: str) -> None:
-        whole = self._whole()
-        if whole is not None:
-            save_policy(whole, folder)
+        self._made.save_model(folder)
 
-    def _save(self, folder: str) -> None:
-        keeping.save(self._made, self._mesh, Path(folder))
+    def _save(self, folder: str) -> Written:
+        files = self._made.save(Path(folder) / TRAINER)
+        return {f"{TRAINER}/{name}": entry for name, entry in files.items()}
 
     def _restore(self, folder: str) -> tuple[int, list[str]]:
         """Version, and lines for people."""
-        lacking = keeping.load(self._made, self._mesh, Path(folder))
+        parts = Path(folder) / TRAINER
+        lacking = self._made.load(parts if parts.is_dir() else Path(folder) / "state")
         return self._made.version, lacking
 
     @property

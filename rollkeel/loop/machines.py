@@ -22,6 +22,7 @@ from rollkeel.record.live import LiveView
 from rollkeel.record.runfolder import RunFolder
 from rollkeel.record.stopping import StopFlag
 from rollkeel.sync.proof import Probes
+from rollkeel.train.checkpoint import Written
 from rollkeel.train.scores import Scores
 from rollkeel.train.trainer import UpdateOutput
 from rollkeel.train.unfinished import Unfinished
@@ -30,8 +31,6 @@ from rollkeel.types import Rollout
 if TYPE_CHECKING:
     from rollkeel.objectives import Objective
 
-RANKS = "trainer"
-"""In a checkpoint: the folder that ranks write their parts of the trainer's state to, beside the rest of it."""
 Publish = Callable[[], Mapping[str, float]]
 """Bring the trainer's weights to the engine, proven; what that measured."""
 
@@ -106,11 +105,11 @@ class Machines(Protocol):
         """Write an ordinary Hugging Face folder, or of adapters PEFT's."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write to a checkpoint what `Trainer.state_dict` leaves out."""
+    def save(self, folder: Path) -> Written:
+        """Write to a checkpoint what `Trainer.state_dict` leaves out. Returns its files, as `checkpoint.save` takes them."""
         ...
 
-    def load(self, state: Mapping[str, Any], folder: Path | None = None) -> list[str]:
+    def load(self, state: Mapping[str, Any] | None, folder: Path | None = None) -> list[str]:
         """Continue from `Trainer.state_dict` and what `save` wrote to the checkpoint `folder`, if it came from one. Returns lines for people: what they lack."""
         ...
 

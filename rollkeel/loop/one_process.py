@@ -8,10 +8,9 @@ from typing import Any
 
 from rollkeel.analyzer.record import record_tensors
 from rollkeel.config import Config
-from rollkeel.errors import BadInput
 from rollkeel.events import EventLog
 from rollkeel.loop.assemble import device_of, own_engine
-from rollkeel.loop.machines import RANKS, Publish, trainer_options
+from rollkeel.loop.machines import Publish, trainer_options
 from rollkeel.loop.warm_start import warm_start
 from rollkeel.models.loading import Policy, save_policy
 from rollkeel.models.numerics import precision
@@ -22,6 +21,7 @@ from rollkeel.record.runfolder import RunFolder
 from rollkeel.record.stopping import StopFlag
 from rollkeel.sync.proof import Probes
 from rollkeel.sync.publish import DirectPublisher
+from rollkeel.train.checkpoint import TRAINER, Written
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.train.unfinished import Unfinished
 from rollkeel.types import Rollout
@@ -66,14 +66,13 @@ class OneProcess:
     def save_model(self, folder: Path) -> None:
         save_policy(self.policy, folder)
 
-    def save(self, folder: Path) -> None:
-        pass
+    def save(self, folder: Path) -> Written:
+        return None
 
-    def load(self, state: Mapping[str, Any], folder: Path | None = None) -> list[str]:
-        if folder is not None and (folder / RANKS).is_dir():
-            raise BadInput(
-                f"checkpoint {folder}: its trainer's state lies in parts of several ranks; resume with the run's train.mesh"
-            )
+    def load(self, state: Mapping[str, Any] | None, folder: Path | None = None) -> list[str]:
+        if folder is not None and (folder / TRAINER).is_dir():  # saved by ranks, each its part
+            return self._made().load(folder / TRAINER)
+        assert state is not None
         return self._made().load_state_dict(state)
 
     def close(self) -> None:

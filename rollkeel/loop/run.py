@@ -107,11 +107,11 @@ class Run:
     def save(self, step: int) -> None:
         """Checkpoint the state after `step`; its metrics row is on disk already."""
 
-        def write(path: Path) -> None:
+        def write(path: Path) -> checkpoint.Written:
             if self.config.checkpoint.every:
                 self.machines.save_model(path / "model")
             checkpoint.save_state(path / "state", {"step": step, **self.state()})
-            self.machines.save(path)
+            return self.machines.save(path)
 
         self.folder.sync_rollouts()
         info = {
@@ -130,7 +130,7 @@ class Run:
         if kept != self.feed.name:
             wanted, got = (CARRYING.get(name, name) for name in (self.feed.name, kept))
             raise BadInput(f"checkpoint: expected one of run.loop={wanted}, got one of {got}; resume with it")
-        lacking = self.machines.load(state["trainer"], saved.path)
+        lacking = self.machines.load(state.get("trainer"), saved.path)
         self.objective.load_state_dict(state["objective"])
         self.feed.consumed = state["consumed"]
         if (order := state.get("prompts")) is not None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging as hf_logging
 
@@ -20,6 +23,7 @@ from rollkeel.errors import BadInput
 from rollkeel.models import adapter_files
 from rollkeel.models.adapters import attach
 from rollkeel.models.presets import build_preset, extend
+from rollkeel.models.sources import Drawn, Source, files_of, refuse_unexpected, without_memory
 
 PRESET_PREFIX = "preset:"
 
@@ -34,6 +38,8 @@ class Policy:
     """Of the adapters that `model` has."""
     base: Mapping[str, Any] = field(default_factory=dict)
     """What the adapters stand beside: fields of its `ModelConfig` and its `checksum`."""
+    source: Source | None = None
+    """Where the weights come from of a `model` that has none yet: `LocalTrainer` takes its part of them."""
 
     @property
     def context(self) -> int:
@@ -66,12 +72,20 @@ def resolve_device(name: str) -> torch.device:
 
 
 def load_policy(
-    config: ModelConfig, device: torch.device | str = "cpu", seed: int = 0, lora: LoraConfig | None = None
+    config: ModelConfig,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    lora: LoraConfig | None = None,
+    *,
+    whole: bool = True,
 ) -> Policy:
     """Build a preset, its weights drawn with `seed`, load whatever transformers loads, or merge a folder of adapters into their base.
 
-    With `lora` of a rank, it is frozen and gets new adapters, drawn with `seed`. Raises `BadInput` with one line when it cannot.
+    With `lora` of a rank, it is frozen and gets new adapters, drawn with `seed`. With `whole=False`, `model` has no weights yet but
+    a `source` of them, for the ranks of a trainer that hold a part each. Raises `BadInput` with one line when it cannot.
     """
+    if not whole:
+        return _in_parts(config, seed, lora)
     dtype, path = getattr(torch, config.dtype), Path(config.path).expanduser()
     if config.path.startswith(PRESET_PREFIX):
         model, tokenizer = build_preset(config.path.removeprefix(PRESET_PREFIX), seed, config.overrides, config.context)
@@ -90,6 +104,31 @@ def load_policy(
     }
     attach(model, lora, seed)
     return Policy(model, tokenizer, lora, base)
+
+
+def _in_parts(config: ModelConfig, seed: int, lora: LoraConfig | None) -> Policy:
+    dtype, source = getattr(torch, config.dtype), None
+    if lora is not None and lora.rank:
+        raise BadInput("train.lora: adapters cannot stand beside a model on several ranks yet; set rank=0")
+    if config.path.startswith(PRESET_PREFIX):
+        name, source = config.path.removeprefix(PRESET_PREFIX), Drawn()
+        with without_memory(), source:
+            model, tokenizer = build_preset(name, seed, config.overrides, config.context)
+        source.name(model)
+        _cast(model, dtype)
+        return Policy(model, tokenizer, source=source)
+    said = f"model.path {config.path!r}"
+    with _refusing(said):
+        name, hf_config = _hf_config(config)
+        code = {"trust_remote_code": config.trust_remote_code}
+        with without_memory():
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, **code)
+        tokenizer = AutoTokenizer.from_pretrained(name, **code)
+        with suppress(OSError):
+            model.generation_config = GenerationConfig.from_pretrained(name)
+        patterns = ["*.safetensors", "*.safetensors.index.json"]
+        folder = name if Path(name).is_dir() else snapshot_download(name, allow_patterns=patterns)
+        return Policy(model.eval(), tokenizer, source=files_of(Path(folder), model, said))
 
 
 def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -115,31 +154,44 @@ def _merged(folder: Path, config: ModelConfig, dtype: torch.dtype) -> tuple[PreT
 
 
 def _from_pretrained(config: ModelConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
+    said = f"model.path {config.path!r}"
+    with _refusing(said):
+        name, hf_config = _hf_config(config)
+        model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+            name, config=hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code, output_loading_info=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+    missing = sorted(info.get("missing_keys", ()))
+    if missing:
+        # Randomly initialised leftovers are the classic silent failure of weight loading.
+        raise BadInput(f"{said}: the checkpoint lacks {len(missing)} weights, first {missing[0]}")
+    refuse_unexpected(model, info.get("unexpected_keys", ()), said)
+    return model, tokenizer
+
+
+def _hf_config(config: ModelConfig) -> tuple[str, Any]:
+    """Folder or id, and its config with the overrides."""
     path = config.path
     looks_local = path.startswith((".", "/", "~")) or Path(path).expanduser().exists()
     if looks_local and not (Path(path).expanduser() / "config.json").is_file():
         raise BadInput(f"model.path {path!r}: expected a Hugging Face folder with config.json, found none")
     name = str(Path(path).expanduser()) if looks_local else path
+    hf_config = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+    for key, value in config.overrides.items():
+        if not hasattr(hf_config, key):
+            raise BadInput(f"model.overrides.{key}: {type(hf_config).__name__} has no such field")
+        setattr(hf_config, key, value)
+    extend(hf_config, config.context)
+    return name, hf_config
+
+
+@contextmanager
+def _refusing(said: str) -> Iterator[None]:
+    """Inside, what transformers raises becomes one line."""
     try:
-        hf_config = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
-        for key, value in config.overrides.items():
-            if not hasattr(hf_config, key):
-                raise BadInput(f"model.overrides.{key}: {type(hf_config).__name__} has no such field")
-            setattr(hf_config, key, value)
-        extend(hf_config, config.context)
-        model, info = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
-            name, config=hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code, output_loading_info=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+        yield
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, StrictDataclassError) as error:
-        raise BadInput(
-            f"model.path {path!r}: transformers cannot load it: {' '.join(str(error).split())[:300]}"
-        ) from None
-    missing = sorted(info.get("missing_keys", ()))
-    if missing:
-        # Randomly initialised leftovers are the classic silent failure of weight loading.
-        raise BadInput(f"model.path {path!r}: the checkpoint lacks {len(missing)} weights, first {missing[0]}")
-    return model, tokenizer
+        raise BadInput(f"{said}: transformers cannot load it: {' '.join(str(error).split())[:300]}") from None
 
 
 def save_policy(policy: Policy, folder: str | Path) -> None:
@@ -148,6 +200,19 @@ def save_policy(policy: Policy, folder: str | Path) -> None:
         policy.model.save_pretrained(str(folder))
     else:
         adapter_files.save_adapters(policy.model, policy.lora, policy.base, Path(folder))
+    policy.tokenizer.save_pretrained(str(folder))
+
+
+def save_about(policy: Policy, folder: Path) -> None:
+    """What `save_policy` writes beside the weights: config and tokenizer."""
+    model = policy.model
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    if model.is_remote_code():
+        custom_object_save(model, folder, config=model.config)  # type: ignore[arg-type]
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
     policy.tokenizer.save_pretrained(str(folder))
 
 

@@ -24,6 +24,7 @@ from rollkeel.train.state import check_shapes, load_state, save_state
 
 __all__ = [
     "Checkpoint",
+    "Written",
     "check_shapes",
     "clean",
     "drop_after",
@@ -39,7 +40,10 @@ __all__ = [
     "versions",
 ]
 
+Written = Mapping[str, Mapping[str, Any]] | None
+"""Size and SHA-256 of files by their path in the folder, as far as the writer knows them."""
 MANIFEST = "manifest.json"
+TRAINER = "trainer"
 FORMAT = 1
 _NAME = re.compile(r"step_(\d{6,})")
 _ASIDE = re.compile(r"\.old-(step_\d{6,})")
@@ -67,6 +71,11 @@ class Checkpoint:
         """Folder written by `save_state`."""
         return self.path / "state"
 
+    @property
+    def trainer(self) -> Path:
+        """Folder of a trainer's parts, if several ranks wrote it."""
+        return self.path / TRAINER
+
 
 def step_name(step: int) -> str:
     """`step_000012`."""
@@ -74,11 +83,12 @@ def step_name(step: int) -> str:
 
 
 def save(
-    folder: str | Path, step: int, *, write: Callable[[Path], None], info: Mapping[str, Any], keep: int = 2
+    folder: str | Path, step: int, *, write: Callable[[Path], Written], info: Mapping[str, Any], keep: int = 2
 ) -> Checkpoint:
     """Write `folder/step_…` through `write(empty folder)`, atomically, then drop all but the last `keep` up to `step`.
 
     `folder` is the run's `checkpoints/`. An existing checkpoint of the same step is replaced. `info` must be JSON values.
+    What `write` returns of files, it has read already: they are not read again for the manifest.
     Raises `BadInput` (one line) when the disk is full or the folder cannot be written; the old checkpoints stay and
     nothing half-written is left.
     """
@@ -88,8 +98,8 @@ def save(
     manifest: dict[str, Any] = {}
 
     def fill(path: Path) -> None:
-        write(path)
-        manifest.update(format=FORMAT, step=step, info=dict(info), versions=versions(), files=_describe(path))
+        known = write(path) or {}
+        manifest.update(format=FORMAT, step=step, info=dict(info), versions=versions(), files=_describe(path, known))
         manifest["digest"] = _digest(manifest)
         (path / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
@@ -237,11 +247,17 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def _describe(folder: Path) -> dict[str, dict[str, Any]]:
-    return {
-        file.relative_to(folder).as_posix(): {"size": file.stat().st_size, "sha256": _sha256(file)}
-        for file in _files(folder)
-    }
+def _describe(folder: Path, known: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    out = {}
+    for file in _files(folder):
+        name, size = file.relative_to(folder).as_posix(), file.stat().st_size
+        told = known.get(name)
+        if told is not None and told["size"] != size:
+            raise BadInput(
+                f"cannot write {file}: it has {size} bytes instead of {told['size']}; is the storage shared?"
+            )
+        out[name] = {"size": size, "sha256": _sha256(file) if told is None else told["sha256"]}
+    return out
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -17,7 +17,7 @@ import torch
 from rollkeel.errors import BadInput
 from rollkeel.models.experts import SortedExperts, by_expert, plain_experts
 from rollkeel.models.routers import expert_layers
-from rollkeel.train.mesh import Mesh
+from rollkeel.train.mesh import Mesh, gather_into
 
 
 def check_experts(model: torch.nn.Module, mesh: Mesh) -> None:
@@ -58,11 +58,9 @@ def deal_experts(model: torch.nn.Module, mesh: Mesh) -> None:
 
 def all_experts(part: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """The stack of all experts, of which `part` lies here."""
-    import torch.distributed as dist
-
-    parts = [torch.empty_like(part) for _ in range(mesh.expert)]
-    dist.all_gather(parts, part.contiguous(), group=mesh.group("expert"))
-    return torch.cat(parts)
+    out = part.new_empty(mesh.expert * len(part), *part.shape[1:])
+    gather_into(out, part.contiguous(), mesh.group("expert"))
+    return out
 
 
 class _Exchange(torch.autograd.Function):

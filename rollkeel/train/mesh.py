@@ -14,7 +14,7 @@ own (`expert_parallel`). A mesh of one adds nothing, sends nothing and needs no 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -122,18 +122,32 @@ class Mesh:
             return torch.stack(list(own)).tolist()
         return [float(self.total(torch.stack([torch.zeros(()), *own]).sum()))]
 
-    def agree(self, error: Exception | None) -> None:
-        """Raise the first rank's error on all of them. Without one: nothing."""
+    def everyone(self, value: Any) -> list[Any]:
+        """The `value` of every rank, by rank."""
         if self.size == 1:
-            if error is not None:
-                raise error
-            return
+            return [value]
         import torch.distributed as dist
 
-        errors: list[Exception | None] = [None] * self.size
-        dist.all_gather_object(errors, error, group=self.group(*SIZES))
-        for failed in filter(None, errors):
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, (self.rank, value), group=self.group(*SIZES))
+        return [value for _, value in sorted(values, key=lambda pair: pair[0])]
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise the first rank's error on all of them. Without one: nothing."""
+        for failed in filter(None, self.everyone(error)):
             raise failed
+
+    def attempt(self, call: Callable[[], Any], said: str = "") -> Any:
+        """What `call` returns here; an error of it is raised on all ranks, one of the system's as `BadInput` that begins with `said`."""
+        value, failed = None, None
+        try:
+            value = call()
+        except OSError as error:
+            failed = BadInput(f"{said or 'cannot read'}: {error.strerror or error}")
+        except Exception as error:
+            failed = error
+        self.agree(failed)
+        return value
 
     def rows(self, count: int) -> slice:
         """Which of `count` rows of a parameter lie here."""
@@ -191,6 +205,14 @@ def _groups(asked: Mesh, grid: torch.Tensor) -> dict[tuple[str, ...], Any]:
     return out
 
 
+def gather_into(out: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+    """All ranks' equal `part`s one behind the other, in `out`, which is all the memory that it takes."""
+    import torch.distributed as dist
+
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    gather(out, part, group=group)
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of `tensor` that lies here, as memory; all of it if it is not sharded."""
     return getattr(tensor, "_local_tensor", tensor)
@@ -208,24 +230,24 @@ def spread_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 class _Root(torch.nn.Module):
-    """Runs `call` where FSDP brings in what belongs to no layer: embeddings, last norm and head."""
+    """Runs a call where FSDP brings in what belongs to no layer: embeddings, last norm and head."""
 
-    def __init__(self, model: torch.nn.Module, call: Any) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
-        self.model, self._call = model, call
+        self.model = model
 
-    def forward(self, *args: Any, **options: Any) -> Any:
-        return self._call(*args, **options)
+    def forward(self, call: Any, *args: Any, **options: Any) -> Any:
+        return call(*args, **options)
 
 
-def spread(model: torch.nn.Module, layers: Iterable[torch.nn.Module], call: Any, mesh: Mesh, reduce: Any = None) -> Any:
-    """Shard `model` layer by layer over the parts of `mesh`; `call` afterwards, with the weights that it needs brought in.
+def spread(model: torch.nn.Module, layers: Iterable[torch.nn.Module], mesh: Mesh, reduce: Any = None) -> Any:
+    """Shard `model` layer by layer over the parts of `mesh`. What is returned runs a call with the weights that it needs brought in.
 
     Gradients are sums over the parts. `reduce`: what adds them up in place of the process group.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    root = _Root(model, call)
+    root = _Root(model)
     for module in (*layers, root):
         fully_shard(module, mesh=mesh.shards)
     for module in root.modules():

@@ -198,10 +198,10 @@ class Stepper:
                 raise BadInput(
                     f"optimizer state has parameter {name} which the model lacks or has frozen; resume with the same model"
                 )
-            shape = moments["exp_avg"].shape
-            if shape != known[name].shape:
+            shape, expected = moments["exp_avg"].shape, local(known[name]).shape
+            if shape != expected:
                 raise BadInput(
-                    f"optimizer state of {name}: the model has shape {list(known[name].shape)}, the checkpoint {list(shape)}"
+                    f"optimizer state of {name}: the model has shape {list(expected)}, the checkpoint {list(shape)}"
                 )
         self.adamw.state.clear()
         for name, moments in state["moments"].items():
@@ -231,8 +231,9 @@ def moments_of(saved: Mapping[str, torch.Tensor], device: torch.device, eight_bi
     return kept
 
 
-def supervised(model: torch.nn.Module, config: SftConfig, steps: int, weight_decay: float) -> Stepper:
-    """The optimizer of supervised training of so many steps: a cosine, gradients clipped to a norm of 1."""
+def supervised(model: torch.nn.Module, config: SftConfig, steps: int, weight_decay: float, **held: Any) -> Stepper:
+    """The optimizer of supervised training of so many steps: a cosine, gradients clipped to a norm of 1. `held`: of `Stepper`, how
+    ranks hold the model."""
     warmup, low = config.warmup_steps, config.min_lr_ratio
     schedule = Schedule(lr=config.lr, warmup_steps=warmup, kind="cosine", total=steps, min_lr_ratio=low)
-    return Stepper(model.named_parameters(), schedule, weight_decay=weight_decay)
+    return Stepper(model.named_parameters(), schedule, weight_decay=weight_decay, **held)

@@ -37,6 +37,11 @@ class Passes:
         self._tokens, self._temperature, self._replay = tokens, temperature, replay
         self._helpers, self._mesh, self._tree = list(helpers), mesh, tree
 
+    @property
+    def by_sum(self) -> bool:
+        """False if gradients are added along a tree, for which micro-batches must not depend on the number of ranks."""
+        return self._tree is None
+
     @torch.no_grad()
     def score(
         self, forward: PolicyForward, batch: TrainingBatch, sink: Sink, *, experts: bool, policy: bool = True
@@ -63,23 +68,35 @@ class Passes:
             helper.start(share, self._temperature, by_logprobs(loss_of, entropy), experts=experts)
         error: Exception | None = None
         try:
-            for micro, real, count in self._rounds(own):
-                scores = forward.score(micro, temperature=self._temperature, experts=experts)
-                loss = scores.logprobs.sum() * 0.0
-                try:
-                    loss = loss_of(micro, scores) if real and error is None else loss
-                except Exception as failed:
-                    if self._mesh.size == 1:
-                        raise
-                    error = failed  # the others are in the middle of the pass: they are told behind it
-                if self._tree is not None:
-                    self._tree.begin(count)
-                loss.backward()
-                if self._tree is not None:
-                    self._tree.take()
+            error = self._through(forward, own, loss_of, experts)
         finally:
             self._finish(self._helpers)
         self._mesh.agree(error)
+
+    def backward(self, forward: PolicyForward, micros: Sequence[MicroBatch], loss_of: LossOf) -> None:
+        """The same of these micro-batches, which are the same on all ranks; without helpers."""
+        self._mesh.agree(self._through(forward, micros, loss_of, False))
+
+    def _through(
+        self, forward: PolicyForward, micros: Sequence[MicroBatch], loss_of: LossOf, experts: bool
+    ) -> Exception | None:
+        """An error of this rank's where there are others: they are in the middle of the pass, and are told behind it."""
+        error: Exception | None = None
+        for micro, real, count in self._rounds(micros):
+            scores = forward.score(micro, temperature=self._temperature, experts=experts)
+            loss = scores.logprobs.sum() * 0.0
+            try:
+                loss = loss_of(micro, scores) if real and error is None else loss
+            except Exception as failed:
+                if self._mesh.size == 1:
+                    raise
+                error = failed
+            if self._tree is not None:
+                self._tree.begin(count)
+            loss.backward()
+            if self._tree is not None:
+                self._tree.take()
+        return error
 
     def _rounds(self, micros: Sequence[MicroBatch]) -> Iterator[Round]:
         """What this rank runs. Ranks that wait for each other in a pass, for weights or tokens, run equally many."""

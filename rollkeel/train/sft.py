@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from rollkeel.batch.coefficients import coefficients
-from rollkeel.batch.packing import pack, plan
+from rollkeel.batch.packing import MicroBatch, pack, plan
 from rollkeel.config import SftConfig
 from rollkeel.errors import BadInput, NonFinite
-from rollkeel.models.adapters import load_trained, trained_state
 from rollkeel.models.loading import Policy
 from rollkeel.train.logprobs import PolicyForward
-from rollkeel.train.optimizer import PACK_TOKENS, Stepper, supervised
+from rollkeel.train.mesh import Mesh
+from rollkeel.train.optimizer import PACK_TOKENS, supervised
+from rollkeel.train.passes import Passes
+from rollkeel.train.scores import Scores
+from rollkeel.train.sharded import Layout
+from rollkeel.train.trained import Supervised, Trained
+
+if TYPE_CHECKING:
+    from rollkeel.train.trainer import LocalTrainer
 
 Example = Sequence[Sequence[int] | np.ndarray]
 """Prompt ids and response ids, at least one of each; the response ends with the stop token. Of an episode, third, `[R]` bool:
@@ -24,11 +31,14 @@ the response tokens to learn, for those of an environment are only read."""
 
 
 class Kept(Protocol):
-    """Where the state of an unfinished run is kept."""
+    """Where the state of an unfinished run is kept; on several ranks each calls it."""
 
-    def load(self) -> dict[str, Any] | None: ...
+    def load(self, trained: Trained) -> dict[str, Any] | None:
+        """Let `trained` be what it was, and return what was saved `about` it; None, and nothing changes, if nothing is kept."""
+        ...
+
     def due(self) -> bool: ...
-    def save(self, step: int, state: dict[str, Any]) -> None: ...
+    def save(self, step: int, trained: Trained, about: dict[str, Any]) -> None: ...
 
 
 def cuts(
@@ -75,6 +85,7 @@ def run_sft(
     progress: Callable[[int, dict[str, float]], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
     kept: Kept | None = None,
+    trainer: LocalTrainer | None = None,
 ) -> dict[str, float]:
     """Train `policy.model` in place on its own device; the loss of a step is the mean over its response tokens.
 
@@ -82,6 +93,8 @@ def run_sft(
     weights. `batches`: of `cuts`; None takes those of `config` for examples that never repeat. `pack_tokens`: of one forward pass, whole sequences that do not see each other. `checkpointing`: as
     `train.checkpointing`. `seed` keys torch's generator for architectures that draw random numbers. `progress(step, metrics)` is called after every step; `should_stop()` is asked before each and ends the run early.
     `kept`: where an interrupted run left its state; it goes on from there, bit for bit on a CPU.
+    `trainer`: of `policy`, on whose ranks it is trained: every rank makes the same call, with a `kept` of `UnfinishedTogether`; its reference
+    is then the model as it is behind it, and `weight_decay` and `checkpointing` are the trainer's.
     Returns the metrics of the last step (`sft/loss`, `sft/entropy`, `sft/target_probability`,
     `optimizer/*`) and `sft/steps`, `sft/tokens` done. Raises `NonFinite` (weights of the last good step kept) and
     `BadInput` for an empty prompt or response.
@@ -89,36 +102,44 @@ def run_sft(
     model = policy.model.eval()
     device = next(model.parameters()).device
     batches = cuts(config, examples=examples) if batches is None else batches
-    stepper = supervised(model, config, len(batches) - 1, weight_decay)
-    forward = PolicyForward(model, checkpointing=checkpointing)
+    steps = len(batches) - 1
+    if trainer is not None:
+        work = trainer.supervised(config, steps, pack_tokens)
+    else:
+        work = _alone(policy, config, steps, weight_decay, pack_tokens, checkpointing)
+    stepper, mesh = work.stepper, work.trained.layout.mesh
     metrics: dict[str, float] = {}
     tokens = 0
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        if kept is not None and (state := kept.load()) is not None:
-            load_trained(model, state["weights"])
-            stepper.load_state_dict(state["optimizer"])
+        if kept is not None and (state := kept.load(work.trained)) is not None:
             torch.set_rng_state(state["random"])
             tokens = state["tokens"]
 
-        for step in range(stepper.updates, len(batches) - 1):
-            if should_stop is not None and should_stop():
-                if kept is not None:
-                    kept.save(step, _state(model, stepper, tokens))
+        for step in range(stepper.updates, steps):
+            stopped = should_stop is not None and any(mesh.everyone(should_stop()))
+            if kept is not None and (stopped or any(mesh.everyone(kept.due()))):
+                kept.save(step, work.trained, {"random": torch.get_rng_state(), "tokens": tokens})
+            if stopped:
                 break
-            if kept is not None and kept.due():
-                kept.save(step, _state(model, stepper, tokens))
             batch = examples(range(batches[step], batches[step + 1]))
-            metrics = _step(forward, stepper, batch, pack_tokens, device)
+            metrics = _step(work, batch, pack_tokens, device)
             tokens += sum(len(places) for places in map(_learnt, batch))
             if progress is not None:
                 progress(step, metrics)
+    if trainer is not None:
+        trainer.start_here()
     return {**metrics, "sft/steps": float(stepper.updates), "sft/tokens": float(tokens)}
 
 
-def _state(model: torch.nn.Module, stepper: Stepper, tokens: int) -> dict[str, Any]:
-    random = torch.get_rng_state()
-    return {"weights": trained_state(model), "optimizer": stepper.state_dict(), "random": random, "tokens": tokens}
+def _alone(
+    policy: Policy, config: SftConfig, steps: int, weight_decay: float, pack_tokens: int, checkpointing: str
+) -> Supervised:
+    model, mesh = policy.model, Mesh()
+    stepper = supervised(model, config, steps, weight_decay)
+    forward = PolicyForward(model, checkpointing=checkpointing)
+    trained = Trained(Layout(model, mesh), model, stepper, None, {})
+    return Supervised(forward, Passes(pack_tokens, 1.0, mesh=mesh), stepper, trained, lambda: None)
 
 
 def _learnt(example: Example) -> np.ndarray:
@@ -127,9 +148,8 @@ def _learnt(example: Example) -> np.ndarray:
     return places + len(example[0])
 
 
-def _step(
-    forward: PolicyForward, stepper: Stepper, batch: Sequence[Example], max_tokens: int, device: torch.device
-) -> dict[str, float]:
+def _step(work: Supervised, batch: Sequence[Example], max_tokens: int, device: torch.device) -> dict[str, float]:
+    stepper, forward, mesh = work.stepper, work.forward, work.trained.layout.mesh
     for i, (prompt, response, *_) in enumerate(batch):
         if len(prompt) == 0 or len(response) == 0:
             raise BadInput(
@@ -141,10 +161,9 @@ def _step(
     starts = np.concatenate([[0], np.cumsum(responses)]).tolist()
     weights = coefficients("token_mean", responses).to(device)
     totals = np.zeros(3)
-    stepper.zero_grad()
-    for members in plan([len(s) for s in sequences], max_tokens, padded=not forward.packed.varlen):
-        micro = pack(members, sequences, prompts, starts, device, positions)
-        scores = forward.score(micro)
+
+    def loss_of(micro: MicroBatch, scores: Scores) -> torch.Tensor:
+        nonlocal totals
         c = weights.index_select(0, micro.indices)
         loss = -(c * scores.logprobs).sum()
         with torch.no_grad():  # read at once: each look is a wait for the device
@@ -152,7 +171,17 @@ def _step(
         if not math.isfinite(told[0]):
             raise NonFinite(f"sft update {stepper.updates}: loss is {told[0]}; weights left untouched")
         totals += told
-        (loss * stepper.scale).backward()
+        return loss * stepper.scale
+
+    lengths = [len(s) for s in sequences]
+    if mesh.workers > 1 and work.passes.by_sum:
+        max_tokens = min(max_tokens, max(max(lengths), -(-sum(lengths) // (2 * mesh.workers))))
+    plans = plan(lengths, max_tokens, padded=not forward.packed.varlen)
+    micros = [pack(members, sequences, prompts, starts, device, positions) for members in plans]
+    stepper.zero_grad()
+    work.passes.backward(forward, micros, loss_of)
+    work.add_gradients()
+    totals = mesh.total(torch.from_numpy(totals).to(device)).cpu().numpy()
     stepped = stepper.step()
     names = ("sft/loss", "sft/entropy", "sft/target_probability")
     return {**dict(zip(names, totals.tolist(), strict=True)), **stepped}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from rollkeel.errors import BadInput
 from rollkeel.models.checkpointing import decoder_layers
 from rollkeel.models.loading import Policy
 from rollkeel.models.names import checkpoint_pieces, piece_of
+from rollkeel.models.sources import Source
 from rollkeel.train.expert_parallel import all_experts, check_experts, deal_experts
 from rollkeel.train.logprobs import PolicyForward
-from rollkeel.train.mesh import Mesh, local, spread
+from rollkeel.train.mesh import Mesh, gather_into, local, spread, spread_like
+from rollkeel.train.parts import Box, boxes, part_shape
 from rollkeel.train.tree import Tree, reduce_scatter
 
 Pieces = Sequence[tuple[str, str, torch.Tensor]]
@@ -27,6 +30,7 @@ def check_ranks(mesh: Mesh, config: TrainConfig, policy: Policy, rounding: str, 
         "train.processes": config.processes > 1,
         "train.compile": config.compile,
         "train.lora": policy.lora is not None,
+        "train.moments": config.moments == "int8",
         "run.parity": parity,
         "experiment.rounding": rounding != "none",
         "model.dtype": policy.model.dtype != torch.float32,
@@ -39,31 +43,118 @@ def check_ranks(mesh: Mesh, config: TrainConfig, policy: Policy, rounding: str, 
         check_experts(policy.model, mesh)
 
 
+def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name, tied ones once."""
+    named: dict[str, torch.Tensor] = dict(model.named_parameters())
+    persistent = model.state_dict(keep_vars=True)
+    return named | {name: b for name, b in model.named_buffers() if name in persistent}
+
+
+class Layout:
+    """What lies on this rank of each tensor of a model, asked while the model is whole."""
+
+    def __init__(self, model: torch.nn.Module, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(model).items()}
+        """Of the whole."""
+        self._dealt = {name for name, _ in model.named_parameters()}
+
+    def boxes(self, name: str) -> list[Box]:
+        """Of a buffer, all of it on every rank."""
+        return boxes(self._mesh(name), name, self.shapes[name])
+
+    def part(self, name: str) -> tuple[int, ...]:
+        """Shape of what lies here."""
+        return part_shape(self._mesh(name), name, self.shapes[name])
+
+    def _mesh(self, name: str) -> Mesh:
+        return self.mesh if name in self._dealt else Mesh()
+
+
 def pieces_of(model: Any, mesh: Mesh) -> Pieces:
     """What a sharded model's checkpoint tensors are, asked while it is whole; empty for one that stays so."""
-    names = {id(p): n for n, p in model.named_parameters()}
+    names = {id(t): name for name, t in tensors_of(model).items()}
     pieces = checkpoint_pieces(model) if mesh.in_step else ()
     return [(name, names[id(owner)], piece) for name, owner, piece in pieces]
 
 
-def shard(forward: PolicyForward, mesh: Mesh, tree: Tree | None) -> None:
-    """Leave this rank its part of the model that `forward` runs."""
-    model = forward.packed.model
-    deal_experts(model, mesh)
-    if mesh.shard > 1:
-        layers = [layer.module for layer in decoder_layers(model, "layer")]
-        reduce = tree and reduce_scatter(tree)
-        forward.score = spread(model, layers, forward.score, mesh, reduce)  # type: ignore[method-assign]
+class Sharded:
+    """A model of which this rank keeps its part."""
+
+    def __init__(
+        self, model: torch.nn.Module, mesh: Mesh, tree: Tree | None, source: Source | None, device: torch.device
+    ) -> None:
+        """`source`: where the part comes from, onto `device`, if `model` has no weights yet."""
+        layout = Layout(model, mesh)
+        deal_experts(model, mesh)
+        self._root: Any = None
+        if mesh.shard > 1:
+            layers = [layer.module for layer in decoder_layers(model, "layer")]
+            self._root = spread(model, layers, mesh, tree and reduce_scatter(tree))
+        if source is not None:
+            _fill(model, layout, source, device)
+
+    def __call__(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """`call`, with the weights that it needs brought in."""
+        return call(*args, **options) if self._root is None else self._root(call, *args, **options)
+
+    def forward(self, model: Any, **how: Any) -> PolicyForward:
+        """The passes of this model."""
+        forward = self.once(PolicyForward, model, **how)
+        if self._root is not None:
+            forward.score = partial(self, forward.score)  # type: ignore[method-assign]
+        return forward
+
+    def once(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """The same without gradients, and at rest behind it."""
+        with torch.no_grad():
+            try:
+                return self(call, *args, **options)
+            finally:
+                self.rest()
+
+    def rest(self) -> None:
+        """Give back what belongs to no layer, which FSDP leaves whole behind a pass without gradients: parameters are parts again."""
+        if self._root is not None:
+            self._root.reshard()
+
+
+@torch.no_grad()
+def _fill(model: torch.nn.Module, layout: Layout, source: Source, device: torch.device) -> None:
+    """Give the parameters of `model` their memory, and the values that `source` has for it."""
+    made = dict[int, torch.nn.Parameter]()
+    for name, tensor in tensors_of(model).items():
+        part = torch.empty(layout.part(name), dtype=tensor.dtype, device=device) if tensor.is_meta else tensor
+        source.fill(name, [(box.of_whole, box.of_part) for box in layout.boxes(name)], part)
+        if tensor.is_meta:
+            made[id(tensor)] = torch.nn.Parameter(spread_like(tensor, part), tensor.requires_grad)
+    for module in model.modules():
+        for key, p in list(module._parameters.items()):
+            if p is not None and id(p) in made:
+                setattr(module, key, made[id(p)])
+        for key, buffer in module._buffers.items():
+            module._buffers[key] = None if buffer is None else buffer.to(device)
 
 
 def gathered(
     model: torch.nn.Module, pieces: Pieces, mesh: Mesh, dealt: Container[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(Checkpoint name, tensor) of a sharded model: one parameter whole at a time, on every rank."""
-    live, held, whole = dict(model.named_parameters()), "", torch.empty(0)
+    live, held, whole = tensors_of(model), "", torch.empty(0)
     for name, owner, piece in pieces:
         if owner != held:
-            held, part = owner, live[owner].detach()
-            whole = part if local(part) is part else part.full_tensor()  # type: ignore[attr-defined]
+            whole, held, part = torch.empty(0), owner, live[owner].detach()
+            whole = part if local(part) is part else _all_rows(part, mesh)
             whole = all_experts(whole, mesh) if owner in dealt else whole
         yield name, piece_of(whole, piece)
+
+
+def _all_rows(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """A tensor whose rows are dealt to shards, whole, in memory of its own and no more."""
+    part, rows = local(tensor), len(tensor)
+    each = -(-rows // mesh.shard)
+    out = part.new_empty(each * mesh.shard, *part.shape[1:])
+    own = out[mesh.part * each :][:each]  # in place: each rank's rows stand where they belong
+    own[: len(part)] = part
+    gather_into(out, own, mesh.shards.get_group())
+    return out[:rows]

@@ -44,7 +44,7 @@ def load_state(path: str | Path) -> Any:
     try:
         tree = json.loads((path / TREE).read_text(encoding="utf-8"))
         tensors = load_file(path / TENSORS)
-        return _decode(tree, tensors)
+        return decoded(tree, tensors)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise Corrupt(
             f"state {path}: cannot be read ({type(error).__name__}: {' '.join(str(error).split())})"
@@ -99,7 +99,8 @@ def _add(tensors: dict[str, torch.Tensor], where: str, tensor: torch.Tensor) -> 
     return name
 
 
-def _decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def decoded(node: Any, tensors: Mapping[str, Any]) -> Any:
+    """The nest that `tree.json` describes, of `tensors` by their names."""
     if not isinstance(node, dict):
         return node
     ((kind, value),) = node.items()
@@ -108,8 +109,8 @@ def _decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if kind == "array":
         return tensors[value].numpy()
     if kind == "dict":
-        return {key: _decode(child, tensors) for key, child in value}
-    items = [_decode(child, tensors) for child in value]
+        return {key: decoded(child, tensors) for key, child in value}
+    items = [decoded(child, tensors) for child in value]
     return tuple(items) if kind == "tuple" else items
 
 

@@ -7,28 +7,30 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from rollkeel.batch.build import TrainingBatch
 from rollkeel.batch.packing import MicroBatch
-from rollkeel.config import LoraConfig, TrainConfig
+from rollkeel.config import LoraConfig, SftConfig, TrainConfig
 from rollkeel.errors import BadInput, NonFinite, RunStopped
-from rollkeel.models.adapters import check_base, holding, named_adapters, parameters
-from rollkeel.models.loading import Policy
+from rollkeel.models.adapters import holding, named_adapters, parameters
+from rollkeel.models.loading import Policy, save_policy
 from rollkeel.models.lora import ADAPTER
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.routers import is_frozen
 from rollkeel.train.expert_parallel import expert_parameters
 from rollkeel.train.logprobs import PolicyForward
 from rollkeel.train.mesh import Mesh, add_over_replicas
-from rollkeel.train.optimizer import ChangedShare, Schedule, Stepper
+from rollkeel.train.optimizer import ChangedShare, Schedule, Stepper, supervised
 from rollkeel.train.parallel import Helper, LossOf
 from rollkeel.train.passes import Passes
 from rollkeel.train.rounding import Rounding
 from rollkeel.train.scores import Scores, ScoreSheet
-from rollkeel.train.sharded import check_ranks, gathered, pieces_of, shard
+from rollkeel.train.sharded import Layout, Sharded, check_ranks, gathered, pieces_of, tensors_of
+from rollkeel.train.trained import Supervised, Trained, load_trained, save_model, save_trained
 from rollkeel.train.tree import Tree
 from rollkeel.types import TokenBatch
 
@@ -92,7 +94,7 @@ class LocalTrainer:
     ) -> None:
         self.policy, self.config, self.temperature = policy, config, temperature
         self.device = torch.device(device)
-        self.model = policy.model.to(self.device).eval()  # type: ignore[arg-type]
+        self.model = (policy.model if policy.source else policy.model.to(self.device)).eval()  # type: ignore[arg-type]
         if (policy.lora or LoraConfig()) != config.lora:
             raise BadInput("train.lora: expected a policy with these adapters; load it with lora=config.train.lora")
         for name, p in self.model.named_parameters():
@@ -101,18 +103,20 @@ class LocalTrainer:
         self._mesh = mesh
         check_ranks(mesh, config, policy, rounding, parity)
         how: dict[str, Any] = {"checkpointing": config.checkpointing, "compiled": config.compile, "parity": parity}
-        self._forward = PolicyForward(self.model, **how)
-        replay = self._forward.packed.replayable() if replay_routing else None
         self._pieces, self._dealt = pieces_of(self.model, mesh), expert_parameters(self.model, mesh)
         self._tree = Tree(mesh) if config.reduce == "tree" else None
         self._rounding = Rounding(self.model, rounding)
         self._start: dict[str, torch.Tensor] = {}
         """The reference's adapters, beside the policy's own weights."""
-        self._reference = self._kept_reference() if config.keeps_reference else None
-        for forward in filter(None, (self._forward, self._reference)):
-            shard(forward, mesh, self._tree)
+        start = self._kept_reference() if config.keeps_reference else None
+        layout = Layout(self.model, mesh)
+        self._sharded = Sharded(self.model, mesh, self._tree, policy.source, self.device)
+        self._forward = self._sharded.forward(self.model, **how)
+        replay = self._sharded.once(self._forward.packed.replayable) if replay_routing else None
+        self._frozen = Sharded(start, mesh, self._tree, policy.source, self.device) if start is not None else None
+        self._reference = self._frozen.forward(start) if self._frozen is not None else None
         schedule = Schedule(lr=config.lr, warmup_steps=config.warmup_steps, kind=config.schedule, total=total_updates)
-        held: dict[str, Any] = {"mesh": mesh, "by_rows": self._tree is not None, "dealt": self._dealt}
+        self._held: dict[str, Any] = {"mesh": mesh, "by_rows": self._tree is not None, "dealt": self._dealt}
         self._stepper = Stepper(
             self.model.named_parameters(),
             schedule,
@@ -120,29 +124,35 @@ class LocalTrainer:
             weight_decay=config.weight_decay,
             clip_norm=config.clip_norm,
             eight_bit=config.moments == "int8",
-            **held,
+            **self._held,
         )
+        beside = None if start is None else self._start or tensors_of(start)
+        self._trained = Trained(layout, self.model, self._stepper, beside, policy.base)
         self._changed = ChangedShare(self._stepper.adamw, mesh, self._stepper.counted)
         if self._tree is not None:
             self._tree.parameters = [p for _, p in self._stepper.named]
-        if config.processes > 1:
-            if self.device.type != "cpu":
-                raise BadInput(
-                    f"train.processes={config.processes}: helper processes share CPU memory, the device is {self.device}"
-                )
-            self.model.share_memory()
-        self._helpers = [Helper(i, self.model, torch.get_num_threads(), how) for i in range(1, config.processes)]
+        self._helpers = self._started(config.processes, how)
         self._views, self._places = dict[str, torch.Tensor](), list[int]()
         self._passes = Passes(
             config.micro_batch_tokens, temperature, helpers=self._helpers, mesh=mesh, tree=self._tree, replay=replay
         )
 
-    def _kept_reference(self) -> PolicyForward:
+    def _started(self, processes: int, how: dict[str, Any]) -> list[Helper]:
+        if processes > 1:
+            if self.device.type != "cpu":
+                raise BadInput(
+                    f"train.processes={processes}: helper processes share CPU memory, the device is {self.device}"
+                )
+            self.model.share_memory()
+        return [Helper(i, self.model, torch.get_num_threads(), how) for i in range(1, processes)]
+
+    def _kept_reference(self) -> Any:
+        """The model that the reference computes with."""
         if self.policy.lora:
-            self._start = {name: tensor.clone() for name, tensor in _tensors(self.model).items()}
-            return PolicyForward(self.model)
+            self._start = {name: p.detach().clone() for name, p in parameters(self.model).items()}
+            return self.model
         with self.computing():
-            return PolicyForward(copy.deepcopy(self.model).requires_grad_(False))
+            return copy.deepcopy(self.model).requires_grad_(False)
 
     def computing(self) -> AbstractContextManager[None]:
         """Inside, `model` holds the weights that passes compute with: rounded ones under `experiment.rounding`."""
@@ -265,15 +275,31 @@ class LocalTrainer:
                     raise NonFinite(f"update {self.version}: loss is {loss}; weights left untouched")
             for helper in self._helpers:
                 helper.add_gradients()
-            if self._tree is not None:
-                self._tree.finish()
-            else:
-                add_over_replicas(self._stepper.named, self._mesh, self._dealt)
+            self._add_gradients()
             before = self._changed.look()
             metrics = self._stepper.step()
             return {**metrics, "optimizer/changed_share": self._changed.since(before)}
         finally:
             self._stepper.zero_grad()
+
+    def _add_gradients(self) -> None:
+        if self._tree is not None:
+            self._tree.finish()
+        else:
+            add_over_replicas(self._stepper.named, self._mesh, self._dealt)
+
+    def supervised(self, config: SftConfig, steps: int, tokens: int) -> Supervised:
+        """What supervised training on these ranks works with; `tokens`: of a pass. Raises `BadInput` if routers are frozen."""
+        if len(self._stepper.named) < len(list(self.model.parameters())):
+            raise BadInput("train.freeze_router: a warm start on several ranks trains routers too; set it to none")
+        stepper = supervised(self.model, config, steps, self.config.weight_decay, **self._held)
+        passes = Passes(tokens, 1.0, mesh=self._mesh, tree=self._tree)
+        trained = replace(self._trained, stepper=stepper, reference=None)
+        return Supervised(self._forward, passes, stepper, trained, self._add_gradients)
+
+    def start_here(self) -> None:
+        """The reference is the model as it is now."""
+        self._trained.start_here()
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face checkpoint name, view of the live weight): experts one by one, tied tensors once."""
@@ -291,28 +317,33 @@ class LocalTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a bit-identical resume needs: weights by parameter name, moments, update count, reference weights;
-        of adapters these, and which base they stand beside."""
-        out = {"weights": _tensors(self.model), "optimizer": self._stepper.state_dict()}
-        if self.policy.lora:
-            out["base"] = dict(self.policy.base)
-        if self._reference is not None:
-            out["reference"] = self._start or _tensors(self._reference.packed.model)
-        return out
+        of adapters these, and which base they stand beside. On several ranks: what lies on this one."""
+        return self._trained.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Continue from `state_dict`. Raises `BadInput` naming the first tensor whose name or shape does not fit, or for another base.
 
         Returns lines for people: what the state lacks."""
-        check_base(state.get("base", {}), self.policy.base)
-        _load(_tensors(self.model), state["weights"])
-        lacking = self._stepper.load_state_dict(state["optimizer"])
-        if self._reference is not None:
-            if "reference" not in state:
-                raise BadInput(
-                    "checkpoint has no reference weights: it was written with train.kl_coefficient=0 and train.kl_every=0"
-                )
-            _load(self._start or _tensors(self._reference.packed.model), state["reference"])
-        return lacking
+        return self._trained.load_state_dict(state)
+
+    def save(self, folder: str | Path) -> dict[str, dict[str, Any]]:
+        """Write `state_dict` of all ranks into `folder`, each rank its part; every rank calls it. Returns size and SHA-256 of every
+        file by name. Not atomic by itself: call it inside `checkpoint.save`."""
+        return save_trained(Path(folder), self._trained)
+
+    def load(self, folder: str | Path) -> list[str]:
+        """Continue from what `save` wrote on any mesh, or from the `state` folder of a run in one process; every rank calls it and
+        reads its part. Raises `BadInput` as `load_state_dict`, `Corrupt` naming the file that is missing or damaged.
+
+        Returns lines for people: what the state lacks."""
+        return load_trained(Path(folder), self._trained)
+
+    def save_model(self, folder: str | Path) -> None:
+        """Write the Hugging Face folder that one process would write; every rank calls it and holds one parameter whole at a time."""
+        if self._mesh.in_step:
+            save_model(Path(folder), self.policy, self._trained.layout, self._pieces, self.named_weights())
+        else:
+            self._mesh.attempt(lambda: save_policy(self.policy, folder) if self._mesh.rank == 0 else None)
 
     def close(self) -> None:
         """End the helper processes, if there are any."""
@@ -330,7 +361,11 @@ class LocalTrainer:
             sheet.put(micro.indices, scores)
 
         with self.computing() if policy else nullcontext():
-            self._passes.score(forward, batch, keep, experts=sheet.experts is not None, policy=policy)
+            try:
+                self._passes.score(forward, batch, keep, experts=sheet.experts is not None, policy=policy)
+            finally:
+                for sharded in filter(None, (self._sharded, self._frozen)):
+                    sharded.rest()
         sheet.gather(self._mesh)
         self._check(batch, sheet.logprobs)
         return sheet.scores
@@ -361,24 +396,3 @@ class LocalTrainer:
                 f"update {self.version}: log-prob of rollout {int(batch.rollout_ids[at])}, response token"
                 f" {int(batch.token_index[at])} is {logprobs[at].item()}; weights left untouched"
             )
-
-
-def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    if adapters := parameters(model):
-        return {name: p.detach() for name, p in adapters.items()}
-    named: dict[str, torch.Tensor] = dict(model.named_parameters())
-    persistent = model.state_dict(keep_vars=True)
-    named.update({n: b for n, b in model.named_buffers() if n in persistent})
-    return {n: t.detach() for n, t in named.items()}
-
-
-@torch.no_grad()
-def _load(live: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
-    for name in [*live, *weights]:
-        got = list(weights[name].shape) if name in weights else None
-        expected = list(live[name].shape) if name in live else None
-        if got != expected:
-            ours, theirs = (f"shape {s}" if s is not None else "no such weight" for s in (expected, got))
-            raise BadInput(f"weight {name}: the model has {ours}, the checkpoint {theirs}; resume with the same model")
-    for name, tensor in live.items():
-        tensor.copy_(weights[name])

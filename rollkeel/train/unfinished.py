@@ -9,6 +9,7 @@ from typing import Any
 
 from rollkeel.errors import BadInput, Corrupt
 from rollkeel.train import checkpoint
+from rollkeel.train.trained import Trained
 
 EVERY_S = 60.0
 """Seconds between two savings: what a kill costs at most. When it is saved changes no bit."""
@@ -34,17 +35,25 @@ class Unfinished:
         self.step = saved.step
         return True
 
-    def load(self) -> dict[str, Any] | None:
-        return checkpoint.load_state(self._folder / checkpoint.step_name(self.step) / "state") if self.found() else None
+    def load(self, trained: Trained) -> dict[str, Any] | None:
+        if not self.found():
+            return None
+        state = checkpoint.load_state(self._folder / checkpoint.step_name(self.step) / "state")
+        trained.load_state_dict(state)
+        return state
 
     def due(self) -> bool:
         return time.monotonic() - self._saved >= EVERY_S
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
+    def save(self, step: int, trained: Trained, about: dict[str, Any]) -> None:
         def write(path: Path) -> None:
-            checkpoint.save_state(path / "state", state)
+            checkpoint.save_state(path / "state", {**trained.state_dict(), **about})
 
         checkpoint.save(self._folder, step, write=write, info={"key": self._key}, keep=1)
+        self.saved(step)
+
+    def saved(self, step: int) -> None:
+        """The state of `step` is on disk now."""
         self.step, self._saved = step, time.monotonic()
 
     def remove(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -43,6 +44,15 @@ class Case:
     """The same as without: another run of it."""
     fails: bool = False
     """The objective raises on the micro-batch with token 0 of the batch."""
+    parts: bool = False
+    """Each rank reads or draws its part of the weights."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Of the model."""
+
+    def run(self, mesh: Mesh, folder: Path) -> dict[str, Any]:
+        """What a rank comes to; `folder`: one that all ranks share."""
+        _ = folder
+        return trained(self, mesh)
 
     @property
     def size(self) -> int:
@@ -80,9 +90,15 @@ def batch(seed: int, order: tuple[int, ...], experts: bool) -> TrainingBatch:
 def trainer(case: Case, mesh: Mesh) -> LocalTrainer:
     options: dict[str, Any] = {"lr": 1e-3, "warmup_steps": 0, "clip_norm": 0.5, "micro_batch_tokens": 48}
     config = TrainConfig(**(options | case.options))
-    policy = load_policy(ModelConfig(path=f"preset:{case.model}"))
+    path = case.model if "/" in case.model else f"preset:{case.model}"
+    policy = load_policy(ModelConfig(path=path, overrides=case.overrides), whole=not case.parts)
     about: dict[str, Any] = {"temperature": 1.0, "total_updates": 10, "replay_routing": case.replay}
     return LocalTrainer(policy, config, mesh=mesh, **about)
+
+
+def weights_of(t: LocalTrainer) -> dict[str, torch.Tensor]:
+    """By checkpoint name."""
+    return {name: w.clone() for name, w in t.named_weights()}
 
 
 class Failing:
@@ -121,14 +137,14 @@ def trained(case: Case, mesh: Mesh) -> dict[str, Any]:
             break
         out["metrics"].append(seen.metrics)
         out |= {"logprobs": seen.logprobs, "experts": seen.experts}
-    out["weights"] = {name: w.clone() for name, w in t.named_weights()}
+    out["weights"] = weights_of(t)
     moments = [s[key] for s in t._stepper.adamw.state.values() for key in ("exp_avg", "exp_avg_sq")]
     parameters = [local(p) for p in t.model.parameters()]
     out["bytes"] = sum(x.numel() * x.element_size() for x in (*moments, *parameters))
     return out
 
 
-def serve(rank: int, world: int, folder: str, cases: list[Case]) -> None:
+def serve(rank: int, world: int, folder: str, cases: Sequence[Case]) -> None:
     torch.set_num_threads(1)
     start = f"file://{folder}/start"
     dist.init_process_group("gloo", init_method=start, rank=rank, world_size=world, timeout=timedelta(seconds=120))
@@ -138,7 +154,7 @@ def serve(rank: int, world: int, folder: str, cases: list[Case]) -> None:
         if key not in meshes:
             meshes[key] = join(**case.sizes, ranks=range(case.size))
         if rank < case.size:
-            result = trained(case, meshes[key])
+            result = case.run(meshes[key], Path(folder))
             torch.save(result, Path(folder) / f"{number}-{rank}.pt")
     with contextlib.suppress(RuntimeError):
         dist.barrier()

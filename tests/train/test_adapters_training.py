@@ -24,6 +24,7 @@ from rollkeel.models.loading import Policy, load_policy, save_policy
 from rollkeel.models.lora import ADAPTER
 from rollkeel.train.logprobs import PolicyForward
 from rollkeel.train.sft import run_sft
+from rollkeel.train.trained import Trained
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
 
@@ -179,14 +180,16 @@ class Kept:
 
     state: dict[str, Any] | None = None
 
-    def load(self) -> dict[str, Any] | None:
+    def load(self, trained: Trained) -> dict[str, Any] | None:
+        if self.state is not None:
+            trained.load_state_dict(self.state)
         return self.state
 
     def due(self) -> bool:
         return False
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        self.state = copy.deepcopy(state)
+    def save(self, step: int, trained: Trained, about: dict[str, Any]) -> None:
+        self.state = copy.deepcopy({**trained.state_dict(), **about})
 
 
 def test_a_warm_start_trains_and_keeps_adapters_alone() -> None:

@@ -178,6 +178,7 @@ def test_what_a_mesh_cannot_do_is_refused() -> None:
 
     assert refused(processes=2) == "train.processes: cannot be on 2 ranks yet; set its default or train.mesh to 1"
     assert refused(compile=True).startswith("train.compile: ")
+    assert refused(moments="int8").startswith("train.moments: ")
     assert refused(mesh={"expert": 2}, reduce="tree").startswith("train.reduce: ")
     said = "train.mesh: expert=3, but Qwen3MoeForCausalLM has 8 experts, which it does not divide; set another expert, or 1"
     assert refused(mesh={"expert": 3}) == said

@@ -1,0 +1,72 @@
+"""Checkpoints that ranks write together: the first makes the folder and puts it in its place, all write their parts into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rollkeel.train import checkpoint
+from rollkeel.train.mesh import Mesh
+from rollkeel.train.trained import Trained, load_trained, save_trained
+from rollkeel.train.unfinished import Unfinished
+
+
+def save(
+    folder: Path, step: int, mesh: Mesh, write: Callable[[Path], checkpoint.Written], info: Mapping[str, Any], keep: int
+) -> None:
+    """`checkpoint.save` of all ranks, whose `write` is called on each with the same empty folder. Collective."""
+    failed: Exception | None = None
+    told = False
+
+    def fill(path: Path) -> checkpoint.Written:
+        nonlocal told
+        told = True
+        mesh.everyone(path)
+        return write(path)
+
+    try:
+        if mesh.rank == 0:
+            checkpoint.save(folder, step, write=fill, info=info, keep=keep)
+        elif (path := mesh.everyone(None)[0]) is not None:
+            write(path)
+    except Exception as error:
+        failed = error
+    if mesh.rank == 0 and not told:
+        mesh.everyone(None)
+    mesh.agree(failed)
+
+
+def write_trained(path: Path, trained: Trained) -> checkpoint.Written:
+    """Write `trained` into the checkpoint at `path`. Collective."""
+    files = save_trained(path / checkpoint.TRAINER, trained)
+    return {f"{checkpoint.TRAINER}/{name}": entry for name, entry in files.items()}
+
+
+class UnfinishedTogether:
+    """Implements `rollkeel.train.sft.Kept` on several ranks; the first one's clock and files count."""
+
+    def __init__(self, folder: Path, key: str, mesh: Mesh) -> None:
+        self._folder, self._key, self._mesh = folder, key, mesh
+        self._first = Unfinished(folder, key)
+
+    def load(self, trained: Trained) -> dict[str, Any] | None:
+        mesh = self._mesh
+        step = mesh.everyone(self._first.step if mesh.rank == 0 and self._first.found() else None)[0]
+        if step is None:
+            return None
+        path = self._folder / checkpoint.step_name(step)
+        load_trained(path / checkpoint.TRAINER, trained)
+        return mesh.attempt(lambda: checkpoint.load_state(path / "state"))
+
+    def due(self) -> bool:
+        return self._mesh.rank == 0 and self._first.due()
+
+    def save(self, step: int, trained: Trained, about: dict[str, Any]) -> None:
+        def write(path: Path) -> checkpoint.Written:
+            if self._mesh.rank == 0:
+                checkpoint.save_state(path / "state", about)
+            return write_trained(path, trained)
+
+        save(self._folder, step, self._mesh, write, {"key": self._key}, keep=1)
+        self._first.saved(step)
