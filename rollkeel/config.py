@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from rollkeel.config_cluster import ClusterConfig, MeshConfig
 from rollkeel.config_data import DataConfig, EvalSet, Node
 from rollkeel.plugins import OrOwn
 from rollkeel.yaml_numbers import dump_yaml, parse_yaml
@@ -265,6 +266,7 @@ class TrainConfig(Node):
     reduce: Literal["sum", "tree"] = "sum"
     """How gradients of micro-batches are added: as they come, or along a binary tree over their numbers, with the same bits on 1, 2, 4, …
     ranks."""
+    mesh: MeshConfig = MeshConfig()
     lora: LoraConfig = LoraConfig()
     freeze_router: Annotated[Literal["off", "bias", "router"], OrOff, OrRouter] = "off"
     """What to leave as it is of a mixture's routers: nothing, their biases (the correction of expert scores that balances load), or
@@ -368,6 +370,12 @@ class Config(Node):
     alarms: AlarmConfig = AlarmConfig()
     trace: TraceConfig = TraceConfig()
     experiment: ExperimentConfig = ExperimentConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def clustered(self) -> bool:
+        """Whether trainer and engines are actors of a Ray cluster, and not this process."""
+        return self.cluster.asked or self.train.mesh.size > 1
 
     def to_yaml(self) -> str:
         """The tree as YAML that `load` reads back to an equal tree."""

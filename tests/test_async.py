@@ -226,8 +226,8 @@ def test_a_worker_that_dies_stops_the_run_with_the_reason(tmp_path: Path, monkey
 
     def kill(run: Any, drawn: Any, clock: Any) -> dict[str, float]:
         if clock.step == 3:
-            run.engine._workers[0].process.kill()
-            run.engine._workers[0].process.join()
+            run.engine.parts[0].process.kill()
+            run.engine.parts[0].process.join()
         return learn(run, drawn, clock)
 
     monkeypatch.setattr(loop, "learn", kill)

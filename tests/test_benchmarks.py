@@ -31,6 +31,10 @@ SHORT = ["--set", *TINY, "sft.steps=5"]
 MACHINE = ["--peer-python", sys.executable, "--cores", *map(str, os.sched_getaffinity(0))]
 PROGRAMS: dict[str, tuple[list[str], str]] = {
     "c3po": ([*TOY, "--slots", "8"], "rollout speed-up"),
+    "cluster": (
+        ["--model", "tiny", "--steps", "1", "--warmup", "1", "--prompts", "2", "--tokens", "4"],
+        "bytes through the controller",
+    ),
     "data": (["--rows", "500"], "near duplicate"),
     "engines": (["--concurrent", "2", "--tokens", "2", "--rounds", "1"], "| 2 |"),
     "healthy": (["--only", "toy", "--seeds", "1", "--steps", "1"], "toy                seed 0"),
@@ -52,7 +56,7 @@ PROGRAMS: dict[str, tuple[list[str], str]] = {
     ),
 }
 """Program → its arguments, and something that it prints."""
-SLOW = {"overlap", "sandbox", "sandbox_service", "trace"}
+SLOW = {"cluster", "overlap", "sandbox", "sandbox_service", "trace"}
 WITHOUT = {
     "data_rows",
     "doctor",

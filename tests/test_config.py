@@ -140,7 +140,7 @@ def test_every_setting_says_what_it_expected_in_our_words(value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "near"), [("nosuch", "experiment.schedule"), ("engine.kin", "did you mean engine.kind?")]
+    ("section", "near"), [("nosuch", "train.schedule"), ("engine.kin", "did you mean engine.kind?")]
 )
 def test_the_settings_nearest_to_a_wrong_one_are_few(section: str, near: str) -> None:
     with pytest.raises(BadInput) as refused:

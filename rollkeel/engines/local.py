@@ -65,6 +65,7 @@ class LocalEngine:
         if weight_rounder(config.dtype) and not any(is_quantised(n, w) for n, w in self._forward.destinations.items()):
             raise BadInput(f"engine.dtype={config.dtype}: would round no weight of {text.model_type}; use fp32 or bf16")
         self.weights = self._forward.destinations  # views of what it computes with, by checkpoint name
+        self.memory = self._forward  # these and those of the adapters
         self._block, *self._limits, prefix_sharing = layout or Layout()
         self._config, self._keep = config, config.kv == "keep"
         least = self._max_length if config.max_length or max_length else 1  # nobody asked for all of a context
@@ -180,18 +181,24 @@ class LocalEngine:
 
     @torch.inference_mode()
     def update_weights(self, update: WeightUpdate) -> Proof:
-        """Apply an update in place: of all weights, which leaves adapters at zero, or of the adapters beside them.
+        """Apply an update in place: of all weights, which leaves adapters at zero, or of the adapters beside them. Sequences in
+        flight keep their tokens, and with `engine.kv=keep` their KV."""
+        return self.serve(update.version, *take(update, self._forward, self._config.dtype, self.retire()))
 
-        Sequences in flight keep their tokens, and with `engine.kv=keep` their KV."""
+    def serve(self, version: int, checksum: int, base: int) -> Proof:
+        self._version, self._base = version, base
+        return Proof(version=version, checksum=checksum)
+
+    @torch.inference_mode()
+    def retire(self) -> int:
+        """Serve nothing until `serve`, for weights that come in parts (`Intake`). Returns the version of those that memory holds."""
         self._look()
         self._stamp(list(self._active))
         for slot in () if self._keep else sorted(self._active, reverse=True):
             self._waiting.appendleft(self._leave(slot))
         self._prompts.evict()
         base, self._base, self._version = self._base, -1, -1
-        checksum, self._base = take(update, self._forward, self._config.dtype, base)
-        self._version = update.version
-        return Proof(version=update.version, checksum=checksum)
+        return base
 
     def close(self) -> None:
         """Drop everything in flight, without asking what it was: closing must work after a failure too."""

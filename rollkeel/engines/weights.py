@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -20,18 +20,12 @@ def apply_update(update: WeightUpdate, destinations: Mapping[str, torch.Tensor],
 
     Raises `EngineFailure` for an unknown or missing name, a wrong shape, a name that comes twice, or shared memory that is not.
     """
-    if update.kind not in ("full", "adapter"):
-        raise EngineFailure(f"weight update {update.version}: expected all weights or adapters, got {update.kind!r}")
+    check_kind(update)
     missing = dict.fromkeys(destinations)
     for piece in update.slices:
         view = destinations.get(piece.name)
-        if view is None:
-            raise EngineFailure(f"weight update {update.version}: the engine has no weight named {piece.name}")
-        if piece.tensor.shape != view.shape or piece.offset:
-            raise EngineFailure(
-                f"weight update {update.version}: {piece.name} has shape {tuple(piece.tensor.shape)} at offset "
-                f"{piece.offset}, the engine expects {tuple(view.shape)}"
-            )
+        if view is None or piece.tensor.shape != view.shape or piece.offset:
+            raise misfit(piece, view, update.version)
         if piece.name not in missing:
             raise EngineFailure(f"weight update {update.version}: {piece.name} arrived twice")
         del missing[piece.name]
@@ -42,9 +36,27 @@ def apply_update(update: WeightUpdate, destinations: Mapping[str, torch.Tensor],
                 f"weight update {update.version}: {piece.name} is not in the memory that trainer and engine share; something"
                 " gave one of them another tensor since the run began"
             )
+    check_all_there(missing, update.version)
+
+
+def check_kind(update: WeightUpdate) -> None:
+    if update.kind not in ("full", "adapter"):
+        raise EngineFailure(f"weight update {update.version}: expected all weights or adapters, got {update.kind!r}")
+
+
+def misfit(piece: WeightSlice, view: torch.Tensor | None, version: int) -> EngineFailure:
+    if view is None:
+        return EngineFailure(f"weight update {version}: the engine has no weight named {piece.name}")
+    return EngineFailure(
+        f"weight update {version}: {piece.name} has shape {tuple(piece.tensor.shape)} at offset {piece.offset}, the engine"
+        f" expects {tuple(view.shape)}"
+    )
+
+
+def check_all_there(missing: Collection[str], version: int) -> None:
     if missing:
         raise EngineFailure(
-            f"weight update {update.version}: {len(missing)} weights did not arrive, first {next(iter(missing))}"
+            f"weight update {version}: {len(missing)} weights did not arrive, first {next(iter(missing))}"
         )
 
 
@@ -68,6 +80,13 @@ def take(update: WeightUpdate, memory: Memory, mode: str, base: int) -> tuple[in
         for tensor in memory.adapters.values():
             tensor.zero_()
         return prove(update, memory.destinations, mode), update.version
+    check_base(update, memory, base)
+    apply_update(update, memory.adapters, "fp32")
+    return prove(update, memory.adapters, "fp32"), base
+
+
+def check_base(update: WeightUpdate, memory: Memory, base: int) -> None:
+    """Raises `EngineFailure` unless these adapters can stand beside the weights `base`."""
     if not memory.adapters:
         raise EngineFailure(f"weight update {update.version}: this engine was opened without adapters (train.lora)")
     if base < 0 or update.base_version != base:
@@ -75,8 +94,6 @@ def take(update: WeightUpdate, memory: Memory, mode: str, base: int) -> tuple[in
             f"weight update {update.version}: its adapters belong to weights {update.base_version}, the engine has"
             f" {base if base >= 0 else 'none that are proven'}"
         )
-    apply_update(update, memory.adapters, "fp32")
-    return prove(update, memory.adapters, "fp32"), base
 
 
 def prove(update: WeightUpdate, held: Mapping[str, torch.Tensor], mode: str) -> int:
@@ -86,31 +103,35 @@ def prove(update: WeightUpdate, held: Mapping[str, torch.Tensor], mode: str) -> 
     Raises `EngineFailure` naming the first weight that is not there as the publisher wants it.
     """
     for piece in () if update.shared else update.slices:
-        if update.mode != mode:
-            piece = _restated(piece, update, mode)
-        if held_checksum(piece.name, held[piece.name], mode) == piece.checksum:
-            continue
-        if update_checksum(piece.name, piece.tensor, mode) != piece.checksum:
-            raise EngineFailure(f"weight update {update.version}: {piece.name} arrived with a wrong checksum")
-        if not bool(torch.isfinite(piece.tensor).all()):
-            raise EngineFailure(
-                f"weight update {update.version}: {piece.name} is not finite; the weights have diverged"
-            )
+        prove_piece(piece, held[piece.name], update, mode)
+    return check_total(sum(piece.checksum for piece in update.slices), update.checksum, update.version)
+
+
+def prove_piece(piece: WeightSlice, held: torch.Tensor, update: WeightUpdate, mode: str) -> None:
+    if update.mode != mode:
+        piece = _restated(piece, update, mode)
+    if held_checksum(piece.name, held, mode, piece.offset) == piece.checksum:
+        return
+    if update_checksum(piece.name, piece.tensor, mode, piece.offset) != piece.checksum:
+        raise EngineFailure(f"weight update {update.version}: {piece.name} arrived with a wrong checksum")
+    if not bool(torch.isfinite(piece.tensor).all()):
+        raise EngineFailure(f"weight update {update.version}: {piece.name} is not finite; the weights have diverged")
+    raise EngineFailure(
+        f"weight update {update.version}: the engine's memory of {piece.name} is not what was published, rounded to"
+        f" {mode}; its load skipped, misplaced or changed it"
+    )
+
+
+def check_total(total: int, expected: int, version: int) -> int:
+    if total & MASK != expected:
         raise EngineFailure(
-            f"weight update {update.version}: the engine's memory of {piece.name} is not what was published, rounded to"
-            f" {mode}; its load skipped, misplaced or changed it"
+            f"weight update {version}: its slices have checksum {total & MASK:016x}, expected {expected:016x}; publish again"
         )
-    total = sum(piece.checksum for piece in update.slices) & MASK
-    if total != update.checksum:
-        raise EngineFailure(
-            f"weight update {update.version}: its slices have checksum {total:016x}, expected {update.checksum:016x};"
-            " publish again"
-        )
-    return total
+    return expected
 
 
 def _restated(piece: WeightSlice, update: WeightUpdate, mode: str) -> WeightSlice:
     """The slice with the checksum of what `mode` makes of it, for an update that does not know this engine's mode."""
-    if update_checksum(piece.name, piece.tensor, update.mode) != piece.checksum:
+    if update_checksum(piece.name, piece.tensor, update.mode, piece.offset) != piece.checksum:
         raise EngineFailure(f"weight update {update.version}: {piece.name} arrived with a wrong checksum")
-    return replace(piece, checksum=update_checksum(piece.name, piece.tensor, mode))
+    return replace(piece, checksum=update_checksum(piece.name, piece.tensor, mode, piece.offset))

@@ -16,6 +16,7 @@ from rollkeel.engines.local import LocalEngine
 from rollkeel.engines.open import check_engine, open_engine
 from rollkeel.errors import BadInput
 from rollkeel.loop.feeds import Budgeted, Feed, Lagged, Overlapped, Sampler, Whole
+from rollkeel.loop.machines import Machines
 from rollkeel.loop.play import gather as gathered
 from rollkeel.loop.run import HeldOut, Run
 from rollkeel.models.adapters import named_adapters
@@ -42,7 +43,6 @@ from rollkeel.sync.publish import DirectPublisher
 from rollkeel.sync.shared import two_copies
 from rollkeel.tasks.source import Problems, PromptSource, problems_of
 from rollkeel.train.probe import SequenceScorer
-from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import Prompt, Rollout, SamplingParams
 
 EVAL_SEED = 0x5EED
@@ -216,28 +216,28 @@ def _objective_for(config: Config, policy: Policy) -> Objective:
 
 
 def assemble(
-    config: Config, folder: RunFolder, policy: Policy, view: LiveView, stop: StopFlag, engine: Engine | None = None
+    config: Config,
+    folder: RunFolder,
+    policy: Policy,
+    view: LiveView,
+    stop: StopFlag,
+    engine: Engine | None = None,
+    machines: Machines | None = None,
 ) -> Run:
-    """Build every piece of a run on `config.run.device`, with the config's engine or this one; nothing is written."""
-    device = device_of(config)
+    """Build every piece of a run, with the config's engine or this one; nothing is written. `machines`: this process if not given."""
+    if machines is None:
+        from rollkeel.loop.one_process import OneProcess
+
+        machines = OneProcess(config, policy)
     torch.set_num_threads(config.run.threads)
     objective = _objective_for(config, policy)
     source = prompt_source(config, policy, "train")
     held_out = eval_prompts(config, policy)
     with ExitStack() as made:
-        trainer = LocalTrainer(
-            policy,
-            config.train,
-            temperature=config.sampling.temperature,
-            total_updates=config.run.steps * config.train.updates_per_step,
-            device=device,
-            replay_routing=config.rollout.routing == "replay",
-            rounding=config.experiment.rounding,
-            parity=config.run.parity,
-        )
+        trainer = machines.trainer()
         made.callback(trainer.close)
         if engine is None:
-            engine, apart = own_engine(config, policy, folder, device)
+            engine, apart = machines.engine(folder)
         else:
             apart = "the engine was made elsewhere"
         made.callback(engine.close)
@@ -251,7 +251,8 @@ def assemble(
             eval_prompts=held_out,
             engine=engine,
             apart=apart,
-            publisher=DirectPublisher([engine], run_probes(config, policy, source), shared=not apart),
+            machines=machines,
+            publisher=machines.publisher(engine, run_probes(config, policy, source), shared=not apart),
             trainer=trainer,
             objective=objective,
             grader=sampler.grader,

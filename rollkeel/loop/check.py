@@ -27,6 +27,10 @@ def validate(config: Config) -> None:
             f" train.kl_in=loss, or one of {', '.join(PLAIN)}"
         )
     resolve_device(config.run.device)
+    if config.clustered:
+        from rollkeel.cluster.check import check_cluster
+
+        check_cluster(config)
     check_engine(config.engine, sampling_params(config, ()))
     _check_sets(config)
     if config.train.lora.rank and config.engine.kind != "local":
@@ -165,7 +169,7 @@ def _check_memory(config: Config) -> None:
 
 
 def _validate_async(config: Config) -> None:
-    if config.engine.kind == "local" and config.engine.processes == 0:
+    if config.engine.kind == "local" and config.engine.processes == 0 and not config.clustered:
         raise BadInput(
             "engine.processes: expected at least 1 with run.loop=async, got 0; an engine in the trainer's process cannot"
             " sample while it trains"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -21,13 +22,13 @@ from rollkeel.loop.assemble import (
     sampling_params,
 )
 from rollkeel.loop.check import validate
+from rollkeel.loop.machines import Machines
 from rollkeel.loop.run import Run
 from rollkeel.loop.steps import train as train_steps
-from rollkeel.loop.warm_start import warm_start, warm_start_key
-from rollkeel.models.loading import Policy, quiet_transformers, save_policy
-from rollkeel.models.numerics import precision
+from rollkeel.loop.warm_start import warm_start_key
+from rollkeel.models.loading import quiet_transformers
 from rollkeel.objectives.described import in_words
-from rollkeel.record.checks import tell, too_small, unreached, untold
+from rollkeel.record.checks import tell, untold
 from rollkeel.record.live import LiveView
 from rollkeel.record.run_config import changes_on_resume, nothing_to_do
 from rollkeel.record.runfolder import RunFolder
@@ -99,23 +100,20 @@ def _begin(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) ->
     odd = ""
     for part in getattr(problems, "parts", [problems]):
         odd = trial(part, config.reward.graders, sampling_params(config, ()), warm_start=warm) or odd
-    policy = _policy(config)
-    eval_prompts(config, policy)
-    further_evaluations(config, policy)
-    prompt_source(config, policy, "train", problems).prompts(range(config.rollout.prompts))
-    if config.alarms.on_alarm != "off":
-        found = too_small([p for p in policy.model.parameters() if p.requires_grad], config.train.lr)
-        tell([*untold(odd), *found, *unreached(policy.model)], folder.events, view.note)
-    if warm:
-        kept = Unfinished(folder.warm_start, warm_start_key(config))
-        warm_start(policy, config, view, stop, folder.events, kept)
-        kept.remove()
-    run = assemble(config, folder, policy, view, stop)
-    try:
-        run.track(None)
-        _reinforce(run, 0)
-    finally:
-        run.close()
+    with closing(_machines(config, folder, view)) as machines:
+        policy = machines.policy
+        eval_prompts(config, policy)
+        further_evaluations(config, policy)
+        prompt_source(config, policy, "train", problems).prompts(range(config.rollout.prompts))
+        if config.alarms.on_alarm != "off":
+            tell([*untold(odd), *machines.findings()], folder.events, view.note)
+        if warm:
+            kept = Unfinished(folder.warm_start, warm_start_key(config))
+            machines.warm_start(view, stop, folder.events, kept)
+            kept.remove()
+        with closing(assemble(config, folder, policy, view, stop, machines=machines)) as run:
+            run.track(None)
+            _reinforce(run, 0)
 
 
 def _resume(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) -> None:
@@ -136,9 +134,10 @@ def _resume(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) -
         _begin(config, folder, view, stop)
         return
     told = changes_on_resume(folder.config, config, folder.path)
-    policy = _policy(config)
-    run = assemble(config, folder, policy, view, stop)
-    try:
+    with (
+        closing(_machines(config, folder, view)) as machines,
+        closing(assemble(config, folder, machines.policy, view, stop, machines=machines)) as run,
+    ):
         lacking = run.restore(saved)
         for line in [*told, *lacking, *_rewind(folder, saved.step, config, seen)]:
             view.note(line)
@@ -146,13 +145,11 @@ def _resume(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) -
             view.note(nothing_to_do(saved.step, config.run.steps))
             # It was killed after the last checkpoint, before the model was written.
             if not (saved.model.is_dir() and checkpoint.same_files(saved.model, folder.model)):
-                checkpoint.replace_folder(folder.model, lambda path: save_policy(policy, path))
+                checkpoint.replace_folder(folder.model, machines.save_model)
             return
         view.note(f"run folder {folder.path}, resumed at step {saved.step}")
         run.track(saved.step)
         _reinforce(run, saved.step + 1)
-    finally:
-        run.close()
 
 
 def _rewind(folder: RunFolder, step: int, config: Config, seen: EventLog) -> list[str]:
@@ -174,7 +171,7 @@ def _rewind(folder: RunFolder, step: int, config: Config, seen: EventLog) -> lis
 def _reinforce(run: Run, first: int) -> None:
     """RL from step `first`, then the model."""
     events, about = run.folder.events, run.engine.capabilities
-    events.emit("precision", **precision(run.policy.model))
+    events.emit("precision", **run.machines.precision())
     events.emit("engine", name=about.name, dtype=about.dtype, forward=about.forward)
     if run.config.run.parity:
         run.view.note("parity: on, every ratio of fresh tokens must be exactly 1")
@@ -203,14 +200,25 @@ def _reinforce(run: Run, first: int) -> None:
         if not run.folder.metrics():
             raise
         raise RunStopped(str(error)) from error  # what was done before is kept, and the run can go on from it
-    checkpoint.replace_folder(run.folder.model, lambda path: save_policy(run.policy, path))
+    checkpoint.replace_folder(run.folder.model, run.machines.save_model)
     _last_word(run)
 
 
-def _policy(config: Config) -> Policy:
-    policy = policy_of(config, config.train.lora)
-    check_layers(config.trace.layers, policy.model.config)
-    return policy
+def _machines(config: Config, folder: RunFolder, view: LiveView) -> Machines:
+    if config.clustered:
+        from rollkeel.cluster.machines import RayMachines
+
+        made: Machines = RayMachines(config, folder, view)
+    else:
+        from rollkeel.loop.one_process import OneProcess
+
+        made = OneProcess(config, policy_of(config, config.train.lora))
+    try:
+        check_layers(config.trace.layers, made.policy.model.config)
+    except BaseException:
+        made.close()
+        raise
+    return made
 
 
 def _last_word(run: Run) -> None:

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from rollkeel import advantages, plugins
-from rollkeel.analyzer.record import record_tensors
 from rollkeel.batch.build import TrainingBatch, build_batch, split_by_groups
 from rollkeel.config import Config, TrainConfig
 from rollkeel.loop.assemble import estimator
+from rollkeel.loop.machines import Trainer
 from rollkeel.loop.run import Run
 from rollkeel.objectives import Objective
 from rollkeel.objectives.kl import PLAIN
@@ -30,7 +30,7 @@ from rollkeel.record.routing import flipped_layers, routing_metrics
 from rollkeel.record.updates import merge_updates
 from rollkeel.rewards.shaping import shaped
 from rollkeel.train.scores import Scores
-from rollkeel.train.trainer import LocalTrainer, UpdateOutput
+from rollkeel.train.trainer import UpdateOutput
 from rollkeel.types import Rollout, StepRollouts
 
 TRACED = 2
@@ -47,7 +47,7 @@ class OldScores:
     """Log-probs of the frozen start model."""
 
     def of(self, part: slice) -> dict[str, torch.Tensor | None]:
-        """Arguments of `LocalTrainer.update` for a part of the tokens."""
+        """Arguments of `Trainer.update` for a part of the tokens."""
         old = (None, None) if self.old is None else (self.old.logprobs, self.old.topk_logprobs)
         named = {"old_logprobs": old[0], "old_topk_logprobs": old[1], "ref_logprobs": self.ref}
         return {name: None if value is None else value[part] for name, value in named.items()}
@@ -68,10 +68,9 @@ def learn(run: Run, drawn: StepRollouts, clock: Clock) -> dict[str, float]:
     if chosen:
         version, trace = run.trainer.version, config.trace
         if trace.tensors_every and step % trace.tensors_every == 0:
-            with clock.stage("trace"), run.trainer.computing():
-                about: dict[str, Any] = {"step": step, "version": version, "layers": trace.layers}
-                about["parity"] = config.run.parity
-                record_tensors(run.folder.tensors(step), run.trainer.model, chosen[:TRACED], **about)
+            with clock.stage("trace"):
+                about = {"step": step, "version": version, "layers": trace.layers, "parity": config.run.parity}
+                run.machines.record(run.folder.tensors(step), chosen[:TRACED], about)
         whole = build_batch(chosen, None, objective.aggregate).to(run.trainer.device)
         scores = passes(config.train, objective, run.trainer, whole, len(groups), clock)
         credit, measured = credit_of(config, objective, step, chosen, scores)
@@ -111,7 +110,7 @@ def credited(
 
 
 def passes(
-    train: TrainConfig, objective: Objective, trainer: LocalTrainer, whole: TrainingBatch, updates: int, clock: Clock
+    train: TrainConfig, objective: Objective, trainer: Trainer, whole: TrainingBatch, updates: int, clock: Clock
 ) -> OldScores:
     """Compute old and reference log-probs of the batch, only if the objective or KL needs them."""
     needs, in_reward = objective.needs, train.kl_in == "reward" and train.kl_coefficient > 0
@@ -127,7 +126,7 @@ def passes(
     return OldScores(old=old, ref=ref)
 
 
-def kl_to_start(trainer: LocalTrainer, rollouts: Sequence[Rollout], outputs: Sequence[UpdateOutput]) -> float:
+def kl_to_start(trainer: Trainer, rollouts: Sequence[Rollout], outputs: Sequence[UpdateOutput]) -> float:
     """KL to the start model where the step's batch begins with `rollouts`: some show it, and cost less."""
     ref = trainer.ref_logprobs(build_batch(rollouts, None, "token_mean"))
     seen = torch.cat([o.logprobs for o in outputs])[: len(ref)]
@@ -154,7 +153,7 @@ def credit_of(
 
 
 def update(
-    trainer: LocalTrainer, objective: Objective, parts: Sequence[TrainingBatch], scores: OldScores
+    trainer: Trainer, objective: Objective, parts: Sequence[TrainingBatch], scores: OldScores
 ) -> list[UpdateOutput]:
     """One optimizer update per part."""
     outputs, start = [], 0

@@ -10,7 +10,8 @@ from typing import Any
 from rollkeel.config import Config
 from rollkeel.errors import BadInput
 from rollkeel.loop.feeds import Feed
-from rollkeel.models.loading import Policy, save_policy
+from rollkeel.loop.machines import Machines, Publish, Trainer
+from rollkeel.models.loading import Policy
 from rollkeel.objectives import Objective
 from rollkeel.protocols import Engine, RestingEngine
 from rollkeel.record.alarms import Alarms
@@ -22,10 +23,8 @@ from rollkeel.record.stopping import StopFlag
 from rollkeel.record.trackers import Tracker, open_trackers, text_rows
 from rollkeel.rewards import Graders
 from rollkeel.rollout.episodes import Episodes, Gather
-from rollkeel.sync.publish import DirectPublisher
 from rollkeel.tasks.source import PromptSource
 from rollkeel.train import checkpoint
-from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import Prompt, Rollout, SamplingParams
 
 SHARED = ("step", "consumed", "prompts", "trainer", "objective")
@@ -54,8 +53,10 @@ class Run:
     engine: Engine
     apart: str
     """Why the engine has weights of its own; empty if it computes with the trainer's."""
-    publisher: DirectPublisher
-    trainer: LocalTrainer
+    machines: Machines
+    """Where trainer and engine are."""
+    publisher: Publish
+    trainer: Trainer
     objective: Objective
     grader: Graders
     view: LiveView
@@ -89,8 +90,7 @@ class Run:
     def publish(self) -> dict[str, float]:
         """Bring the trainer's weights to the engine, proven. What the proof measured: `sync/…`, empty for engines without."""
         with self.feed.publishing():
-            trainer = self.trainer
-            told = self.publisher.publish(trainer.named_weights(), trainer.version, trainer.named_adapters())
+            told = self.publisher()
         return {key: value for key, value in told.items() if key.startswith("sync/")}
 
     def state(self, *, feed: bool = True) -> dict[str, Any]:
@@ -107,10 +107,11 @@ class Run:
     def save(self, step: int) -> None:
         """Checkpoint the state after `step`; its metrics row is on disk already."""
 
-        def write(path: Path) -> None:
+        def write(path: Path) -> checkpoint.Written:
             if self.config.checkpoint.every:
-                save_policy(self.policy, path / "model")
+                self.machines.save_model(path / "model")
             checkpoint.save_state(path / "state", {"step": step, **self.state()})
+            return self.machines.save(path)
 
         self.folder.sync_rollouts()
         info = {
@@ -130,10 +131,7 @@ class Run:
         if kept != self.feed.name:
             wanted, got = ("sync with experiment.lag" if n == "lag" else n for n in (self.feed.name, kept))
             raise BadInput(f"checkpoint: expected one of run.loop={wanted}, got one of {got}; resume with it")
-        if "trainer" in state:
-            lacking = self.trainer.load_state_dict(state["trainer"])
-        else:  # saved by ranks, each its part
-            lacking = self.trainer.load(saved.trainer)
+        lacking = self.machines.load(state.get("trainer"), saved.path)
         self.objective.load_state_dict(state["objective"])
         self.feed.consumed = state["consumed"]
         if (order := state.get("prompts")) is not None:

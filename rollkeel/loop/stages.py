@@ -51,6 +51,10 @@ def sft_stage(config: Config, out: Path) -> dict[str, float]:
     _refuse_existing(out)
     if not config.sft.on:
         raise BadInput("sft.steps=0 trains nothing: set sft.steps to 1 or more, or sft.epochs")
+    if config.clustered:
+        raise BadInput(
+            "cluster, train.mesh: rollkeel sft runs in one process, rollkeel train alone over a cluster; leave them out"
+        )
     policy = policy_of(config, config.train.lora)
     kept = Unfinished(out.with_name(f".unfinished-{out.name}"), warm_start_key(config))
     with LiveView() as view, StopFlag(view) as stop:

@@ -96,17 +96,21 @@ def rounded(name: str, tensor: torch.Tensor, mode: str) -> torch.Tensor:
     return tensor if rounder is None or not is_quantised(name, tensor) else rounder(tensor)
 
 
-def update_checksum(name: str, tensor: torch.Tensor, mode: str | None) -> int:
-    """Checksum of the weight `name` as a `WeightUpdate` of `mode` carries it: of what an engine of that mode must hold."""
-    return tensor_checksum(name, tensor) if mode is None else held_checksum(name, rounded(name, tensor, mode), mode)
+def update_checksum(name: str, tensor: torch.Tensor, mode: str | None, offset: int = 0) -> int:
+    """Checksum of the weight `name` as a `WeightUpdate` of `mode` carries it: of what an engine of that mode must hold.
+
+    `tensor`: all of it, or the rows that begin at its element `offset`."""
+    if mode is None:
+        return tensor_checksum(name, tensor, offset)
+    return held_checksum(name, rounded(name, tensor, mode), mode, offset)
 
 
-def held_checksum(name: str, held: torch.Tensor, mode: str) -> int:
+def held_checksum(name: str, held: torch.Tensor, mode: str, offset: int = 0) -> int:
     """Checksum of what an engine of `mode` holds under `name`: `update_checksum` of what it was to hold, if it is that.
 
     A weight that the engine keeps more precisely than its mode (a router's bias) is compared at the mode's precision.
     """
-    return tensor_checksum(name, held, dtype=compute_dtype(mode) if held.is_floating_point() else None)
+    return tensor_checksum(name, held, offset, compute_dtype(mode) if held.is_floating_point() else None)
 
 
 def round_fp8(x: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,8 @@ class LiveView:
         self._times: deque[tuple[int, float]] = deque(maxlen=_WINDOW + 1)
         self._notes: deque[Text] = deque(maxlen=_NOTES)
         self._rewards: list[float] = []
+        self.actors: Callable[[], Mapping[str, str]] = dict
+        """What each actor of a run over a cluster does now, by name; shown where the view redraws."""
 
     def __enter__(self) -> LiveView:
         if self.console.is_terminal:
@@ -123,6 +125,8 @@ class LiveView:
         stages = stage_times(self._metrics)
         if stages:
             parts.append(Text("time  " + "  ".join(f"{name} {duration(s)}" for name, s in stages), style="dim"))
+        if actors := self.actors():
+            parts.append(Text("  ".join(f"{name} {state}" for name, state in actors.items()), style="dim"))
         return Group(*parts, *self._notes)
 
     def _line(self, metrics: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ from rollkeel.record.run_config import CONFIG, EVENTS, changes, digest, foreign_
 
 METRICS, REPORT = "metrics.jsonl", "report.html"
 SCHEDULE = "schedule.jsonl"
-ROLLOUTS, TENSORS, CHECKPOINTS = "rollouts", "tensors", "checkpoints"
+ROLLOUTS, TENSORS, CHECKPOINTS, ACTORS = "rollouts", "tensors", "checkpoints", "actors"
 _STEP_FILE = {ROLLOUTS: re.compile(r"step_(\d{6,})\.parquet"), TENSORS: re.compile(r"step_(\d{6,})\.safetensors")}
 
 
@@ -142,7 +142,7 @@ class RunFolder:
         """Take back a run that `create` made and that never got anywhere: its files, the lock, the folders made for it."""
         for file in (CONFIG, METRICS, EVENTS, SCHEDULE, REPORT, plugins.RECORD):
             (self.path / file).unlink(missing_ok=True)
-        for folder in (self.checkpoints, self.warm_start, self.path / ROLLOUTS, self.path / TENSORS):
+        for folder in (self.checkpoints, self.warm_start, *(self.path / name for name in (ROLLOUTS, TENSORS, ACTORS))):
             shutil.rmtree(folder, ignore_errors=True)
         if self._lock is not None:
             self._lock.release(delete=True)

@@ -18,7 +18,8 @@ from engine_kit import drain, engine_of, model_of, prompts_of, requests_of, resu
 
 from rollkeel.config import EngineConfig
 from rollkeel.engines.local import LocalEngine
-from rollkeel.engines.workers import WorkerEngine, even_shares
+from rollkeel.engines.parts import even_shares
+from rollkeel.engines.workers import WorkerEngine
 from rollkeel.errors import EngineFailure
 from rollkeel.models.names import checkpoint_views
 from rollkeel.protocols import SteppedEngine
@@ -187,8 +188,8 @@ def test_a_killed_worker_fails_its_own_requests_in_the_same_step(workers: Worker
     """Last on purpose: it uses the shared engine up."""
     workers.submit(forced([20, 20, 20, 2]))
     assert workers.advance(1) == []
-    os.kill(workers._workers[0].process.pid, signal.SIGKILL)
-    workers._workers[0].process.join()
+    os.kill(workers.parts[0].process.pid, signal.SIGKILL)
+    workers.parts[0].process.join()
     ended = workers.advance(1)
     assert [(s.request_id, s.status) for s in ended] == [
         (0, Status.ENGINE_FAILURE),

@@ -48,7 +48,7 @@ def publish(engine: WorkerEngine, model: Any, version: int) -> None:
 
 def test_ctrl_c_while_workers_start_is_the_callers(engine: WorkerEngine, interrupted_at_birth: list[int]) -> None:
     assert engine.capabilities
-    assert interrupted_at_birth == [w.process.pid for w in engine._workers]
+    assert interrupted_at_birth == [w.process.pid for w in engine.parts]
 
 
 def test_same_tokens_as_in_process_and_bit_identical_twice(engine: WorkerEngine, model: Any) -> None:
@@ -114,7 +114,7 @@ def test_update_and_interrupt_in_flight(engine: WorkerEngine, model: Any) -> Non
 
 def test_shared_memory_has_no_name_that_a_kill_could_leave_behind(engine: WorkerEngine, model: Any) -> None:
     publish(engine, model, 8)
-    for pid in (os.getpid(), *(w.process.pid for w in engine._workers)):
+    for pid in (os.getpid(), *(w.process.pid for w in engine.parts)):
         mapped = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line]
         assert mapped
         assert all(line.endswith("(deleted)") for line in mapped)
@@ -123,7 +123,7 @@ def test_shared_memory_has_no_name_that_a_kill_could_leave_behind(engine: Worker
 def test_a_killed_worker_fails_its_own_requests_only_and_close_leaves_nothing(engine: WorkerEngine, model: Any) -> None:
     """Last on purpose: it uses the shared engine up."""
     publish(engine, model, 9)
-    processes = [w.process for w in engine._workers]
+    processes = [w.process for w in engine.parts]
     engine.submit(requests_of(prompts_of(8), max_new_tokens=400))
     os.kill(processes[0].pid, signal.SIGKILL)
     done = drain(engine)

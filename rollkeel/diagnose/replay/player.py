@@ -126,7 +126,7 @@ class Player:
     def load(self, state: Mapping[str, Any]) -> list[str]:
         """Take `state` over. An objective of another kind begins afresh, which is noted."""
         run, notes = self.run, []
-        run.trainer.load_state_dict(state["trainer"])
+        run.machines.load(state["trainer"])
         run.feed.consumed = state["consumed"]
         if run.feed.name in state:
             run.feed.load_state_dict(state[run.feed.name], step=self.at, version=run.trainer.version)
@@ -211,6 +211,10 @@ class Player:
 
     def _open(self, *, warm: bool = False) -> None:
         config = self.config
+        if config.clustered:
+            raise BadInput(
+                "replay: the run was made over a cluster, whose ranks keep their state in parts; it cannot be replayed yet"
+            )
         policy = policy_of(config, config.train.lora)
         folder = RunFolder(self.scratch, config, None)
         if warm and config.sft.on:
@@ -222,5 +226,5 @@ class Player:
         if self.carries:
             self.run.restore(saved)
             return
-        self.run.trainer.load_state_dict(state["trainer"])
+        self.run.machines.load(state["trainer"])
         self.run.objective.load_state_dict(state["objective"])

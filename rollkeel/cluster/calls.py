@@ -1,0 +1,141 @@
+"""Calls from the controller to all ranks: each with the same arguments, until all have answered or the first has failed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from rollkeel.errors import RunStopped
+
+BEAT_S = 1.0
+"""Between two questions to a rank whether it lives, while it computes."""
+SILENT_S = 60.0
+"""A rank that answers none of them for so long counts as stopped."""
+GRACE_S = 2.0
+"""For the other ranks to tell their error, after the first has told one."""
+CONTROL = "control"
+"""Concurrency group of a rank's second thread."""
+
+
+class Ranks:
+    """Handles of the trainer's ranks, in order. After an error nothing more can be called: ranks may wait for each other."""
+
+    def __init__(self, actors: Sequence[Any], tell: Callable[[tuple[Any, ...]], None]) -> None:
+        """`tell`: is given what a rank says while it computes."""
+        self.actors, self._tell = list(actors), tell
+        self.names = [f"trainer rank {i}" for i in range(len(actors))]
+        """As messages call them; nodes are added when they are known."""
+        self.failed, self.doing = "", ""
+        self._heard = [0.0] * len(actors)
+        self._asked: list[Any] = [None] * len(actors)
+
+    def call(self, what: str, *args: Any, stop: Callable[[], bool] = lambda: False) -> Any:
+        """`Rank.run(what, *args)` on all ranks; the first rank's answer. `stop`: asked while they compute; they are told.
+
+        Raises the first error of a rank, and `RunStopped` naming a rank that died or fell silent."""
+        return self.gather(what, *args, stop=stop)[0]
+
+    def first(self, what: str, *args: Any, stop: Callable[[], bool] = lambda: False) -> Any:
+        """The same on the first rank alone."""
+        return self.gather(what, *args, ranks=[0], stop=stop)[0]
+
+    def gather(
+        self,
+        what: str,
+        *args: Any,
+        ranks: Sequence[int] | None = None,
+        stop: Callable[[], bool] = lambda: False,
+        patience_s: float = 0.0,
+    ) -> list[Any]:
+        """The same with the answers of all. `patience_s`: of ranks that have to start first."""
+        if self.failed:
+            raise RunStopped(f"{self.failed}; resume the run with rollkeel train --resume")
+        asked = range(len(self.actors)) if ranks is None else ranks
+        self.doing = what
+        waiting = {self.actors[i].run.remote(what, *args): i for i in asked}
+        answers: dict[int, Any] = {}
+        errors: list[Exception] = []
+        self._heard, end = [time.monotonic()] * len(self.actors), float("inf")
+        while waiting and time.monotonic() < end:
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=GRACE_S if errors else BEAT_S)
+            for ref in done:
+                rank = waiting.pop(ref)
+                answers[rank], error = self._answer(rank, ref, what)
+                errors += [error] if error is not None else []
+            if errors and end == float("inf"):
+                end = time.monotonic() + GRACE_S
+            if not done and not errors:
+                self._look(list(waiting.values()), what, stop(), max(SILENT_S, patience_s))
+        self._drain(asked)
+        self.doing = ""
+        if errors:
+            self.failed = self.failed or f"{what} failed on the ranks"
+            # A rank whose neighbour died tells of a broken connection; the death says more.
+            raise next((e for e in errors if isinstance(e, RunStopped)), errors[0])
+        return [answers[i] for i in asked]
+
+    def close(self) -> None:
+        """End them."""
+        for actor in self.actors:
+            ray.kill(actor, no_restart=True)
+        self.actors = []
+
+    def _answer(self, rank: int, ref: Any, what: str) -> tuple[Any, Exception | None]:
+        try:
+            value, error = ray.get(ref)
+        except RayActorError as died:
+            return None, self._lost(f"{self.names[rank]} died while it did {what}: {_reason(died)}")
+        except RayError as broke:
+            return None, RunStopped(f"{self.names[rank]}: {what}: {_reason(broke)}")
+        return value, error
+
+    def _lost(self, why: str) -> RunStopped:
+        self.failed = why
+        self._tell(("events", "emit", ("actor_lost",), {"reason": why}))
+        return RunStopped(f"{why}; resume the run with rollkeel train --resume")
+
+    def _look(self, ranks: Sequence[int], what: str, stop: bool, silent_s: float) -> None:
+        """Ask ranks that compute whether they live. Raises `RunStopped` for one that has been silent too long."""
+        now = time.monotonic()
+        for rank in ranks:
+            if self._asked[rank] is not None and ray.wait([self._asked[rank]], timeout=0)[0]:
+                self._say(rank)
+                self._heard[rank] = now
+            if self._asked[rank] is None:
+                status = self.actors[rank].status.options(concurrency_group=CONTROL)
+                self._asked[rank] = status.remote(stop)
+            if now - self._heard[rank] > silent_s:
+                raise self._lost(f"{self.names[rank]} has said nothing for {silent_s:g} s while it did {what}")
+
+    def _say(self, rank: int) -> None:
+        ref, self._asked[rank] = self._asked[rank], None
+        try:
+            for said in ray.get(ref):
+                self._tell(said)
+        except RayError:
+            return  # it died: its call says so
+
+    def _drain(self, ranks: Sequence[int]) -> None:
+        """Hear what was said last."""
+        for rank in ranks:
+            if self._asked[rank] is None:
+                continue
+            if ray.wait([self._asked[rank]], timeout=GRACE_S)[0]:
+                self._say(rank)
+                status = self.actors[rank].status.options(concurrency_group=CONTROL)
+                self._asked[rank] = status.remote()
+                if ray.wait([self._asked[rank]], timeout=GRACE_S)[0]:
+                    self._say(rank)
+
+
+def _reason(error: Exception) -> str:
+    """What Ray says about it, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = next(
+        (line for line in lines if line.startswith(("The actor", "The node", "Worker"))), lines[0] if lines else ""
+    )
+    return f"{type(error).__name__}" + (f" ({told[:160]})" if told else "")

@@ -1,0 +1,386 @@
+"""Engines as Ray actors, behind the same protocol as worker processes and with the same bits.
+
+    ActorEngine (controller) ── send ──▶ EngineActor: inbox ─▶ thread: LocalEngine, one decode step at a time
+             ▲───────── send, take ◀──── outbox ◀─ answers, segments, errors ─┘        ▲
+    trainer's first rank ───────────────────────────── buckets of weights ─────────────┘
+
+Ray starts calls of one actor in any order, and answers them so. Messages carry numbers on both ways: what arrives, and in which
+order, is then what a pipe would bring. What is said stands in `engines.parts`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayError
+
+from rollkeel.cluster import logs
+from rollkeel.cluster.stream import BUCKET_BYTES, Layout, Sink, send, unpacked
+from rollkeel.config import EngineConfig
+from rollkeel.engines.intake import Intake
+from rollkeel.engines.open import open_engine
+from rollkeel.engines.parts import Part, PartedEngine, serve, unknown
+from rollkeel.errors import BadInput, EngineFailure, RollkeelError
+from rollkeel.host import keep_freed_memory
+from rollkeel.protocols import RestingEngine
+from rollkeel.types import Proof, WeightUpdate
+
+BEAT_S = 1.0
+"""Longest silence of an actor that decodes on its own; a fifth of its deadline where that is shorter."""
+CLOSE_S = 5.0
+_CALLS = 8
+"""That an actor answers at one time: a `take` may be under way, buckets and messages come beside it."""
+
+
+Said = tuple[int, list[bytes]]
+"""Messages that nobody has taken yet, and the number of the first of them, counted from 0."""
+
+
+class EngineActor:
+    """One engine in a process of its own, in a thread that the methods pass messages to."""
+
+    def __init__(self, hf_config: Any, config: EngineConfig, options: Mapping[str, Any]) -> None:
+        """`options`: of `open_engine`."""
+        logs.write_there()
+        self._channel = _Channel(min(BEAT_S, config.deadline_s / 5))
+        self._held: dict[int, Any] = {}
+        self._next, self._order = 0, threading.Lock()
+        arguments = (self._channel, hf_config, config, dict(options))
+        threading.Thread(target=_live, args=arguments, daemon=True, name="engine").start()
+
+    def send(self, number: int, message: bytes) -> Said:
+        """Message `number`, counted from 0; one that overtook another waits for it. Returns what was said up to its answer."""
+        with self._order:
+            self._held[number] = pickle.loads(message)
+            while self._next in self._held:
+                self._channel.inbox.put(self._held.pop(self._next))
+                self._next += 1
+        return self._channel.said(number)
+
+    def take(self) -> Said:
+        """Waits for something to be said. Nothing: the engine decodes, and lives."""
+        return self._channel.said(None)
+
+    def bucket(self, attempt: int, layout: Layout, data: Sequence[Any]) -> str:
+        """Write a bucket of publication `attempt`; returns why it was refused, or nothing."""
+        done = Future[str]()
+        self._channel.inbox.put(_Bucket(attempt, layout, data, done))
+        return done.result()
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    attempt: int
+    layout: Layout
+    data: Sequence[Any]
+    done: Future[str]
+
+
+class _Channel:
+    """The engine's end: what it reads, and what it has said and nobody has taken yet."""
+
+    def __init__(self, beat_s: float) -> None:
+        """`beat_s`: longest silence of an engine that decodes on its own."""
+        self.inbox: queue.Queue[Any] = queue.Queue()
+        self._beat_s = beat_s
+        self.weights: _Weights | None = None
+        self.answers, self.beat = -1, False
+        """How many messages have been answered; the first answer is to none. Whether a sign of life is due."""
+        self._outbox: list[bytes] = []
+        self._taken, self._ended = 0, False
+        self._last, self._more = time.monotonic(), threading.Condition()
+
+    def poll(self, timeout: float, /) -> bool:
+        if time.monotonic() - self._last > self._beat_s:
+            self._tell([], beat=True)
+        return not self.inbox.empty()
+
+    def recv(self) -> Any:
+        message = self.inbox.get()
+        if not isinstance(message, _Bucket):
+            return message
+        assert self.weights is not None
+        message.done.set_result(self.weights.take(message))
+        return None
+
+    def send(self, message: Any, /) -> None:
+        self._tell([pickle.dumps(message)], answers=message[0] in ("answer", "error"), ended=message[0] == "gone")
+
+    def said(self, number: int | None) -> Said:
+        """What is in the outbox, once message `number` is answered; without one, once there is anything."""
+
+        def enough() -> bool:
+            return self._ended or (self.beat or bool(self._outbox) if number is None else self.answers > number)
+
+        with self._more:
+            self._more.wait_for(enough)
+            first, said, self._outbox, self.beat = self._taken, self._outbox, [], False
+            self._taken += len(said)
+        return first, said
+
+    def _tell(self, messages: list[bytes], answers: bool = False, ended: bool = False, beat: bool = False) -> None:
+        with self._more:
+            self._outbox += messages
+            self.answers += answers
+            self.beat, self._ended, self._last = beat, self._ended or ended, time.monotonic()
+            self._more.notify_all()
+
+
+class _Weights:
+    """The engine's side of a publication: `begin`, buckets, `finish`. Until the last one nothing is served."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._attempt, self._newest = 0, -1
+        self._intake: Intake | None = None
+        self._refusal = "nothing was announced"
+
+    def act(self, engine: Any, message: tuple[Any, ...]) -> Any:
+        if message[0] == "begin":
+            return self._begin(*message[1:])
+        if message[0] == "finish":
+            return self._finish(*message[1:])
+        if message[0] != "rest":
+            raise unknown(message)
+        if isinstance(engine, RestingEngine):
+            engine.rest()
+        return True
+
+    def take(self, bucket: _Bucket) -> str:
+        """Write and prove a bucket. Returns why not, or nothing."""
+        if bucket.attempt != self._attempt:
+            return f"weights: a bucket of publication {bucket.attempt} arrived in publication {self._attempt}"
+        if self._intake is None:
+            return self._refusal
+        try:
+            self._intake.take(unpacked(bucket.layout, bucket.data))
+        except RollkeelError as error:
+            self._intake, self._refusal = None, str(error)
+            return self._refusal
+        return ""
+
+    def _begin(self, attempt: int, head: WeightUpdate) -> bool:
+        self._intake, self._attempt, self._refusal = None, attempt, f"weight update {head.version}: was refused"
+        engine = self._engine
+        intake = Intake(head, engine.memory, engine.capabilities.dtype, engine.retire())
+        if head.version < self._newest:
+            raise EngineFailure(
+                f"weight update {head.version}: expected version {self._newest}, which this engine had, or a later one"
+            )
+        self._intake, self._newest = intake, head.version
+        return True
+
+    def _finish(self, attempt: int, checksum: int) -> Proof:
+        intake, self._intake = self._intake, None
+        if attempt != self._attempt:
+            raise EngineFailure(f"weights: publication {self._attempt} is under way, not publication {attempt}")
+        if intake is None:
+            raise EngineFailure(self._refusal)
+        self._refusal = f"weight update {self._newest}: was already finished"
+        return self._engine.serve(self._newest, *intake.finish(checksum))
+
+
+def _live(channel: _Channel, hf_config: Any, config: EngineConfig, options: dict[str, Any]) -> None:
+    """The thread of an actor's engine. Whatever ends it is the last thing that it says."""
+    end = "was closed"
+    try:
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # weights are only read from there
+        keep_freed_memory()
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
+        channel.send(("here", (node, os.getpid()), 0))
+        engine = open_engine(hf_config, config, **options)
+        channel.weights = _Weights(engine)
+        serve(engine, channel, channel.weights.act)
+    except RollkeelError as error:
+        channel.send(("error", error, 0))
+        end = "ended with that error"
+    except BaseException as error:
+        traceback.print_exc()
+        end = f"died of {type(error).__name__}: {error}".splitlines()[0]
+    channel.send(("gone", end, 0))
+
+
+# -- the controller's side ---------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class _Actor(Part):
+    handle: Any
+    sent: int = 0
+    calls: list[ray.ObjectRef] = field(default_factory=list)
+    """Under way; all of them return what the engine says."""
+    taking: ray.ObjectRef | None = None
+    """That of them which is a `take`."""
+    came: dict[int, bytes] = field(default_factory=dict)
+    """What it said, by number, and was not received yet."""
+    received: int = 0
+    heard: float = field(default_factory=time.monotonic)
+    end: str = "was killed"
+    place: tuple[str, int] = ("", 0)
+    """Its node's address and its process, once it has told them."""
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        self.calls.append(self.handle.send.remote(self.sent, pickle.dumps(message)))
+        self.sent += 1
+
+    def listen(self) -> None:
+        """Have a `take` under way, as is needed for what is no answer."""
+        if self.taking is None:
+            self.taking = call = self.handle.take.remote()
+            self.calls.append(call)
+            self.heard = time.monotonic()  # nobody listened before
+
+    @property
+    def waits(self) -> bool:
+        """True if a message is here."""
+        return self.received in self.came
+
+    def ready(self, timeout_s: float) -> bool:
+        if self.waits:
+            return True
+        if not self.calls:
+            self.listen()
+        return bool(ray.wait(self.calls, num_returns=1, timeout=timeout_s)[0])
+
+    def receive(self) -> tuple[str, Any, int] | None:
+        if not self.waits:
+            self._collect()
+        if not self.waits:
+            return None
+        message = pickle.loads(self.came.pop(self.received))
+        self.received += 1
+        if message[0] == "here":
+            node, process = message[1]
+            address = next((n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node), node)
+            self.place = address, process
+            self.name = f"actor {self.index} (node {address}, process {process})"
+            return None
+        if message[0] == "gone":
+            self.end = message[1]
+            raise EOFError
+        return message
+
+    def _collect(self) -> None:
+        """Take what a call brought. Raises `EOFError` if the actor died."""
+        (done, *_), _ = ray.wait(self.calls, num_returns=1)
+        self.calls.remove(done)
+        self.taking = None if done == self.taking else self.taking
+        try:
+            first, said = ray.get(done)
+        except RayError as error:
+            self.end = f"died ({type(error).__name__})"
+            raise EOFError from None
+        self.came |= dict(enumerate(said, first))
+        self.heard = time.monotonic()
+
+    def hung(self, deadline_s: float) -> bool:
+        if late := self.free and bool(self.flying) and time.monotonic() - self.heard > deadline_s:
+            self.end = f"said nothing for {deadline_s:g} s and was killed"
+        return late
+
+    def kill(self) -> None:
+        ray.kill(self.handle, no_restart=True)
+
+    def fate(self) -> str:
+        self.kill()
+        return self.end
+
+
+class ActorEngine(PartedEngine[_Actor]):
+    """One engine per actor. Requests of a dead actor come back as `Status.ENGINE_FAILURE`; it is not started again."""
+
+    noun = "engine actor"
+
+    def __init__(
+        self,
+        hf_config: Any,
+        config: EngineConfig,
+        placements: Sequence[Mapping[str, Any]],
+        *,
+        threads: int = 1,
+        **options: Any,
+    ) -> None:
+        """Start the actors; they load in parallel and are waited for at the first use.
+
+        `placements`: Ray's options for each actor, for example `num_cpus` and `scheduling_strategy`. `threads`: of each
+        engine on a CPU. `options`: of every `open_engine`. Raises `BadInput` for an engine that is no embedded one."""
+        if config.kind != "local":
+            raise BadInput(f"engine.kind={config.kind}: actors host the embedded engine alone; set engine.kind=local")
+        super().__init__(int(hf_config.get_text_config().vocab_size), config.deadline_s)
+        self._attempt = 0
+        own = config.model_copy(update={"processes": 0})
+        for index, placement in enumerate(placements):
+            kind: Any = ray.remote(**_options(placement, threads))(EngineActor)
+            handle = kind.remote(hf_config, own, options)
+            self.parts.append(_Actor(index, f"actor {index} (not placed yet)", handle=handle))
+
+    def update_weights(self, update: WeightUpdate) -> Proof:
+        """Send an update whose tensors this process holds, in whole slices; see `publish` for those of others."""
+        head = replace(update, slices=(), checksum=0)
+        return self.publish(head, lambda to: send(update.slices, update, to, BUCKET_BYTES, self._deadline_s))
+
+    def publish(self, head: WeightUpdate, feed: Callable[[Sequence[Sink]], int]) -> Proof:
+        """Serve `head.version` of weights that `feed` sends to the sinks, from wherever they are; it returns their checksum.
+
+        `head`: the update without slices and checksum. Whatever fails, nothing is served until the next publication."""
+        _ = self.capabilities
+        asked = self._living()
+        self._version = -1
+        self._attempt += 1
+        for part in asked:
+            self._send(part, ("begin", self._attempt, head))
+        self._answers(asked, self._deadline_s, "to await weights")
+        checksum = feed([Sink(p.name, p.handle, self._attempt) for p in asked])
+        for part in asked:
+            self._send(part, ("finish", self._attempt, checksum))
+        return self._proven(asked, head.version, "to prove weights")
+
+    def rest(self) -> None:
+        """See `RestingEngine.rest`: every actor whose engine can gives its device away."""
+        asked = self._living()
+        for part in asked:
+            self._send(part, ("rest",))
+        self._answers(asked, self._deadline_s, "to rest")
+
+    def close(self) -> None:
+        living = [p for p in self.parts if not p.dead]
+        for part in living:
+            part.send(("close",))
+        end = time.monotonic() + CLOSE_S
+        for part in living:
+            while not part.dead and part.ready(max(0.0, end - time.monotonic())):
+                self._receive(part)
+            part.kill()
+            part.dead = part.dead or "closed"
+
+    def _wait(self, parts: Sequence[_Actor], timeout_s: float) -> Sequence[_Actor]:
+        for part in parts:
+            part.listen()
+        calls = [call for part in parts for call in part.calls]
+        ready, _ = ray.wait(calls, num_returns=1, timeout=0 if any(p.waits for p in parts) else timeout_s)
+        if ready:
+            ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
+        return [p for p in parts if p.waits or any(call in ready for call in p.calls)]
+
+
+def _options(placement: Mapping[str, Any], threads: int) -> dict[str, Any]:
+    """Ray's options of an actor. It is never started again: it would come back without weights and requests."""
+    given = dict(placement.get("runtime_env") or {})
+    # torch reads these when it is imported.
+    own = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+    environment = {**given, "env_vars": {**own, **given.get("env_vars", {})}}
+    fixed = {"max_concurrency": _CALLS, "max_restarts": 0, "max_task_retries": 0, "runtime_env": environment}
+    return {"num_cpus": 1, **placement, **fixed}

@@ -1,0 +1,175 @@
+"""A run over a Ray cluster, as the loop sees it: implements `rollkeel.loop.machines.Machines`.
+
+controller: the loop, prompts, graders ── calls, numbers per token ──▶ ranks: the trainer
+     │                                                                   │ weights, in buckets
+     └───────── requests, tokens ─────────▶ engines ◀────────────────────┘
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rollkeel.cluster import logs, start
+from rollkeel.cluster.calls import CONTROL, Ranks
+from rollkeel.cluster.check import ranked, refuse_others
+from rollkeel.cluster.engines import ActorEngine
+from rollkeel.cluster.publish import StreamPublisher
+from rollkeel.cluster.ranks import Rank
+from rollkeel.cluster.skeleton import skeleton
+from rollkeel.cluster.trainer import RemoteTrainer
+from rollkeel.config import Config
+from rollkeel.errors import BadInput
+from rollkeel.events import EventLog
+from rollkeel.loop.assemble import device_of
+from rollkeel.loop.machines import Publish
+from rollkeel.protocols import Engine
+from rollkeel.record.checks import Finding, unreached
+from rollkeel.record.live import LiveView
+from rollkeel.record.runfolder import RunFolder
+from rollkeel.record.stopping import StopFlag
+from rollkeel.sync.proof import Probes
+from rollkeel.train.checkpoint import Written, versions
+from rollkeel.train.unfinished import Unfinished
+from rollkeel.types import Rollout
+
+HANDED = ("PYTHONPATH", "ROLLKEEL_CACHE", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "TOKENIZERS_PARALLELISM")
+"""Variables that actors get from this process."""
+
+
+class RayMachines:
+    """Ranks and engines as actors. Weights never come to this process."""
+
+    def __init__(self, config: Config, folder: RunFolder, view: LiveView) -> None:
+        """Start everything and load the start model on the ranks."""
+        self._config = config = ranked(config)
+        self._folder, self._view = folder, view
+        self._gpus = int(device_of(config).type == "cuda")
+        self._trainer: RemoteTrainer | None = None
+        self._told: dict[str, Any] = {}
+        with ExitStack() as made:
+            self.policy = skeleton(config.model)
+            actors = config.train.mesh.size + (config.cluster.engines or 1)
+            if start.connect(config, config.run.threads * actors):
+                made.callback(start.disconnect)
+            self._places = start.Places(config, self._gpus)
+            made.callback(self._places.remove)
+            self._ranks = Ranks(self._actors(), self._say)
+            made.callback(self._ranks.close)
+            self._engine = self._engines()
+            made.callback(self._engine.close)
+            self._meet()
+            self._findings = self._ranks.call("load")
+            view.actors = self.states
+            self._ended = made.pop_all()
+
+    def findings(self) -> list[Finding]:
+        return [*self._findings, *unreached(self.policy.model)]
+
+    def warm_start(self, view: LiveView, stop: StopFlag, events: EventLog, kept: Unfinished) -> None:
+        """On the first rank, as one process does it and with its bits; the others get its weights."""
+        self._ranks.first("warm_start", stop=stop)
+        self._ranks.call("share")
+
+    def trainer(self) -> RemoteTrainer:
+        self._told = self._ranks.call("begin")
+        self._trainer = RemoteTrainer(self._ranks, self._told["padded"], self._config.cluster.deadline_s)
+        return self._trainer
+
+    def engine(self, folder: RunFolder) -> tuple[Engine, str]:
+        _ = self._engine.capabilities  # which waits for them to start
+        for part in self._engine.parts:
+            host, pid = part.place
+            folder.events.emit("actor", name=f"engine-{part.index}", host=host, pid=pid)
+        return self._engine, "engines are actors with memory of their own"
+
+    def publisher(self, engine: Engine, probes: Probes | None, *, shared: bool) -> Publish:
+        assert self._trainer is not None
+        assert engine is self._engine
+        stream, trainer = StreamPublisher(self._engine, self._trainer), self._trainer
+        adapters = self._config.train.lora.rank > 0
+        return lambda: stream.publish(None, trainer.version, adapters)
+
+    def precision(self) -> dict[str, Any]:
+        return self._told["precision"]
+
+    def record(self, path: Path, rollouts: Sequence[Rollout], about: Mapping[str, Any]) -> None:
+        self._ranks.call("record", str(path), ray.put(list(rollouts)), about)
+
+    def save_model(self, folder: Path) -> None:
+        self._ranks.call("save_model", str(folder))
+
+    def save(self, folder: Path) -> Written:
+        return self._ranks.call("save", str(folder))
+
+    def load(self, state: Mapping[str, Any] | None, folder: Path | None = None) -> list[str]:
+        assert self._trainer is not None
+        assert folder is not None  # the state itself says next to nothing
+        return self._trainer.load(str(folder))
+
+    def close(self) -> None:
+        """End every actor; a Ray that was started for this run ends too."""
+        self._view.actors = dict
+        self._ended.close()
+
+    def states(self) -> dict[str, str]:
+        """What every actor does now."""
+        found = {f"trainer-{i}": self._ranks.doing or "idle" for i in range(len(self._ranks.actors))}
+        for part in self._engine.parts:
+            found[f"engine-{part.index}"] = part.dead or (f"{len(part.flying)} requests" if part.flying else "idle")
+        return found
+
+    # -- start ---------------------------------------------------------------------------------------------------------
+
+    def _actors(self) -> list[Any]:
+        config, folder = self._config, str(self._folder.path.resolve())
+        fixed: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {CONTROL: 1}}
+        world = config.train.mesh.size
+
+        def made(rank: int) -> Any:
+            options = {**fixed, **self._surroundings(f"trainer-{rank}"), **self._places.rank(rank)}
+            return ray.remote(**options)(Rank).remote(config, rank, world, folder)
+
+        return [made(rank) for rank in range(world)]
+
+    def _engines(self) -> ActorEngine:
+        config, hf_config = self._config, self.policy.model.config
+        count, device = config.cluster.engines or 1, "cuda" if self._gpus else "cpu"
+        places = [{**self._places.engine(i), **self._surroundings(f"engine-{i}")} for i in range(count)]
+        about = {"device": device, "max_length": None, "lora": self.policy.lora}
+        return ActorEngine(hf_config, config.engine, places, threads=config.run.threads, **about)
+
+    def _surroundings(self, name: str) -> dict[str, Any]:
+        """Ray's option with what the actor `name` needs of this process's environment, wherever it is."""
+        threads = {"OMP_NUM_THREADS": str(self._config.run.threads), "OMP_WAIT_POLICY": "passive"}
+        handed = {key: os.environ[key] for key in HANDED if key in os.environ}
+        return {"runtime_env": {"env_vars": threads | handed | logs.variables(self._folder.path, name)}}
+
+    def _meet(self) -> None:
+        """Look at what the ranks are and let them meet. Raises `BadInput` for one that is not as this process."""
+        ranks, own = self._ranks, versions()
+        for i, about in enumerate(ranks.gather("about", patience_s=self._config.cluster.deadline_s)):
+            ranks.names[i] = f"trainer rank {i} (node {about['host']}, process {about['pid']})"
+            self._folder.events.emit("actor", name=f"trainer-{i}", host=about["host"], pid=about["pid"])
+            refuse_others(ranks.names[i], about["versions"], own)
+            if not about["folder"]:
+                raise BadInput(
+                    f"run.dir: {ranks.names[i]} does not see {self._folder.path.resolve()}; choose a folder on storage that"
+                    " all nodes share"
+                )
+        host, port = ranks.first("address")
+        ranks.call("join", host, port, self._config.cluster.deadline_s)
+        engines = self._config.cluster.engines or 1
+        self._view.note(
+            f"cluster: {len(ranks.actors)} trainer ranks, {engines} engines, {self._config.cluster.placement}"
+        )
+
+    def _say(self, said: tuple[Any, ...]) -> None:
+        """What a rank says to the view or the log of the run."""
+        whom, method, args, named = said
+        getattr(self._view if whom == "view" else self._folder.events, method)(*args, **named)

@@ -1,0 +1,229 @@
+"""One rank of the trainer, in a process of its own: what the controller calls runs on all ranks with the same arguments.
+
+Calls run one at a time in one thread. A second thread answers `status`, so that a rank that is stopped can be told from one
+that is busy.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from rollkeel import plugins
+from rollkeel.analyzer.record import record_tensors
+from rollkeel.cluster import logs, wire
+from rollkeel.config import Config
+from rollkeel.errors import BadInput
+from rollkeel.host import keep_freed_memory
+from rollkeel.loop.assemble import build_objective, device_of
+from rollkeel.loop.machines import trainer_options
+from rollkeel.loop.warm_start import warm_start, warm_start_key
+from rollkeel.models.loading import Policy, load_policy, quiet_transformers
+from rollkeel.models.names import checkpoint_views
+from rollkeel.models.numerics import precision
+from rollkeel.record.checks import too_small
+from rollkeel.train.checkpoint import TRAINER, Written, versions
+from rollkeel.train.mesh import Mesh, join
+from rollkeel.train.sharded import check_ranks
+from rollkeel.train.trainer import LocalTrainer
+from rollkeel.train.unfinished import Unfinished
+from rollkeel.types import Rollout
+
+
+class Answer(NamedTuple):
+    """What a call came to."""
+
+    value: Any = None
+    error: Exception | None = None
+
+
+class Rank:
+    """An actor. `run` is the one method that computes; its first argument names what."""
+
+    def __init__(self, config: Config, rank: int, world: int, folder: str) -> None:
+        """`folder`: of the run."""
+        logs.write_there()
+        keep_freed_memory()
+        self._config, self._rank, self._world, self._folder = config, rank, world, Path(folder)
+        self._told: deque[tuple[Any, ...]] = deque()
+        self._stop = False
+        self._mesh = Mesh()
+        self._objective = build_objective(config)
+        self._policy: Policy | None = None
+        self._trainer: LocalTrainer | None = None
+
+    # -- the second thread ---------------------------------------------------------------------------------------------
+
+    def status(self, stop: bool = False) -> list[tuple[Any, ...]]:
+        """What this rank has to say since the last call: method and arguments of a view or an event log. `stop`: end the warm
+        start at the next safe point."""
+        self._stop = self._stop or stop
+        return [self._told.popleft() for _ in range(len(self._told))]
+
+    # -- the first -----------------------------------------------------------------------------------------------------
+
+    def run(self, what: str, *args: Any) -> Answer:
+        """Do it. Only the first rank has something to say; every rank says what went wrong."""
+        try:
+            value = getattr(self, f"_{what}")(*args)
+            return Answer(value if self._rank == 0 or what == "about" else None)
+        except Exception as error:
+            traceback.print_exc()
+            return Answer(error=error)
+
+    def _about(self) -> dict[str, Any]:
+        """Where this is, and with what."""
+        there = (self._folder / "config.yaml").is_file()
+        return {"host": socket.gethostname(), "pid": os.getpid(), "versions": versions(), "folder": there}
+
+    def _address(self) -> tuple[str, int]:
+        """A free port of this node for the ranks to meet at."""
+        import ray
+
+        node = ray.util.get_node_ip_address()
+        with socket.socket() as found:
+            found.bind((node, 0))
+            return node, found.getsockname()[1]
+
+    def _join(self, host: str, port: int, deadline_s: float) -> None:
+        """Meet the other ranks and take a place in the mesh."""
+        if self._world == 1:
+            return
+        import torch.distributed as dist
+
+        if host.startswith("127."):  # the host's own name may lead to an address that is not there
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        backend = "nccl" if device_of(self._config).type == "cuda" else "gloo"
+        about = {"rank": self._rank, "world_size": self._world, "timeout": timedelta(seconds=deadline_s)}
+        try:
+            dist.init_process_group(backend, init_method=f"tcp://{host}:{port}", **about)
+        except (RuntimeError, ValueError) as error:
+            raise BadInput(
+                f"trainer rank {self._rank}: waited {deadline_s:g} s for {self._world} ranks to meet at {host}:{port}"
+                f" ({str(error).splitlines()[0][:120]})"
+            ) from None
+        self._mesh = join(**self._config.train.mesh.model_dump(), device=device_of(self._config).type)
+
+    def _load(self) -> list[Any]:
+        """The start model. Returns what is wrong with its weights; raises `BadInput` for what does not run on several ranks."""
+        config = self._config
+        torch.set_num_threads(config.run.threads)
+        quiet_transformers()
+        self._policy = load_policy(config.model, device_of(config), lora=config.train.lora)
+        check_ranks(self._mesh, config.train, self._policy, config.experiment.rounding, config.run.parity)
+        return too_small([p for p in self._policy.model.parameters() if p.requires_grad], config.train.lr)
+
+    def _warm_start(self) -> bool:
+        """See `rollkeel.loop.warm_start`; for the first rank alone, whose weights `share` gives to the others."""
+        assert self._policy is not None
+        kept = Unfinished(self._folder / "warm_start", warm_start_key(self._config))
+        view: Any = _Teller(self._told, "view", ("phase", "step", "note", "error"))
+        events: Any = _Teller(self._told, "events", ("emit",))
+        stop: Any = lambda: self._stop  # noqa: E731
+        return warm_start(self._policy, self._config, view, stop, events, kept)
+
+    def _share(self) -> None:
+        """The first rank's weights for all."""
+        assert self._policy is not None
+        if self._world > 1:
+            import torch.distributed as dist
+
+            with torch.no_grad():
+                for tensor in self._policy.model.state_dict().values():
+                    dist.broadcast(tensor, 0)
+
+    def _begin(self) -> dict[str, Any]:
+        """Make the trainer, whose ranks keep their parts of the model. Returns what does not change in a run."""
+        assert self._policy is not None
+        config, device = self._config, device_of(self._config)
+        options = trainer_options(config)
+        self._trainer = LocalTrainer(self._policy, config.train, device=device, mesh=self._mesh, **options)
+        return {"padded": self._trainer.padded, "precision": precision(self._trainer.model)}
+
+    def _score(self, batch: dict[str, Any], experts: bool) -> dict[str, Any]:
+        return wire.scores_out(self._made.score(wire.batch_in(batch), experts=experts))
+
+    def _ref_logprobs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return wire.tensors_out({"logprobs": self._made.ref_logprobs(wire.batch_in(batch))})
+
+    def _update(
+        self, batch: dict[str, Any], state: Mapping[str, Any], tensors: dict[str, Any], flags: Mapping[str, bool]
+    ) -> dict[str, Any]:
+        """An update, with the objective in `state`; what it came to, the objective's state behind it, and the version."""
+        self._objective.load_state_dict(state)
+        told, name = wire.batch_in(batch), self._config.objective.name
+        about: dict[str, Any] = {**wire.tensors_in(tensors), **flags}
+
+        def updated() -> Any:
+            return self._made.update(told, self._objective, **about)
+
+        own = plugins.is_own(name)
+        output = plugins.tried(updated, f"objective.name {name!r}", between=True) if own else updated()
+        return {
+            "output": wire.output_out(output),
+            "objective": self._objective.state_dict(),
+            "version": self._made.version,
+        }
+
+    def _stream(self, head: Any, sinks: Sequence[Any], deadline_s: float) -> int:
+        """Send the weights, or what is trained beside them, to engines."""
+        from rollkeel.cluster.stream import stream
+
+        trainer = self._made
+        pairs = trainer.named_adapters().items() if head.kind == "adapter" else trainer.named_weights()
+        if self._rank == 0:
+            return stream(pairs, head, sinks, deadline_s=deadline_s)
+        deque(pairs, maxlen=0)
+        return 0
+
+    def _record(self, path: str, rollouts: Sequence[Rollout], about: Mapping[str, Any]) -> None:
+        """Write the trainer's tensors of a few rollouts; the first rank holds the whole model for that."""
+        whole = self._whole()
+        if whole is not None:
+            record_tensors(Path(path), whole.model, rollouts, **about)
+
+    def _save_model(self, folder: str) -> None:
+        self._made.save_model(folder)
+
+    def _save(self, folder: str) -> Written:
+        files = self._made.save(Path(folder) / TRAINER)
+        return {f"{TRAINER}/{name}": entry for name, entry in files.items()}
+
+    def _restore(self, folder: str) -> tuple[int, list[str]]:
+        """Version, and lines for people."""
+        parts = Path(folder) / TRAINER
+        lacking = self._made.load(parts if parts.is_dir() else Path(folder) / "state")
+        return self._made.version, lacking
+
+    @property
+    def _made(self) -> LocalTrainer:
+        assert self._trainer is not None  # begun before anything is asked of it
+        return self._trainer
+
+    def _whole(self) -> Policy | None:
+        """The policy with all its weights, on the first rank; elsewhere None. Collective."""
+        assert self._policy is not None
+        if not self._mesh.in_step:
+            return self._policy if self._rank == 0 else None
+        whole = load_policy(self._config.model) if self._rank == 0 else None
+        views = checkpoint_views(whole.model) if whole is not None else {}
+        for name, weight in self._made.named_weights():
+            if whole is not None:
+                views[name].copy_(weight)
+        return whole
+
+
+class _Teller:
+    """Stands in for a view or an event log that is in the controller."""
+
+    def __init__(self, told: deque[tuple[Any, ...]], whom: str, methods: Sequence[str]) -> None:
+        for method in methods:
+            setattr(self, method, lambda *a, _m=method, **k: told.append((whom, _m, a, k)))

@@ -1,0 +1,49 @@
+"""Settings of runs on several ranks and machines: the mesh that trains, and the Ray cluster that carries it."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field
+
+from rollkeel.config_data import Node
+
+
+class MeshConfig(Node):
+    """Ranks that train one model together, see docs/cluster.md; a run has the product of the sizes."""
+
+    replicate: int = Field(default=1, ge=1)
+    """Copies of the model; each trains on its share of the micro-batches."""
+    shard: int = Field(default=1, ge=1)
+    """Parts of each copy: a rank holds one part of parameters, gradients and moments (FSDP2)."""
+    expert: int = Field(default=1, ge=1)
+    """Ranks that hold the experts of every layer together."""
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return math.prod(self.model_dump().values())
+
+
+class ClusterConfig(Node):
+    """Trainer and engines as actors of a Ray cluster (extra `cluster`). Without `address`, `trainers`, `engines` and a mesh a run is
+    one process."""
+
+    address: str | None = None
+    """`HOST:PORT` of a running Ray cluster to join, `auto` for that of the Ray job that runs this; None starts Ray on this machine for
+    the time of the run."""
+    trainers: int | None = Field(default=None, ge=1)
+    """Ranks that train; without a `train.mesh` they shard the model. None takes what the mesh says."""
+    engines: int | None = Field(default=None, ge=1)
+    """Engine actors; None is one."""
+    placement: Literal["colocated", "disaggregated"] = "disaggregated"
+    """`disaggregated` gives ranks and engines places of their own; `colocated` puts engines in the places of ranks, and they take turns
+    (not with `run.loop=async`)."""
+    deadline_s: float = Field(default=600.0, gt=0)
+    """Longest wait of ranks for each other, and of a run for places, actors and weights."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether anything here asks for a cluster."""
+        return any(value is not None for value in (self.address, self.trainers, self.engines))

@@ -1,0 +1,116 @@
+"""Where a run computes: what the loop asks of its trainer, and of the place that trainer and engine are in.
+
+`one_process.py` is this process, and the engine's workers or server. `rollkeel.cluster` is ranks and engines on a Ray cluster: weights
+then never come here, and tensors that do are a step's numbers per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from rollkeel.batch.build import TrainingBatch
+from rollkeel.config import Config
+from rollkeel.events import EventLog
+from rollkeel.models.loading import Policy
+from rollkeel.protocols import Engine
+from rollkeel.record.checks import Finding
+from rollkeel.record.live import LiveView
+from rollkeel.record.runfolder import RunFolder
+from rollkeel.record.stopping import StopFlag
+from rollkeel.sync.proof import Probes
+from rollkeel.train.checkpoint import Written
+from rollkeel.train.scores import Scores
+from rollkeel.train.trainer import UpdateOutput
+from rollkeel.train.unfinished import Unfinished
+from rollkeel.types import Rollout
+
+if TYPE_CHECKING:
+    from rollkeel.objectives import Objective
+
+Publish = Callable[[], Mapping[str, float]]
+"""Bring the trainer's weights to the engine, proven; what that measured."""
+
+
+def trainer_options(config: Config) -> dict[str, Any]:
+    """How `LocalTrainer` is to train a run of `config`, wherever it runs."""
+    return {
+        "temperature": config.sampling.temperature,
+        "total_updates": config.run.steps * config.train.updates_per_step,
+        "replay_routing": config.rollout.routing == "replay",
+        "rounding": config.experiment.rounding,
+        "parity": config.run.parity,
+    }
+
+
+class Trainer(Protocol):
+    """What the loop asks of a trainer: see `LocalTrainer`."""
+
+    device: torch.device
+    """Where the tensors lie that it returns."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def padded(self) -> str: ...
+    def score(self, batch: TrainingBatch, *, experts: bool = False) -> Scores: ...
+    def ref_logprobs(self, batch: TrainingBatch) -> torch.Tensor: ...
+    def update(
+        self,
+        batch: TrainingBatch,
+        objective: Objective,
+        *,
+        old_logprobs: torch.Tensor | None = None,
+        old_topk_logprobs: torch.Tensor | None = None,
+        ref_logprobs: torch.Tensor | None = None,
+        old_is_current: bool = False,
+        experts: bool = False,
+    ) -> UpdateOutput: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+
+class Machines(Protocol):
+    """Makes trainer and engine, and moves weights: between them, to disk and back. `close` ends what it started."""
+
+    policy: Policy
+    """Tokenizer, config and vocabulary of the model; its weights where they lie in this process."""
+
+    def findings(self) -> list[Finding]:
+        """What is wrong with the start weights, before anything is trained."""
+        ...
+
+    def warm_start(self, view: LiveView, stop: StopFlag, events: EventLog, kept: Unfinished) -> None:
+        """See `rollkeel.loop.warm_start`."""
+        ...
+
+    def trainer(self) -> Trainer: ...
+    def engine(self, folder: RunFolder) -> tuple[Engine, str]:
+        """The config's engine, and why it has weights of its own; empty if it computes with the trainer's."""
+        ...
+
+    def publisher(self, engine: Engine, probes: Probes | None, *, shared: bool) -> Publish: ...
+    def precision(self) -> dict[str, Any]:
+        """What decides how the trainer multiplies, for the record."""
+        ...
+
+    def record(self, path: Path, rollouts: Sequence[Rollout], about: Mapping[str, Any]) -> None:
+        """Write what the trainer computes for `rollouts`; `about`: as `record_tensors` takes it."""
+        ...
+
+    def save_model(self, folder: Path) -> None:
+        """Write an ordinary Hugging Face folder, or of adapters PEFT's."""
+        ...
+
+    def save(self, folder: Path) -> Written:
+        """Write to a checkpoint what `Trainer.state_dict` leaves out. Returns its files, as `checkpoint.save` takes them."""
+        ...
+
+    def load(self, state: Mapping[str, Any] | None, folder: Path | None = None) -> list[str]:
+        """Continue from `Trainer.state_dict` and what `save` wrote to the checkpoint `folder`, if it came from one. Returns lines for people: what they lack."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,83 @@
+"""A run in this process, and in the engine's workers or server: no cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollkeel.analyzer.record import record_tensors
+from rollkeel.config import Config
+from rollkeel.events import EventLog
+from rollkeel.loop.assemble import device_of, own_engine
+from rollkeel.loop.machines import Publish, trainer_options
+from rollkeel.loop.warm_start import warm_start
+from rollkeel.models.loading import Policy, save_policy
+from rollkeel.models.numerics import precision
+from rollkeel.protocols import Engine
+from rollkeel.record.checks import Finding, too_small, unreached
+from rollkeel.record.live import LiveView
+from rollkeel.record.runfolder import RunFolder
+from rollkeel.record.stopping import StopFlag
+from rollkeel.sync.proof import Probes
+from rollkeel.sync.publish import DirectPublisher
+from rollkeel.train.checkpoint import TRAINER, Written
+from rollkeel.train.trainer import LocalTrainer
+from rollkeel.train.unfinished import Unfinished
+from rollkeel.types import Rollout
+
+
+class OneProcess:
+    """Everything in this process."""
+
+    def __init__(self, config: Config, policy: Policy) -> None:
+        self.policy, self._config = policy, config
+        self._trainer: LocalTrainer | None = None
+
+    def findings(self) -> list[Finding]:
+        model = self.policy.model
+        found = too_small([p for p in model.parameters() if p.requires_grad], self._config.train.lr)
+        return [*found, *unreached(model)]
+
+    def warm_start(self, view: LiveView, stop: StopFlag, events: EventLog, kept: Unfinished) -> None:
+        warm_start(self.policy, self._config, view, stop, events, kept)
+
+    def trainer(self) -> LocalTrainer:
+        self._trainer = LocalTrainer(
+            self.policy, self._config.train, device=device_of(self._config), **trainer_options(self._config)
+        )
+        return self._trainer
+
+    def engine(self, folder: RunFolder) -> tuple[Engine, str]:
+        return own_engine(self._config, self.policy, folder, device_of(self._config))
+
+    def publisher(self, engine: Engine, probes: Probes | None, *, shared: bool) -> Publish:
+        direct, trainer = DirectPublisher([engine], probes, shared=shared), self._made()
+        return lambda: direct.publish(trainer.named_weights(), trainer.version, trainer.named_adapters())
+
+    def precision(self) -> dict[str, Any]:
+        return precision(self.policy.model)
+
+    def record(self, path: Path, rollouts: Sequence[Rollout], about: Mapping[str, Any]) -> None:
+        trainer = self._made()
+        with trainer.computing():
+            record_tensors(path, trainer.model, rollouts, **about)
+
+    def save_model(self, folder: Path) -> None:
+        save_policy(self.policy, folder)
+
+    def save(self, folder: Path) -> Written:
+        return None
+
+    def load(self, state: Mapping[str, Any] | None, folder: Path | None = None) -> list[str]:
+        if folder is not None and (folder / TRAINER).is_dir():  # saved by ranks, each its part
+            return self._made().load(folder / TRAINER)
+        assert state is not None
+        return self._made().load_state_dict(state)
+
+    def close(self) -> None:
+        pass
+
+    def _made(self) -> LocalTrainer:
+        assert self._trainer is not None  # assembled before anything is asked of it
+        return self._trainer

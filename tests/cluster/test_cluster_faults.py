@@ -1,0 +1,228 @@
+"""Whatever dies, the run says so, leaves nothing that computes, and goes on to the same end.
+
+Matters because a cluster loses machines: a resumed run that differs from the undisturbed one would be another experiment. Real
+processes, killed with SIGKILL, each in a Ray of its own or in one of two nodes on this host. Minutes long. Not covered: a network that is
+cut, several hosts, storage that is lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_kit import TINY, TWO, kill_when, pid_of, run_of
+from tiny_run import assert_same, events, rows, wait_for, weights
+
+from rollkeel.errors import RunStopped
+from rollkeel.loop.job import train
+from rollkeel.recipe import load
+
+pytestmark = pytest.mark.slow
+DEADLINE_S = 120.0
+
+
+def begin(*words: str | Path) -> subprocess.Popen[str]:
+    """`rollkeel train` as a terminal starts it: the first of a process group of its own."""
+    command = [sys.executable, "-m", "rollkeel", "train", *map(str, words)]
+    return subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+
+
+def living(pids: list[int]) -> list[int]:
+    def lives(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        except OSError:
+            return False
+
+    return [pid for pid in pids if lives(pid)]
+
+
+def assert_gone(run: Path) -> None:
+    """No actor of the run computes any more."""
+    pids = [e["pid"] for e in events(run) if e["event"] == "actor"]
+    end = time.monotonic() + 20
+    while living(pids) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert pids
+    assert living(pids) == []
+
+
+def finished(run: Path) -> None:
+    process = begin("--resume", run)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, err) == (0, "")
+    assert_gone(run)
+
+
+def test_a_killed_controller_leaves_nothing_and_the_run_goes_on(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = begin(*TINY, *TWO, f"run.dir={run}")
+    wait_for(run, process, "update", 2)  # type: ignore[arg-type]
+    process.kill()
+    process.communicate(timeout=DEADLINE_S)
+    assert_gone(run)
+    finished(run)
+    assert_same(run, whole)
+
+
+def test_ctrl_c_in_a_terminal_reaches_all_processes_and_ends_with_a_checkpoint(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = begin(*TINY, *TWO, f"run.dir={run}")
+    wait_for(run, process, "rollout", 2)  # type: ignore[arg-type]
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, err.count("\n")) == (130, 1)
+    assert err.startswith("rollkeel: stopped")
+    done = rows(run)[-1]["step"]
+    assert (run / "checkpoints" / f"step_{done:06d}" / "manifest.json").is_file()
+    assert_gone(run)
+    finished(run)
+    assert_same(run, whole)
+
+
+def test_a_killed_engine_is_told_and_the_resumed_run_is_the_undisturbed_one(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    killer = kill_when(run, "engine-0", "update", 2)
+    with pytest.raises(RunStopped, match="engine") as stopped:
+        run_of(run, *TWO)
+    killer.join()
+    assert "\n" not in str(stopped.value)
+    train(load(run / "config.yaml"), resume=run)
+    assert_same(run, whole)
+
+
+def test_a_rank_that_is_stopped_is_told_within_a_deadline(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollkeel.cluster.calls.SILENT_S", 5.0)
+    run = tmp_path / "run"
+
+    def stop() -> None:
+        end = time.monotonic() + DEADLINE_S
+        while time.monotonic() < end and not any(e.get("step") == 2 for e in events(run)):
+            time.sleep(0.02)
+        os.kill(pid_of(run, "trainer-1"), signal.SIGSTOP)
+
+    stopper = threading.Thread(target=stop, daemon=True)
+    stopper.start()
+    with pytest.raises(RunStopped, match=r"trainer rank 1 \(.*\) has said nothing for 5 s while it did"):
+        run_of(run, *TWO)
+    assert_gone(run)
+
+
+def test_twenty_kills_at_random_moments(whole: Path, tmp_path: Path) -> None:
+    """One run that is killed and resumed again and again: any rank, the engine, at any moment after they have started."""
+    steps, draw, run = "run.steps=8", random.Random(20), tmp_path / "run"
+    longer = run_of(tmp_path / "longer", *TWO, steps)
+    fell: list[str] = []
+
+    def killer(name: str, delay_s: float, seen: int) -> None:
+        end = time.monotonic() + DEADLINE_S
+        while time.monotonic() < end:
+            if sum(e["event"] == "actor" and e["name"] == "engine-0" for e in events(run)) > seen:
+                time.sleep(delay_s)
+                if living([pid_of(run, name)]):
+                    os.kill(pid_of(run, name), signal.SIGKILL)
+                    fell.append(name)
+                return
+            time.sleep(0.01)
+
+    for _ in range(20):
+        name = draw.choice(("trainer-0", "trainer-1", "engine-0"))
+        seen = sum(e["event"] == "actor" and e["name"] == "engine-0" for e in events(run))
+        thread = threading.Thread(target=killer, args=(name, draw.uniform(0.0, 4.0), seen), daemon=True)
+        thread.start()
+        try:
+            if (run / "config.yaml").is_file():
+                train(load(run / "config.yaml"), resume=run)
+            else:
+                run_of(run, *TWO, steps)
+        except RunStopped:
+            pass
+        thread.join()
+        if (run / "model").is_dir():  # it came to its end: another one
+            assert_same(run, longer)
+            run = tmp_path / f"run{len(fell)}"
+    print(f"kills: {fell}")
+    assert len(fell) >= 15
+    if run.is_dir():
+        train(load(run / "config.yaml"), resume=run)
+        assert_same(run, longer)
+
+
+def below(parent: int) -> list[int]:
+    """Processes that `parent` started, and those that these did."""
+    told = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True).stdout
+    own = [int(pid) for pid in told.split()]
+    return own + [pid for child in own for pid in below(child)]
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[str]:
+    """The address of a cluster of two nodes of two CPUs each, on the loopback."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--node-ip-address=127.0.0.1"]
+    small = ["--num-cpus=2", f"--object-store-memory={128 << 20}"]
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    quiet = {"env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    head = subprocess.Popen([*ray, "--head", f"--port={port}", "--include-dashboard=false", *small], **quiet)  # type: ignore[call-overload]
+    nodes = [head]
+    try:
+        end = time.monotonic() + DEADLINE_S
+        while time.monotonic() < end:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                time.sleep(0.2)
+        nodes.append(subprocess.Popen([*ray, f"--address=127.0.0.1:{port}", *small], **quiet))  # type: ignore[call-overload]
+        status = [ray[0], "status", f"--address=127.0.0.1:{port}"]
+        while time.monotonic() < end:
+            told = subprocess.run(status, env=environment, capture_output=True, text=True).stdout
+            if "4.0 CPU" in told:
+                break
+        os.environ["RAY_AUTH_MODE"] = "disabled"
+        yield f"127.0.0.1:{port}"
+    finally:
+        del os.environ["RAY_AUTH_MODE"]
+        for node in reversed(nodes):  # not `ray stop`, which ends every cluster of this machine
+            started = [node.pid, *below(node.pid)]
+            node.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                node.wait(20)
+            for pid in living(started):
+                os.kill(pid, signal.SIGKILL)
+            node.wait(20)
+
+
+@pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
+@pytest.mark.parametrize("loop", ["sync", "budgeted", "async"])
+def test_two_nodes(loop: str, placement: str, two_nodes: str, whole: Path, tmp_path: Path) -> None:
+    """Three places do not fit on one node of two CPUs; a colocated run shares two places among two ranks and two engines."""
+    if (loop, placement) == ("async", "colocated"):
+        pytest.skip("refused: tests/cluster/test_cluster_inputs.py")
+    run = tmp_path / "run"
+    words = [f"cluster.address={two_nodes}", f"cluster.placement={placement}", f"run.loop={loop}"]
+    words += {"budgeted": ["rollout.budget.tokens=60", "rollout.budget.capacity=24"]}.get(loop, [])
+    process = begin(*TINY, *TWO, *words, f"run.dir={run}")
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, err) == (0, "")
+    assert_gone(run)
+    assert [row["step"] for row in rows(run)] == [0, 1, 2, 3]
+    if loop == "sync":
+        assert rows(run) == rows(whole)
+        assert weights(run) == weights(whole)

@@ -1,0 +1,78 @@
+"""A run over a cluster is the run of one process, and one that loses an actor goes on as if nothing had happened.
+
+Matters because a rank that trains other numbers, an engine that serves other weights or a checkpoint that lacks a rank's part would not
+be seen in any single metric. Real actors on a local Ray. Not covered: GPUs, several hosts, and what tests marked slow show: two nodes,
+kills of engines and of the controller, kills at random moments.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_kit import ONE, TWO, kill_when, run_of
+from tiny_run import assert_same, events, rows, weights
+
+from rollkeel.errors import BadInput, RunStopped
+from rollkeel.loop.job import train
+from rollkeel.recipe import load
+
+OTHERWISE = ("optimizer/changed_share",)
+"""Measured on a sample of the weights, which is another one where they lie in parts."""
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process."""
+    return run_of(tmp_path_factory.mktemp("alone") / "run")
+
+
+def close(a: Any, b: Any) -> bool:
+    if isinstance(a, list):
+        return all(map(close, a, b))
+    return a == b or (isinstance(a, float) and a == pytest.approx(b, rel=1e-5, abs=2e-6))
+
+
+def test_two_ranks_come_to_the_numbers_of_one_process(alone: Path, whole: Path) -> None:
+    ours, theirs = rows(whole), rows(alone)
+    assert len(ours) == 4
+    assert all(row["optimizer/grad_norm"] > 0 for row in ours[1:])
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.keys() == b.keys()
+        assert [key for key in a if key not in OTHERWISE and not close(a[key], b[key])] == []
+
+
+def test_every_actor_has_a_log_and_a_line(whole: Path) -> None:
+    names = [e["name"] for e in events(whole) if e["event"] == "actor"]
+    assert names == ["trainer-0", "trainer-1", "engine-0"]
+    assert sorted(file.stem for file in (whole / "actors").iterdir()) == sorted(names)
+
+
+def test_a_killed_rank_is_named_and_the_resumed_run_is_the_undisturbed_one(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    killer = kill_when(run, "trainer-1", "update", 2)
+    with pytest.raises(RunStopped, match=r"trainer rank 1 \(node \S+, process \d+\) died while it did .*--resume$"):
+        run_of(run, *TWO)
+    killer.join()
+    assert events(run)[-1]["status"] == "stopped"
+    with pytest.raises(BadInput, match=r"its mesh is .* resume with the same mesh"):
+        train(load(run / "config.yaml", ["cluster.trainers=1"]), resume=run)
+    train(load(run / "config.yaml"), resume=run)
+    assert_same(run, whole)
+
+
+def test_one_rank_and_one_engine_have_the_bits_of_one_process(ray_cluster: None, tmp_path: Path) -> None:
+    words = ["run.loop=budgeted", "rollout.budget.tokens=60", "rollout.budget.capacity=24", "run.steps=2"]
+    alone, run = run_of(tmp_path / "alone", *words), tmp_path / "run"
+    run_of(run, *words, *ONE, "cluster.placement=colocated")
+    assert_same(run, alone)
+
+
+def test_sampling_overlaps_with_training(ray_cluster: None, tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", "run.loop=async", *ONE)
+    assert [row["step"] for row in rows(run)] == [0, 1, 2, 3]
+    assert weights(run)
+    assert max(row["staleness/max"] for row in rows(run)[1:] if "staleness/max" in row) > 0
+    assert json.loads((run / "events.jsonl").read_text().splitlines()[-1])["status"] == "done"
