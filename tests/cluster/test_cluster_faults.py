@@ -7,11 +7,9 @@ cut, several hosts, storage that is lost.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -162,51 +160,30 @@ def test_twenty_kills_at_random_moments(whole: Path, tmp_path: Path) -> None:
         assert_same(run, longer)
 
 
-def below(parent: int) -> list[int]:
-    """Processes that `parent` started, and those that these did."""
-    told = subprocess.run(["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True).stdout
-    own = [int(pid) for pid in told.split()]
-    return own + [pid for child in own for pid in below(child)]
+NODES = """
+import sys
+from ray.cluster_utils import Cluster
+node = {"num_cpus": 2, "node_ip_address": "127.0.0.1", "object_store_memory": 128 << 20}
+cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+cluster.add_node(**node)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
 
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[str]:
-    """The address of a cluster of two nodes of two CPUs each, on the loopback."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--node-ip-address=127.0.0.1"]
-    small = ["--num-cpus=2", f"--object-store-memory={128 << 20}"]
-    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-    quiet = {"env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
-    head = subprocess.Popen([*ray, "--head", f"--port={port}", "--include-dashboard=false", *small], **quiet)  # type: ignore[call-overload]
-    nodes = [head]
-    try:
-        end = time.monotonic() + DEADLINE_S
-        while time.monotonic() < end:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                time.sleep(0.2)
-        nodes.append(subprocess.Popen([*ray, f"--address=127.0.0.1:{port}", *small], **quiet))  # type: ignore[call-overload]
-        status = [ray[0], "status", f"--address=127.0.0.1:{port}"]
-        while time.monotonic() < end:
-            told = subprocess.run(status, env=environment, capture_output=True, text=True).stdout
-            if "4.0 CPU" in told:
-                break
-        os.environ["RAY_AUTH_MODE"] = "disabled"
-        yield f"127.0.0.1:{port}"
-    finally:
-        del os.environ["RAY_AUTH_MODE"]
-        for node in reversed(nodes):  # not `ray stop`, which ends every cluster of this machine
-            started = [node.pid, *below(node.pid)]
-            node.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                node.wait(20)
-            for pid in living(started):
-                os.kill(pid, signal.SIGKILL)
-            node.wait(20)
+    """The address of a cluster of two nodes of two CPUs each, on the loopback; they end with this fixture."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        nodes = subprocess.Popen([sys.executable, "-c", NODES], text=True, **pipes)  # type: ignore[call-overload]
+        assert nodes.stdout is not None
+        try:
+            yield nodes.stdout.readline().strip()
+        finally:
+            nodes.communicate("", timeout=60)
 
 
 @pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
