@@ -19,6 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,7 +43,6 @@ BEAT_S = 1.0
 CLOSE_S = 5.0
 _CALLS = 8
 """That an actor answers at one time: a `take` may be under way, buckets and messages come beside it."""
-
 
 Said = tuple[int, list[bytes]]
 """Messages that nobody has taken yet, and the number of the first of them, counted from 0."""
@@ -77,7 +77,10 @@ class EngineActor:
         """Write a bucket of publication `attempt`; returns why it was refused, or nothing."""
         done = Future[str]()
         self._channel.inbox.put(_Bucket(attempt, layout, data, done))
-        return done.result()
+        while not self._channel.ended:
+            with suppress(TimeoutError):
+                return done.result(BEAT_S)
+        return "weights: the engine has ended"
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class _Channel:
         self.answers, self.beat = -1, False
         """How many messages have been answered; the first answer is to none. Whether a sign of life is due."""
         self._outbox: list[bytes] = []
-        self._taken, self._ended = 0, False
+        self._taken, self.ended = 0, False
         self._last, self._more = time.monotonic(), threading.Condition()
 
     def poll(self, timeout: float, /) -> bool:
@@ -122,7 +125,7 @@ class _Channel:
         """What is in the outbox, once message `number` is answered; without one, once there is anything."""
 
         def enough() -> bool:
-            return self._ended or (self.beat or bool(self._outbox) if number is None else self.answers > number)
+            return self.ended or (self.beat or bool(self._outbox) if number is None else self.answers > number)
 
         with self._more:
             self._more.wait_for(enough)
@@ -134,7 +137,7 @@ class _Channel:
         with self._more:
             self._outbox += messages
             self.answers += answers
-            self.beat, self._ended, self._last = beat, self._ended or ended, time.monotonic()
+            self.beat, self.ended, self._last = beat, self.ended or ended, time.monotonic()
             self._more.notify_all()
 
 
@@ -362,7 +365,8 @@ class ActorEngine(PartedEngine[_Actor]):
         end = time.monotonic() + CLOSE_S
         for part in living:
             while not part.dead and part.ready(max(0.0, end - time.monotonic())):
-                self._receive(part)
+                with suppress(RollkeelError):  # closing must work after a failure too
+                    self._receive(part)
             part.kill()
             part.dead = part.dead or "closed"
 

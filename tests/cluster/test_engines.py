@@ -1,7 +1,7 @@
-"""Engines in Ray actors must be invisible except in where they run: the bits of worker processes, deaths that are reported and
-not waited for, and weights that are all there or not served.
+"""Engines in Ray actors must be invisible except in where they run: the bits of worker processes, and deaths that are reported
+and not waited for.
 
-Real actors and a local Ray. Not covered: several hosts, devices other than a CPU, slices in every mode (test_stream.py).
+Real actors and a local Ray. Not covered: several hosts, devices other than a CPU, weights (test_publications.py, test_stream.py).
 """
 
 from __future__ import annotations
@@ -17,28 +17,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
-from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
 
-from engine_kit import drain, engine_of, model_of, prompts_of, requests_of, run, same
+from engine_kit import drain, engine_of, facts_of, model_of, prompts_of, requests_of, run, same
 
 from rollkeel.cluster.engines import ActorEngine, _Actor
 from rollkeel.cluster.publish import OwnWeights, StreamPublisher
-from rollkeel.cluster.stream import Sink, send, slices_of, stream
-from rollkeel.config import EngineConfig, LoraConfig, ModelConfig
+from rollkeel.config import EngineConfig
 from rollkeel.engines import parts
 from rollkeel.engines.parts import PartedEngine
 from rollkeel.engines.workers import WorkerEngine
 from rollkeel.errors import BadInput, EngineFailure
-from rollkeel.models.adapters import named_adapters, parameters
-from rollkeel.models.loading import load_policy
 from rollkeel.models.names import checkpoint_views
 from rollkeel.protocols import CountedEngine, RestingEngine, SteppedEngine
 from rollkeel.sync.publish import DirectPublisher, full_update
-from rollkeel.types import Request, Segment, Status, WeightUpdate
+from rollkeel.types import Request, Segment, Status
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 CONFIG = EngineConfig(slots=3, deadline_s=60)
@@ -85,36 +80,26 @@ def forced(lengths: Sequence[int], first: int = 0) -> list[Request]:
     ]
 
 
-def facts(segment: Segment) -> tuple[Any, ...]:
-    """All of a segment, its arrays as bytes."""
-    span = vars(segment.span)
-    return (
-        segment.request_id,
-        segment.status,
-        *((k, v.tobytes() if isinstance(v, np.ndarray) else v) for k, v in span.items()),
-    )
-
-
 def script(engine: Any, models: tuple[Any, Any]) -> Iterator[Any]:
     """Everything that a schedule may do, with what it saw."""
     publish(engine, models[0], 10)
     first = run(engine, requests_of(prompts_of(31), max_new_tokens=24))  # they decode on their own
-    yield [facts(first[i]) for i in sorted(first)], engine.shares, engine.steps
+    yield [facts_of(first[i]) for i in sorted(first)], engine.shares, engine.steps
     queue, flying = forced(LENGTHS), 0
     while queue or flying:
         new = [queue.pop(0) for _ in range(min(7 - flying, len(queue)))]
         engine.submit(new)
         ended = engine.advance(1)
         flying += len(new) - len(ended)
-        yield [facts(s) for s in ended], engine.shares, engine.steps, engine.progress()
+        yield [facts_of(s) for s in ended], engine.shares, engine.steps, engine.progress()
     engine.submit(forced([40] * 7), shares=[4, 1, 2])
-    yield [facts(s) for s in engine.advance_each([5, 0, 9])], engine.steps, engine.progress()
+    yield [facts_of(s) for s in engine.advance_each([5, 0, 9])], engine.steps, engine.progress()
     publish(engine, models[1], 11)  # in flight: tokens of both versions in one sequence
-    yield [facts(s) for s in engine.advance_each([2, 3, 4])], engine.steps
+    yield [facts_of(s) for s in engine.advance_each([2, 3, 4])], engine.steps
     engine.interrupt([1, 4])
-    yield [facts(s) for s in engine.advance(3)], engine.steps
+    yield [facts_of(s) for s in engine.advance(3)], engine.steps
     engine.interrupt()
-    yield [facts(s) for s in engine.advance(0)], engine.steps, engine.progress()
+    yield [facts_of(s) for s in engine.advance(0)], engine.steps, engine.progress()
 
 
 def test_the_same_bits_as_worker_processes(actors: ActorEngine, workers: WorkerEngine, models: tuple[Any, Any]) -> None:
@@ -183,159 +168,6 @@ def test_bad_requests_and_a_whole_update_whose_bytes_changed(actors: ActorEngine
     assert (proof.version, proof.checksum) == (41, update.checksum)
     done = run(actors, good)
     assert all(same(done[i].span, expected[i].span) for i in expected)
-
-
-class Wrong(OwnWeights):
-    """A source that makes one mistake."""
-
-    def __init__(self, model: Any, fault: str) -> None:
-        super().__init__(lambda: checkpoint_views(model).items())
-        self.fault = fault
-
-    def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> int:
-        slices, place = list(slices_of(self._weights(), head.mode, 4_000)), 40
-        total = sum(s.checksum for s in slices) % 2**64
-        if self.fault == "dropped slice":
-            del slices[place]
-        elif self.fault == "doubled slice":
-            slices.insert(place, slices[place])
-        elif self.fault == "wrong bytes":
-            slices[place] = replace(slices[place], tensor=slices[place].tensor + 1)
-        elif self.fault == "of an earlier publication":
-            sinks = [replace(s, attempt=s.attempt - 1) for s in sinks]
-        sent = send(slices, head, sinks, BUCKET, 60)
-        return sent if self.fault == "dropped slice" else total + (self.fault == "wrong sum")
-
-
-FAULTS = {
-    "dropped slice": "1 weights did not arrive",
-    "doubled slice": "arrived twice",
-    "wrong bytes": "arrived with a wrong checksum",
-    "of an earlier publication": "a bucket of publication",
-    "wrong sum": "its slices have checksum",
-}
-
-
-def refused(engine: ActorEngine, of: Any, version: int, message: str) -> None:
-    """Publishing fails in one line, and nothing is served afterwards."""
-    with pytest.raises(EngineFailure, match=message) as error:
-        StreamPublisher(engine, of).publish(None, version)
-    assert "\n" not in str(error.value)
-    assert engine.version < 0
-    with pytest.raises(EngineFailure, match="no proven weights"):
-        engine.poll(1.0)
-    with pytest.raises(EngineFailure, match="no proven weights"):
-        engine.advance(1)
-
-
-def test_no_token_is_stamped_with_a_version_whose_stream_went_wrong(
-    actors: ActorEngine, models: tuple[Any, Any]
-) -> None:
-    publish(actors, models[0], 50)
-    actors.submit(forced([3900] * 6))
-    actors.poll(0.0)
-    for version, (fault, message) in enumerate(FAULTS.items(), 51):
-        refused(actors, Wrong(models[1], fault), version, message)
-    publish(actors, models[1], 59)
-    refused(actors, source(models[0]), 58, "expected version 59, which this engine had, or a later one")
-    publish(actors, models[1], 60)
-    actors.advance(1)
-    actors.interrupt()
-    done = drain(actors)
-    assert len(done) == 6
-    assert {v for s in done.values() for v in s.span.versions.tolist()} <= {50, 59, 60}
-    assert {s.span.versions[-1] for s in done.values()} == {60}
-
-
-class Ranks:
-    """A source whose weights are in another actor, as those of a trainer's ranks; after some of them it may die."""
-
-    def __init__(self, model: Any, after: int) -> None:
-        class Rank:
-            def stream(self, pairs: list[Any], head: WeightUpdate, sinks: list[Sink]) -> int:
-                def some() -> Iterator[Any]:
-                    for i, pair in enumerate(pairs):
-                        if i == after:
-                            os._exit(1)
-                        yield pair
-
-                return stream(some(), head, sinks, bucket_bytes=BUCKET, deadline_s=60)
-
-        kind: Any = ray.remote(num_cpus=0)(Rank)
-        self.rank, self.pairs = kind.remote(), [(n, t.clone()) for n, t in checkpoint_views(model).items()]
-
-    def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> int:
-        return ray.get(self.rank.stream.remote(self.pairs, head, list(sinks)), timeout=60)
-
-
-def test_a_source_in_another_actor_sends_past_this_process_and_may_die(
-    actors: ActorEngine, models: tuple[Any, Any]
-) -> None:
-    publish(actors, models[0], 70)
-    expected = run(actors, forced([9] * 6))
-    actors.submit(forced([9] * 6))
-    refused(actors, Ranks(models[1], after=20), 71, r"what sends the weights failed before .* ActorDied")
-    StreamPublisher(actors, Ranks(models[0], after=10_000)).publish(None, 72)
-    done = drain(actors)
-    assert all(same(done[i].span, expected[i].span) for i in expected)
-    assert {v for s in done.values() for v in s.span.versions.tolist()} == {72}
-
-
-def test_adapters_go_the_same_way(ray_cluster: None) -> None:
-    policy = load_policy(ModelConfig(path="preset:tiny-qwen3"), lora=LoraConfig(rank=4))
-    draw = torch.Generator().manual_seed(1)
-    for p in parameters(policy.model).values():
-        p.data += 0.05 * torch.randn(p.shape, generator=draw)
-    options = {"max_length": 96, "lora": policy.lora}
-    engine = ActorEngine(policy.model.config, CONFIG, [{}], device="cpu", **options)
-    adapters = named_adapters(policy.model)
-    own = OwnWeights(lambda: checkpoint_views(policy.model).items(), adapters.items)
-    StreamPublisher(engine, own).publish(None, 3, adapters)
-    here = WorkerEngine(policy.model.config, CONFIG.model_copy(update={"processes": 1}), **options)
-    try:
-        DirectPublisher([here]).publish(checkpoint_views(policy.model).items(), 3, adapters)
-        requests = requests_of(prompts_of(4), max_new_tokens=12)
-        ours, theirs = run(engine, requests), run(here, requests)
-    finally:
-        engine.close()
-        here.close()
-    assert [facts(ours[i]) for i in range(4)] == [facts(theirs[i]) for i in range(4)]
-
-
-def resident(pid: int | str, kind: str) -> int:
-    """Bytes of memory, `RssAnon` of its own or `RssShmem` shared."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(kind))
-
-
-def test_a_publication_needs_some_buckets_and_never_the_model(ray_cluster: None) -> None:
-    """200 MB of weights, which no process but the engine's ever holds, in buckets of 8 MB."""
-    config, bucket, seen = model_of("tiny-qwen3").config, 8 << 20, list[tuple[int, ...]]()
-    config.vocab_size, config.num_hidden_layers = 288, 40
-    config.intermediate_size, config.hidden_size = 2048, 192
-    config.layer_types = ["full_attention"] * 40
-    with torch.device("meta"):
-        shapes = {n: t.shape for n, t in checkpoint_views(AutoModelForCausalLM.from_config(config)).items()}
-    assert 4 * sum(shape.numel() for shape in shapes.values()) > 190 << 20
-    engine = ActorEngine(config, CONFIG, [{}], device="cpu", max_length=32)
-    assert engine.capabilities
-    actor = engine.parts[0].place[1]
-
-    def weights() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, shape in shapes.items():
-            seen.append((resident(actor, "RssAnon"), resident("self", "RssAnon"), resident("self", "RssShmem")))
-            yield name, torch.rand(shape)
-
-    publisher = StreamPublisher(engine, OwnWeights(weights, bucket_bytes=bucket))
-    publisher.publish(None, 0)  # the engine's own memory is touched for the first time, and kernels are compiled
-    second = len(seen)
-    publisher.publish(None, 1)
-    engine.close()
-    of_actor, own, store = np.max(seen[second:], axis=0) - np.array(seen[second])
-    assert of_actor < 2 * bucket
-    assert own < 8 * bucket  # of 24: one that fills, and what the allocator keeps
-    assert store < 4 * bucket
-    assert seen[-1][2] - seen[0][2] < 4 * bucket  # all that was ever in the store at one time
 
 
 def test_what_cannot_be_hosted_or_placed_is_said_in_one_line(

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
 
 from engine_kit import engine_of, model_of, prompts_of, requests_of
 
+from rollkeel.cluster import engines
 from rollkeel.cluster.engines import EngineActor, _Bucket, _Weights
 from rollkeel.cluster.stream import buckets, packed, slices_of, unpacked
 from rollkeel.config import EngineConfig
@@ -254,3 +255,20 @@ def test_messages_that_overtake_each_other_take_effect_in_the_order_of_their_num
     assert answers == [("answer", value, 0) for value in (True, True, True, {0: 0, 2: 0})]
     hear(actor.send, 4, pickle.dumps(("close",)))
     assert said[6] == ("gone", "was closed", 0)
+
+
+def test_a_bucket_does_not_wait_for_an_engine_that_broke(
+    models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(weights: _Weights, bucket: _Bucket) -> str:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(_Weights, "take", broken)
+    monkeypatch.setattr(engines, "BEAT_S", 0.1)
+    actor = EngineActor(models[0].config, EngineConfig(), {"device": "cpu", "max_length": 96})
+    said = list[Any]()
+    while len(said) < 2:
+        said += map(pickle.loads, actor.take()[1])
+    assert actor.bucket(1, [], []) == actor.bucket(1, [], []) == "weights: the engine has ended"
+    assert pickle.loads(actor.take()[1][0]) == ("gone", "died of RuntimeError: no such device", 0)
+    assert "no such device" in capsys.readouterr().err

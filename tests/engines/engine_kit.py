@@ -77,6 +77,16 @@ def same(a: TokenSpan, b: TokenSpan, tolerance: float = 1e-4) -> bool:
     )
 
 
+def facts_of(segment: Segment) -> tuple[Any, ...]:
+    """All of a segment, its arrays as bytes."""
+    span = vars(segment.span)
+    return (
+        segment.request_id,
+        segment.status,
+        *((k, v.tobytes() if isinstance(v, np.ndarray) else v) for k, v in span.items()),
+    )
+
+
 def resumed(request: Request, part: TokenSpan) -> Request:
     return Request(
         id=request.id, prompt_ids=request.prompt_ids, sampling=request.sampling, prefix=request.prefix.append(part)
