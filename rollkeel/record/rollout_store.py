@@ -67,12 +67,11 @@ def write_step(
     """Write all rollouts of one step, atomically.
 
     `train_logprobs` are the trainer's old log-probs (float32), of the weights `train_version` by rollout id, `entropy` of
-    the same distributions (float32, nats), `keep` the product of the objective's masks (bool), `cut` where its clip takes
-    the gradient away (bool), `advantages` float32,
-    `flipped_layers` the MoE layers whose experts differ between engine and trainer (int16, −1 where unknown); a rollout
-    that was not trained on is absent from them and gets null. `piece` turns a token id into the text a person reads, so
-    that the file can be shown without its tokenizer. The file is whole once it has its name, but on disk for certain
-    only after `os.fsync`: a killed process loses nothing, a power cut perhaps the last files.
+    the same distributions (float32, nats), `keep` the product of the objective's masks (bool), `cut` where its clip takes the
+    gradient away (bool), `advantages` float32, `flipped_layers` the MoE layers whose experts differ between engine and trainer
+    (int16, −1 where unknown); a rollout that was not trained on is absent from them and gets null. `piece` turns a token id
+    into the text a person reads, so that the file can be shown without its tokenizer. The file is whole once it has its name,
+    but on disk for certain only after `os.fsync`: a killed process loses nothing, a power cut perhaps the last files.
     Raises `BadInput` if the disk is full, `ValueError` if an array's length is not the response's.
     """
     spans = [rollout.span for rollout in rollouts]
