@@ -49,6 +49,12 @@ _LISTS = {"prompt_token_ids", *_SPAN, "train_logprobs"}
 _LISTS |= {"entropy", "keep", "cut", "advantages", "flipped_layers", "experts", "prompt_experts", "topk_ids"}
 _LISTS |= {"topk_logprobs", "sampled"}
 
+_WRITTEN: dict[str, Any] = {
+    "compression": "lz4",
+    "use_dictionary": [*_STRINGS, "pieces.list.element"],
+    "write_statistics": False,
+}
+
 
 def write_step(
     path: str | Path,
@@ -103,12 +109,7 @@ def write_step(
     if piece is not None:
         columns["pieces"] = _pieces(spans, piece)
     buffer = pa.BufferOutputStream()
-    options: dict[str, Any] = {
-        "compression": "lz4",
-        "use_dictionary": [*_STRINGS, "pieces.list.element"],
-        "write_statistics": False,
-    }
-    pq.write_table(pa.table(columns), buffer, **options)
+    pq.write_table(pa.table(columns), buffer, **_WRITTEN)
     write_atomic(path, buffer.getvalue().to_pybytes(), sync=False)
 
 
