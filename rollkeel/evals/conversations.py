@@ -31,8 +31,6 @@ from rollkeel.tasks.environments.tools import Refused, spoken
 
 STEPS = 20
 """Steps with calls that a turn may have; with one more the conversation is lost."""
-CLASSES = "bfcl_eval"
-"""The package in which the benchmark publishes its classes."""
 _CLASS = re.compile(r"^class (\w+)", re.MULTILINE)
 _PLAYED = f"{__name__}:played"
 
@@ -45,9 +43,14 @@ class Interfaces:
 
     def __init__(self, place: str) -> None:
         """`place`: an installed package, or a folder of files. Raises `BadInput` where neither is there."""
-        folder = Path(place).expanduser()
-        self._package = "" if folder.is_dir() else place
-        self.root = _package_folder(place) if self._package else folder.resolve()
+        spec = importlib.util.find_spec(place) if re.fullmatch(r"\w+", place) else None
+        self._package = place if spec and spec.origin else ""
+        self.root = Path(spec.origin).parent if spec and spec.origin else Path(place).expanduser().resolve()
+        if not self.root.is_dir():
+            raise BadInput(
+                f"{place}: no such package or folder; pip install --no-deps bfcl-eval, or name a folder with the benchmark's "
+                "classes: data.grader_options.classes=FOLDER"
+            )
         self._files: dict[str, list[Path]] = {}
         for file in sorted(self.root.rglob("*.py")):
             for name in _CLASS.findall(file.read_text(encoding="utf-8", errors="replace")):
@@ -85,16 +88,6 @@ class Interfaces:
 def interfaces(place: str) -> Interfaces:
     """`Interfaces`, looked up once."""
     return Interfaces(place)
-
-
-def _package_folder(name: str) -> Path:
-    spec = importlib.util.find_spec(name) if re.fullmatch(r"\w+", name) else None
-    if spec is None or not spec.origin:
-        raise BadInput(
-            f"{name}: no such package or folder; pip install --no-deps {CLASSES.replace('_', '-')}, or name a folder with the "
-            "benchmark's classes: data.grader_options.classes=FOLDER"
-        )
-    return Path(spec.origin).parent
 
 
 # -- one conversation ---------------------------------------------------------------------------------------------------
