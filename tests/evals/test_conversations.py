@@ -280,6 +280,11 @@ def test_what_cannot_be_played_is_refused_in_one_line(folder: Path) -> None:
         BadInput, match=r"row 1: gold call \"take\(open\('x'\)\)\": expected name\(arguments\) with literals alone$"
     ):
         benchmark.load(folder, Options(classes=str(folder)))
+    rows = folder / "BFCL_v3_multi_turn_base.json"
+    rows.write_text(rows.read_text().replace('{"1": ["look"', '{"7": ["look"'))
+    answers.write_text(answers.read_text().replace("take(open('x'))", "take('Emma')"))
+    with pytest.raises(BadInput, match=r"row 2: column 'missed_function': expected turns 0 to 2, got \[7\]$"):
+        benchmark.load(folder, Options(classes=str(folder)))
     config = load(None, [f"eval.sets=[{{benchmark: {NAME}, path: x}}]"])
     with pytest.raises(
         BadInput, match=r"^eval.sets: bfcl_v3_multi_turn is played in turns; use rollkeel eval --benchmark"

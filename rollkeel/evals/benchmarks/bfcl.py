@@ -91,6 +91,8 @@ def conversation(row: Row, number: int, options: Options) -> list[Item]:
     late = {int(turn): list(names) for turn, names in (row.get("missed_function") or {}).items()}
     hidden = {name for names in late.values() for name in names}
     asked = ["\n\n".join(message["content"] for message in turn) for turn in row["question"]]
+    if not set(late) <= set(range(len(asked))):
+        raise ValueError(f"column 'missed_function': expected turns 0 to {len(asked) - 1}, got {sorted(late)}")
     for turn, names in late.items():
         asked[turn] = MORE.format(functions=_shown([f for f in functions if f["name"] in names]))
     gold = [[str(call) for call in calls] for calls in row["ground_truth"]]
