@@ -65,7 +65,7 @@ def test_two_benchmarks_a_table_json_and_a_comparison(
 def test_benchmarks_are_listed_and_described(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = cli(capsys, "benchmarks")
     assert code == 0
-    assert len(out.splitlines()) == 26
+    assert len(out.splitlines()) == 27
     code, out, _ = cli(capsys, "benchmarks", "livecodebench")
     assert code == 0
     assert "test6.jsonl" in out

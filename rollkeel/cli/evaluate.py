@@ -93,8 +93,7 @@ def _loaded(config: Config, benchmark: str, path: list[str], **asked: Any) -> li
         raise BadInput(
             f"--since, --until: expected a date like 2024-08 or 2024-08-01, got {asked['since']}, {asked['until']}"
         ) from None
-    by_judge = options.model_copy(update={"judge": config.data.grader_options})
-    loaded = [b.load(paths.get(b.name), by_judge if b.judged else options) for b in chosen]
+    loaded = [b.load(paths.get(b.name), b.graded_by(options, config.data.grader_options)) for b in chosen]
     for warning in (each.warning for each in loaded if each.warning):
         typer.echo(f"rollkeel: warning: {warning}", err=True)
     return loaded

@@ -24,7 +24,7 @@ def record_of(item: Item, sampled: Sequence[Rollout], greedy: Rollout | None, re
         return {
             "reward": r.reward,
             "status": r.status.value,
-            "tokens": len(r.span),
+            "tokens": r.span.own_count,
             "vote": vote,
             "detail": r.detail,
             "text": r.text,

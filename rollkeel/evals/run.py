@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,19 @@ from rollkeel.evals.benchmarks import Loaded
 from rollkeel.evals.summary import summarize
 from rollkeel.events import write_atomic
 from rollkeel.loop.assemble import EVAL_SEED, open_graders, opened, policy_of, prompt_source, sampling_params
+from rollkeel.loop.play import gathering
 from rollkeel.models.loading import Policy
 from rollkeel.models.names import checkpoint_views
 from rollkeel.protocols import Engine
 from rollkeel.record.stopping import StopFlag
 from rollkeel.rewards import Graders
+from rollkeel.rewards.workers import Workers
 from rollkeel.rollout.collect import completed, unbegun
 from rollkeel.sync.publish import full_update
 from rollkeel.types import Prompt, Rollout, SamplingParams
 
+TOGETHER = 64
+"""Episodes that are played at once."""
 MEMBERS = 4096
 """Rollout ids of an item: its place times this. The first 4 of 16 samples are then those of a run with 4."""
 
@@ -60,8 +64,13 @@ def run_benchmarks(
             settings |= {"contexts": dict(contexts)} if contexts else {}
             record.open_folder(out, settings)
             write_atomic(out / "config.yaml", config.to_yaml())
-        with StopFlag() as stop, opened(stretched, policy) as engine, open_graders(config) as graders:
-            ask = _Asking(stretched, policy, engine, graders, stop)
+        with (
+            StopFlag() as stop,
+            opened(stretched, policy) as engine,
+            open_graders(config) as graders,
+            Workers(deadline_s=config.reward.graders.deadline_s) as workers,
+        ):
+            ask = _Asking(stretched, policy, engine, graders, workers, stop)
             for loaded, asked in zip(some, prompts, strict=True):
                 name = loaded.benchmark.name
                 records = ask.answers(loaded, asked, counts[name], greedy, out / name / record.ITEMS)
@@ -76,9 +85,17 @@ class _Asking:
     """One engine and grader, asked about one benchmark after another."""
 
     def __init__(
-        self, config: Config, policy: Policy, engine: Engine, grader: Graders, stop: Callable[[], bool]
+        self,
+        config: Config,
+        policy: Policy,
+        engine: Engine,
+        grader: Graders,
+        workers: Workers,
+        stop: Callable[[], bool],
     ) -> None:
-        self.config, self.policy, self.engine, self.grader, self.stop = config, policy, engine, grader, stop
+        """`workers`: for benchmarks that are played turn by turn."""
+        self.config, self.policy, self.engine, self.grader = config, policy, engine, grader
+        self.workers, self.stop = workers, stop
 
     def answers(
         self, loaded: Loaded, prompts: Sequence[Prompt], samples: int, greedy: bool, file: Path
@@ -89,7 +106,8 @@ class _Asking:
         wanted = [i for i, item in enumerate(loaded.items) if item.key not in records]
         issued = [r for i in wanted for r in self._issue(i, prompts[i], samples, greedy)]
         try:
-            for index, done in self._by_item(issued, samples + greedy):
+            ended = self._played(loaded, issued) if loaded.benchmark.played else self._answered(issued)
+            for index, done in self._by_item(ended, samples + greedy):
                 item, read = loaded.items[index], loaded.benchmark.read
                 line = record.record_of(item, done[:samples], done[samples] if greedy else None, read)
                 record.append(file, line)
@@ -107,13 +125,24 @@ class _Asking:
         if greedy:
             yield unbegun((index + 1) * MEMBERS - 1, index, samples, prompt, _greedy(sampling), about)
 
-    def _by_item(self, issued: Sequence[Rollout], each: int) -> Iterator[tuple[int, list[Rollout]]]:
+    def _answered(self, issued: Sequence[Rollout]) -> Iterator[Rollout]:
+        """Answers of one turn, as they end."""
+        deadline, tokenizer = self.config.engine.deadline_s, self.policy.tokenizer
+        return completed(self.engine, issued, tokenizer, deadline_s=deadline, should_stop=self.stop, grader=self.grader)
+
+    def _played(self, loaded: Loaded, issued: Sequence[Rollout]) -> Iterator[Rollout]:
+        """Episodes, some at a time, so that an evaluation that is stopped keeps those before."""
+        assert loaded.benchmark.played is not None
+        environment, config = loaded.benchmark.played(self.workers), self.config
+        with gathering(config, self.policy.tokenizer, environment) as gather:
+            for start in range(0, len(issued), TOGETHER):
+                some, deadline = issued[start : start + TOGETHER], config.engine.deadline_s
+                yield from gather(self.engine, some, self.policy.tokenizer, deadline_s=deadline, should_stop=self.stop)
+
+    def _by_item(self, ended: Iterable[Rollout], each: int) -> Iterator[tuple[int, list[Rollout]]]:
         """Items whose `each` answers are all there, graded, in the order they finish."""
         open_items: dict[int, list[Rollout]] = {}
-        deadline, tokenizer = self.config.engine.deadline_s, self.policy.tokenizer
-        for rollout in completed(
-            self.engine, issued, tokenizer, deadline_s=deadline, should_stop=self.stop, grader=self.grader
-        ):
+        for rollout in ended:
             open_items.setdefault(rollout.group, []).append(rollout)
             whole = [g for g, r in open_items.items() if len(r) == each and all(map(self.grader.ready, r))]
             yield from ((group, self._graded(open_items.pop(group))) for group in whole)

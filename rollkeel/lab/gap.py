@@ -17,9 +17,11 @@ TOKENS, VOCABULARY, SPREAD, FIRST_SEED, PIECE = 50_000, 2048, 1.5, 1234, 1000
 def softmax_ratio(seed: int, *, drawn: bool = False) -> Mapping[str, float]:
     """Mean, std, largest and smallest ratio of a token's probability in fp32 to that of a softmax in bf16, logits drawn from
     N(0, 1.5²) anew for each token (stability study, Appendix C.1 and Table 2), and how many different probabilities the
-    tokens have (Fig. 13). `drawn`: tokens are drawn from the rounded softmax, as in the study, else from the exact one."""
+    tokens have (Fig. 13). `drawn`: tokens are drawn from the rounded softmax, as in the study, else from the exact one.
+
+    `kl`: divergence of the rounded softmax from the exact one, mean over positions, nats."""
     g = torch.Generator().manual_seed(FIRST_SEED + seed)
-    found = []
+    found, divergence = [], 0.0
     levels: dict[str, list[torch.Tensor]] = {"bf16": [], "fp32": []}
     for _ in range(TOKENS // PIECE):
         logits = torch.randn(PIECE, VOCABULARY, generator=g) * SPREAD
@@ -28,12 +30,15 @@ def softmax_ratio(seed: int, *, drawn: bool = False) -> Mapping[str, float]:
         levels["bf16"].append(rounded.float().gather(1, token))
         levels["fp32"].append(exact.gather(1, token))
         found.append((levels["fp32"][-1] / levels["bf16"][-1]).double())
+        whole = rounded.double() / rounded.double().sum(-1, keepdim=True)
+        divergence += (whole * (whole / exact.double()).log()).sum().item() / TOKENS
     ratio = torch.cat(found)
     return {
         "mean": ratio.mean().item(),
         "std": ratio.std().item(),
         "max": ratio.max().item(),
         "min": ratio.min().item(),
+        "kl": divergence,
         **{f"levels, {name}": float(len(torch.cat(values).unique())) for name, values in levels.items()},
     }
 

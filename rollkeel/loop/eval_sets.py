@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from rollkeel.config import Config
 from rollkeel.config_data import EvalSet
+from rollkeel.errors import BadInput
 from rollkeel.loop.assemble import EVAL_SEED, prompt_source, sampling_params
 from rollkeel.loop.run import HeldOut
 from rollkeel.models.loading import Policy
@@ -31,8 +32,12 @@ def problems_in(config: Config, one: EvalSet) -> Problems:
         from rollkeel.evals import benchmarks
 
         benchmark = benchmarks.get(one.benchmark)
-        judge = config.data.whole(one).grader_options if benchmark.judged else {}
-        problems = benchmark.load(one.path, benchmarks.Options(judge=judge)).problems()
+        if benchmark.played:
+            raise BadInput(
+                f"eval.sets: {one.benchmark} is played in turns; use rollkeel eval --benchmark {one.benchmark}"
+            )
+        options = benchmark.graded_by(benchmarks.Options(), config.data.whole(one).grader_options)
+        problems = benchmark.load(one.path, options).problems()
         problems.name = one.called + "_judged" * benchmark.judged
         return problems
     part = next((part for part in config.data.parts if part.name == one.source), None) or config.data.whole(one)

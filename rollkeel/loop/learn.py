@@ -221,6 +221,9 @@ def seen_of(
         "train_version": torch.full_like(updates, version) if old else version + updates,
         "keep": torch.cat([o.keep for o in outputs]),
     }
+    cuts = [o.cut for o in outputs if o.cut is not None]
+    if len(cuts) == len(outputs):
+        seen["cut"] = torch.cat(cuts)
     engine, trainer = parts[0].experts, outputs[0].experts  # asked for in the first update alone
     if engine is not None and trainer is not None:
         seen["flipped_layers"] = torch.full((len(updates),), -1, dtype=torch.int16)
@@ -228,7 +231,7 @@ def seen_of(
     return seen
 
 
-ABSENT = {"train_logprobs": np.nan, "entropy": np.nan, "keep": True, "flipped_layers": -1}
+ABSENT = {"train_logprobs": np.nan, "entropy": np.nan, "keep": True, "cut": False, "flipped_layers": -1}
 """What stands in the file for a token that an environment wrote: no column says anything about it but `sampled`."""
 
 

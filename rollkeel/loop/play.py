@@ -31,9 +31,9 @@ def equipped(environment: Environment[Any] | None) -> Iterator[None]:
 
 
 @contextmanager
-def gathering(config: Config, tokenizer: Any) -> Iterator[Gather]:
-    """`gather`, closed at the end."""
-    made = gather(config, tokenizer)
+def gathering(config: Config, tokenizer: Any, environment: Environment[Any] | None = None) -> Iterator[Gather]:
+    """`gather`, or episodes of the environment given; closed at the end."""
+    made = gather(config, tokenizer) if environment is None else episodes(config, tokenizer, environment)
     try:
         yield made
     finally:
@@ -50,6 +50,11 @@ def gather(config: Config, tokenizer: Any) -> Gather:
         from rollkeel.rollout.terminals import TerminalTools
 
         environment.tools = TerminalTools()
+    return episodes(config, tokenizer, environment)
+
+
+def episodes(config: Config, tokenizer: Any, environment: Environment[Any]) -> Episodes:
+    """Who plays an environment within the limits of `config`. To be closed."""
     return Episodes(
         environment,
         # A copy: the asynchronous loop plays in another thread than the one that encodes prompts.

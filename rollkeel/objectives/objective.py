@@ -47,6 +47,8 @@ class ObjectiveOutput:
     """`[T]` float ≥ 0, detached: w_t, also where `keep` is False."""
     metrics: Mapping[str, float]
     """Finite floats; the keys of a mean over no tokens are left out."""
+    cut: torch.Tensor | None = None
+    """`[T]` bool: tokens whose gradient the surrogate's clip takes away; None if it has no clip."""
 
 
 @final
@@ -221,6 +223,7 @@ class Objective:
             keep=parts.keep if parts.keep is not None else ones.bool(),
             weight=parts.weight if parts.weight is not None else ones,
             metrics=metrics,
+            cut=parts.surrogate.cut,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -34,6 +34,13 @@ class SurrogateValue:
     beyond: torch.Tensor | None = None
     """Bool: a ratio outside PPO's band whatever the sign of A, which the clip cuts only where A pushes it further out."""
 
+    @property
+    def cut(self) -> torch.Tensor | None:
+        """Cut on either side."""
+        if self.clipped_high is None or self.clipped_low is None:
+            return None
+        return self.clipped_high | self.clipped_low
+
 
 @dataclass(frozen=True)
 class Surrogate:

@@ -46,8 +46,14 @@ _STRINGS = [
 _SHAPED = {"experts": np.int16, "prompt_experts": np.int16, "topk_ids": np.int64, "topk_logprobs": np.float32}
 _NUMBERS = {"step", "id", "group", "member", "prompt_index", "reward", "train_version"}
 _LISTS = {"prompt_token_ids", *_SPAN, "train_logprobs"}
-_LISTS |= {"entropy", "keep", "advantages", "flipped_layers", "experts", "prompt_experts", "topk_ids"}
+_LISTS |= {"entropy", "keep", "cut", "advantages", "flipped_layers", "experts", "prompt_experts", "topk_ids"}
 _LISTS |= {"topk_logprobs", "sampled"}
+
+_WRITTEN: dict[str, Any] = {
+    "compression": "lz4",
+    "use_dictionary": [*_STRINGS, "pieces.list.element"],
+    "write_statistics": False,
+}
 
 
 def write_step(
@@ -59,6 +65,7 @@ def write_step(
     train_logprobs: PerToken | None = None,
     entropy: PerToken | None = None,
     keep: PerToken | None = None,
+    cut: PerToken | None = None,
     advantages: PerToken | None = None,
     flipped_layers: PerToken | None = None,
     piece: Callable[[int], str] | None = None,
@@ -66,11 +73,11 @@ def write_step(
     """Write all rollouts of one step, atomically.
 
     `train_logprobs` are the trainer's old log-probs (float32), of the weights `train_version` by rollout id, `entropy` of
-    the same distributions (float32, nats), `keep` the product of the objective's masks (bool), `advantages` float32,
-    `flipped_layers` the MoE layers whose experts differ between engine and trainer (int16, −1 where unknown); a rollout
-    that was not trained on is absent from them and gets null. `piece` turns a token id into the text a person reads, so
-    that the file can be shown without its tokenizer. The file is whole once it has its name, but on disk for certain
-    only after `os.fsync`: a killed process loses nothing, a power cut perhaps the last files.
+    the same distributions (float32, nats), `keep` the product of the objective's masks (bool), `cut` where its clip takes the
+    gradient away (bool), `advantages` float32, `flipped_layers` the MoE layers whose experts differ between engine and trainer
+    (int16, −1 where unknown); a rollout that was not trained on is absent from them and gets null. `piece` turns a token id
+    into the text a person reads, so that the file can be shown without its tokenizer. The file is whole once it has its name,
+    but on disk for certain only after `os.fsync`: a killed process loses nothing, a power cut perhaps the last files.
     Raises `BadInput` if the disk is full, `ValueError` if an array's length is not the response's.
     """
     spans = [rollout.span for rollout in rollouts]
@@ -93,6 +100,7 @@ def write_step(
         ("train_logprobs", train_logprobs, np.float32),
         ("entropy", entropy, np.float32),
         ("keep", keep, np.bool_),
+        ("cut", cut, np.bool_),
         ("advantages", advantages, np.float32),
         ("flipped_layers", flipped_layers, np.int16),
     ):
@@ -101,12 +109,7 @@ def write_step(
     if piece is not None:
         columns["pieces"] = _pieces(spans, piece)
     buffer = pa.BufferOutputStream()
-    options: dict[str, Any] = {
-        "compression": "lz4",
-        "use_dictionary": [*_STRINGS, "pieces.list.element"],
-        "write_statistics": False,
-    }
-    pq.write_table(pa.table(columns), buffer, **options)
+    pq.write_table(pa.table(columns), buffer, **_WRITTEN)
     write_atomic(path, buffer.getvalue().to_pybytes(), sync=False)
 
 

@@ -102,6 +102,21 @@ def is_number(value: Any) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def correlation(rows: Rows, one: str, other: str, *, ranks: bool = False) -> float | None:
+    """Pearson's, or with `ranks` Spearman's, over the rows that have both numbers; None where there are under three or one does not vary."""
+    pairs = np.array([(row[one], row[other]) for row in rows if is_number(row.get(one)) and is_number(row.get(other))])
+    if len(pairs) < 3 or not np.ptp(pairs, axis=0).all():
+        return None
+    columns = [_ranks(column) if ranks else column for column in pairs.T]
+    return float(np.corrcoef(columns)[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Place of each value in their order; equal ones share the mean of theirs."""
+    _, at, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[at]
+
+
 _LEGEND = 84
 """Width of a chart in characters of its legend's type; an entry takes seven more than its name."""
 

@@ -17,6 +17,7 @@ from rollkeel.record.glossary import meaning
 from rollkeel.record.live import duration
 from rollkeel.record.runfolder import rollout_files
 from rollkeel.report.charts import Chart, matching, series
+from rollkeel.report.dropped_tokens import dropped_tokens
 from rollkeel.report.panels import panels
 from rollkeel.report.run_files import RunFiles, read_run
 from rollkeel.report.samples import Sample, Step, browse
@@ -65,6 +66,7 @@ def render(run_dir: str | Path, out: str | Path | None = None) -> Path:
     if isinstance(tokens, str):
         quiet.append(("Tokens", tokens))
         tokens = []
+    dropped = dropped_tokens(run.path, _CHARTED_STEPS)
     # Where each stage of each step began matters after a kill only, and is in events.jsonl.
     events = [e for i, e in enumerate(run.events) if e.get("event") != "stage" or i == len(run.events) - 1]
     template = _environment().get_template("template.html.j2")
@@ -87,6 +89,7 @@ def render(run_dir: str | Path, out: str | Path | None = None) -> Path:
             charts=[(chart, Markup(chart.markup)) for chart in drawn],
             quiet=quiet,
             token_charts=[(chart, Markup(chart.markup)) for chart in tokens],
+            dropped=[(name, rows) for name, rows in zip(("A > 0", "A < 0"), dropped, strict=True) if rows],
             steps=steps,
             step_facts=_step_facts,
             sample_facts=_sample_facts,

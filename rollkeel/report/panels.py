@@ -14,6 +14,7 @@ from rollkeel.report.charts import (
     SERIES,
     Chart,
     Rows,
+    correlation,
     drawing,
     is_number,
     least_height,
@@ -54,6 +55,8 @@ class Spec:
     """Metrics without which there is no panel."""
     grows: bool = False
     """Say how fast the first curve grows."""
+    pair: tuple[str, str] | None = None
+    """Two metrics whose correlation over steps is told."""
     draw: Callable[[Axes, Rows, Spec], None] | None = None
     label: Callable[[str], str] | None = None
 
@@ -113,6 +116,8 @@ def _panel(spec: Spec, rows: Rows, curves: list[Curve], calm: list[str]) -> Char
             plot(axes, curve.steps[shown], np.maximum(curve.values[shown], floor), color, curve.label)
         if spec.grows and curves and (fit := growth(curves[0].steps, curves[0].values)):
             axes.set_title(f"{fit[0]:+.1%} ± {fit[1]:.1%} a step", loc="left", fontsize=9)
+        if spec.pair and (told := _related(rows, *spec.pair)):
+            axes.set_title(told, loc="left", fontsize=9)
         axes.set(xlabel="step", ylabel=spec.unit)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
         axes.margins(x=0.02)
@@ -121,6 +126,13 @@ def _panel(spec: Spec, rows: Rows, curves: list[Curve], calm: list[str]) -> Char
 
     zero = f"At {spec.calm:g} in every step: {', '.join(calm)}." if calm else ""
     return drawing(spec.title, " ".join(filter(None, (spec.caption, zero))), paint, named=len(curves) + len(calm) > 1)
+
+
+def _related(rows: Rows, one: str, other: str) -> str:
+    r, ranked = correlation(rows, one, other), correlation(rows, one, other, ranks=True)
+    if r is None or ranked is None:
+        return ""
+    return f"{one} with {other}: correlation {r:.2f}, of ranks {ranked:.2f}"
 
 
 def growth(steps: np.ndarray, values: np.ndarray) -> tuple[float, float] | None:
@@ -194,14 +206,6 @@ def _bias(axes: Axes, rows: Rows, spec: Spec) -> None:
     found = {"step": correlation(rows, "bias/j", "step"), "reward": correlation(rows, "bias/j", "reward/mean")}
     text = ", ".join(f"{value:.2f} with {name}" for name, value in found.items() if value is not None)
     axes.set_title(f"correlation {text}" if text else "", loc="left", fontsize=9)
-
-
-def correlation(rows: Rows, one: str, other: str) -> float | None:
-    """Pearson's, over the rows that have both numbers; None where there are under three or one does not vary."""
-    pairs = np.array([(row[one], row[other]) for row in rows if is_number(row.get(one)) and is_number(row.get(other))])
-    if len(pairs) < 3 or not np.ptp(pairs, axis=0).all():
-        return None
-    return float(np.corrcoef(pairs.T)[0, 1])
 
 
 def _tail(key: str) -> str:
@@ -346,6 +350,7 @@ SPECS = (
         unit="share of tokens or rollouts",
         keys=("controller/acceptance", "controller/target"),
         caption="What a drop rate aims at, and its running estimate.",
+        pair=("objective/kept", "mismatch/second_moment"),
         least=0.02,
     ),
     Spec(

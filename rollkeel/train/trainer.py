@@ -65,6 +65,8 @@ class UpdateOutput:
     """`[T]` correction weight of the objective, 1 where it has none."""
     experts: torch.Tensor | None = None
     """`[T, layers, k]` int16: experts the routers chose in the update's own pass; None unless asked for."""
+    cut: torch.Tensor | None = None
+    """`[T]` bool: tokens whose gradient the objective's clip took away; None if it has no clip."""
 
 
 class LocalTrainer:
@@ -247,7 +249,8 @@ class LocalTrainer:
         metrics.update(output.metrics)
         means = torch.stack((seen.entropy.mean(), seen.logprobs.exp().mean())).tolist()
         metrics["policy/entropy"], metrics["policy/prob_mean"] = means
-        return UpdateOutput(metrics, seen.logprobs, seen.entropy, output.keep, output.weight, seen.experts)
+        cut = getattr(output, "cut", None)  # which somebody's own objective need not have
+        return UpdateOutput(metrics, seen.logprobs, seen.entropy, output.keep, output.weight, seen.experts, cut)
 
     def _step(
         self,

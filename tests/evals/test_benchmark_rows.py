@@ -403,6 +403,7 @@ def test_every_entry_says_where_it_is_from_and_how_it_is_graded() -> None:
     assert list(BENCHMARKS) == [
         "aime24", "aime25", "hmmt25", "cnmo24", "math500", "omni_math", "ugmathbench", "finance_reasoning", "gpqa_diamond", "mmlu_pro",
         "ceval", "cmmlu", "agieval", "arc_agi_1", "bbeh", "zebra_logic", "trivia_qa", "phybench", "livecodebench", "ifeval", "bfcl_v3",
+        "bfcl_v3_multi_turn",
         "hle", "arena_hard_v2", "creative_writing_v3", "healthbench", "multichallenge",
     ]  # fmt: skip
     for benchmark in BENCHMARKS.values():

@@ -233,6 +233,7 @@ def test_a_softmax_in_bf16_takes_few_probabilities(drawn: bool, monkeypatch: pyt
     assert row["std"] == pytest.approx(0.0048, abs=2e-4)
     assert row["levels, fp32"] > 3950
     assert row["levels, bf16"] < 1500
+    assert row["kl"] == pytest.approx(0.0048**2 / 2, rel=0.1), "half of the variance of the log ratio"
     assert row != gap.softmax_ratio(0, drawn=not drawn)
 
 

@@ -24,8 +24,8 @@ from rollkeel.recipe import load
 from rollkeel.record.rollout_store import write_step
 from rollkeel.record.runfolder import RunFolder
 from rollkeel.report import render
-from rollkeel.report.charts import MAX_POINTS, matching, series, smooth
-from rollkeel.report.panels import correlation, growth, panels
+from rollkeel.report.charts import MAX_POINTS, correlation, matching, series, smooth
+from rollkeel.report.panels import growth, panels
 from rollkeel.report.samples import choose, shade, visible
 from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
 
@@ -440,6 +440,21 @@ def test_bias_is_correlated_with_steps_and_rewards_of_its_own_rows() -> None:
     drawn, _ = panels(rows)
     (chart,) = [chart for chart in drawn if chart.title == "Objective bias J"]
     assert "0.80 with step<" in chart.markup
+
+
+def test_acceptance_is_correlated_with_the_second_moment() -> None:
+    """Ranks of the moments 1, 2, 2, 9 are 1, 2.5, 2.5, 4: with 1, 2, 3, 4 that is 9/√(20·18/4) = √0.9, whatever the 9 is."""
+    pairs = ((0.9, 1.0), (0.92, 2.0), (0.94, 2.0), (0.96, 9.0))
+    rows = [
+        {"step": i, "controller/acceptance": 0.9, "objective/kept": kept, "mismatch/second_moment": moment}
+        for i, (kept, moment) in enumerate(pairs, 1)
+    ]
+    names = ("objective/kept", "mismatch/second_moment")
+    assert correlation(rows, *names, ranks=True) == pytest.approx(0.9**0.5)
+    assert correlation(rows, *names) == pytest.approx(np.corrcoef(np.array(pairs).T)[0, 1])
+    (chart,) = [chart for chart in panels(rows)[0] if chart.title == "Controlled acceptance"]
+    assert "objective/kept with mismatch/second_moment: correlation 0.84, of ranks 0.95<" in chart.markup
+    assert "correlation" not in next(c for c in panels(rows[:2])[0] if c.title == "Controlled acceptance").markup
 
 
 def test_what_masks_and_clips_cut_has_its_probability_and_entropy() -> None:

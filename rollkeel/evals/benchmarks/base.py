@@ -15,7 +15,9 @@ from rollkeel import rewards
 from rollkeel.config import Node
 from rollkeel.errors import BadInput, fault
 from rollkeel.rewards.judge_model import JudgeModelOptions
+from rollkeel.rewards.workers import Workers
 from rollkeel.tasks.base import content_hash
+from rollkeel.tasks.environment import Environment
 from rollkeel.tasks.rows import Row, find_files, read_files, read_hub
 from rollkeel.tasks.source import Problem, Problems
 from rollkeel.types import GraderSpec
@@ -34,6 +36,8 @@ class Options(Node):
     """Only problems of this date and earlier; a month counts to its end."""
     judge: dict[str, Any] = Field(default_factory=dict)
     """Of a judged benchmark: options of the grader `judge_model`, at least `url` and `model`."""
+    classes: str = "bfcl_eval"
+    """Of conversations: the installed package, or the folder, that has the benchmark's interfaces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +106,25 @@ class Benchmark:
     """Prompt and response together in the Ring-1T report (§3.2), tokens."""
     join: Callable[[Iterator[Row]], Iterator[Row]] | None = None
     """Rows from those of the files, where a question and its gold answer stand apart."""
+    played: Callable[[Workers], Environment[Any]] | None = None
+    """What plays its items turn by turn; None where a response is all there is."""
 
     @property
     def judged(self) -> bool:
         """Whether a language model grades."""
         return self.grader == "judge_model"
+
+    def graded_by(self, options: Options, given: Mapping[str, Any]) -> Options:
+        """`options` with those of `data.grader_options` that this benchmark takes. Raises `BadInput` for others of one that is played."""
+        if self.judged:
+            return options.model_copy(update={"judge": dict(given)})
+        if self.played is None:
+            return options
+        if set(given) - {"classes"} or not isinstance(given.get("classes", ""), str):
+            raise BadInput(
+                f"{self.name}: data.grader_options: expected classes=PACKAGE or FOLDER, got {dict(given)!r:.80}"
+            )
+        return options.model_copy(update=dict(given))
 
     def load(self, path: str | Path | None, options: Options | None = None) -> Loaded:
         """All items. Raises `BadInput` (one line) when files, columns or the grader are not there, or nothing is left."""
@@ -139,7 +157,7 @@ class Benchmark:
             )
         for name in {item.grader.name for item in items.values()}:
             rewards.get(name)
-        usual = options.model_copy(update={"shuffle": None, "judge": {}}) == Options()
+        usual = options.model_copy(update={"shuffle": None, "judge": {}, "classes": Options().classes}) == Options()
         warning = ""
         if silent or (usual and len(items) != self.items):
             warning = (

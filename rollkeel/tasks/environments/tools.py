@@ -113,7 +113,7 @@ def parse(action: str) -> list[tuple[str, Any] | Refused]:
     return calls
 
 
-def spoken(name: str, **arguments: Any) -> str:
+def spoken(name: str, /, **arguments: Any) -> str:
     """A call as the policy writes it, on one line."""
     return OPEN + json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) + CLOSE
 
