@@ -19,6 +19,10 @@ class MeshConfig(Node):
     """Parts of each copy: a rank holds one part of parameters, gradients and moments (FSDP2)."""
     expert: int = Field(default=1, ge=1)
     """Ranks that hold the experts of every layer together."""
+    context: int = Field(default=1, ge=1)
+    """Ranks that share the tokens of every micro-batch, for sequences too long for one (Ulysses)."""
+    tensor: int = Field(default=1, ge=1)
+    """Ranks that share heads, widths and vocabulary of every layer."""
 
     @property
     def size(self) -> int:

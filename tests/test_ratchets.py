@@ -19,15 +19,15 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "rollkeel"
 ALONE = {"rollkeel_sandbox": 10_060, "rollkeel_doctor": 5_710}
 """Most lines of this repository's other distributions. Aim: doctor 5,000."""
-BESIDE = {"lab": 2_185, "data": 1_897, "evals": 2_681}
+BESIDE = {"lab": 2_204, "data": 1_897, "evals": 3_052}
 """Most lines of what stands beside the core."""
-CORE, EVERYTHING = 47_588, 70_121
+CORE, EVERYTHING = 52_520, 75_450
 """Most lines of the rest, and of all. Aims: 26,000 and 50,000."""
 SETTINGS = Path(__file__).with_name("settings.txt")
 """The settings themselves, so that a new one is seen in review. Aim: fewer than 95."""
-DENSITY = 10.35
+DENSITY = 10.42
 """Tokens per line of code. Aim: 9.0."""
-LOADED = 31_890
+LOADED = 33_810
 """Lines of ours that a plain `train default` imports. Aim: 20,000."""
 NOTHING = {
     tokenize.COMMENT,

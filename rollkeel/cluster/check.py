@@ -40,7 +40,8 @@ def check_cluster(config: Config) -> None:
         )
     _tell_ray(config)
     config = ranked(config)
-    ranks, what = config.train.mesh.size, "a cluster"
+    mesh, what = config.train.mesh, "a cluster"
+    ranks = mesh.size
     refused = {
         f"engine.kind={config.engine.kind}": config.engine.kind != "local",
         f"engine.processes={config.engine.processes}": config.engine.processes > 0,
@@ -54,7 +55,8 @@ def check_cluster(config: Config) -> None:
             "run.parity=true": config.run.parity,
             f"experiment.rounding={config.experiment.rounding}": config.experiment.rounding != "none",
             f"model.dtype={config.model.dtype}": config.model.dtype != "float32",
-            "train.reduce=tree": config.train.reduce == "tree" and config.train.mesh.expert > 1,
+            "train.reduce=tree": config.train.reduce == "tree" and ranks > mesh.replicate * mesh.shard,
+            f"train.moments={config.train.moments}": config.train.moments == "int8",
         }
     for setting in (setting for setting, there in refused.items() if there):
         raise BadInput(f"{setting}: does not run on {what} yet; leave it out, or run in one process")

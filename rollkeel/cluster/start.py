@@ -14,6 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollkeel.cluster.check import LOOPBACK, address_of, on_loopback
+from rollkeel.cluster.stream import STORE
 from rollkeel.config import Config
 from rollkeel.errors import BadInput
 from rollkeel.host import within
@@ -50,7 +51,7 @@ def connect(config: Config, cpus: int) -> bool:
     if address is None:
         cpus = max(cpus, os.cpu_count() or 1)
         about |= {"address": "local", "num_cpus": cpus, "include_dashboard": False}
-        about |= {"_node_ip_address": LOOPBACK, "object_store_memory": STORE_BYTES}
+        about |= {"_node_ip_address": LOOPBACK, "object_store_memory": STORE_BYTES, "_system_config": STORE}
     else:
         about |= {"address": address} | ({"_node_ip_address": LOOPBACK} if on_loopback(address) else {})
     late = BadInput(

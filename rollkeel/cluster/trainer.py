@@ -12,8 +12,7 @@ from rollkeel.batch.build import TrainingBatch
 from rollkeel.cluster import wire
 from rollkeel.cluster.calls import Ranks
 from rollkeel.objectives import Objective
-from rollkeel.train.scores import Scores
-from rollkeel.train.trainer import UpdateOutput
+from rollkeel.train.scores import Scores, UpdateOutput
 
 
 class RemoteTrainer:

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from rollkeel.batch.build import TrainingBatch
-from rollkeel.train.scores import Scores
-from rollkeel.train.trainer import UpdateOutput
+from rollkeel.train.scores import Scores, UpdateOutput
 
 
 class Runs(NamedTuple):
@@ -124,7 +123,7 @@ def scores_in(told: dict[str, Any]) -> Scores:
     return Scores(**tensors_in(told))
 
 
-_SEEN = ("logprobs", "entropy", "keep", "weight", "experts")
+_SEEN = [field.name for field in fields(UpdateOutput) if field.name != "metrics"]
 
 
 def output_out(output: UpdateOutput) -> dict[str, Any]:

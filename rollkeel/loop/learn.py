@@ -29,8 +29,7 @@ from rollkeel.record.rollout_store import write_step
 from rollkeel.record.routing import flipped_layers, routing_metrics
 from rollkeel.record.updates import merge_updates
 from rollkeel.rewards.shaping import shaped
-from rollkeel.train.scores import Scores
-from rollkeel.train.trainer import UpdateOutput
+from rollkeel.train.scores import Scores, UpdateOutput
 from rollkeel.types import Rollout, StepRollouts
 
 TRACED = 2

@@ -23,8 +23,7 @@ from rollkeel.record.runfolder import RunFolder
 from rollkeel.record.stopping import StopFlag
 from rollkeel.sync.proof import Probes
 from rollkeel.train.checkpoint import Written
-from rollkeel.train.scores import Scores
-from rollkeel.train.trainer import UpdateOutput
+from rollkeel.train.scores import Scores, UpdateOutput
 from rollkeel.train.unfinished import Unfinished
 from rollkeel.types import Rollout
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,26 @@ class Scores(NamedTuple):
     experts: torch.Tensor | None = None
     """`[t, layers, k]` int16: experts that the routers choose at the position that predicts the token, also where others
     are replayed; None unless asked for."""
+
+
+@dataclass(frozen=True)
+class UpdateOutput:
+    """What one optimizer update saw and did."""
+
+    metrics: dict[str, float]
+    """The objective's metrics, `optimizer/*` and `policy/*`."""
+    logprobs: torch.Tensor
+    """`[T]` log-probs of the update's own pass, before the step."""
+    entropy: torch.Tensor
+    """`[T]` entropies of the same pass, nats."""
+    keep: torch.Tensor
+    """`[T]` bool: tokens that every mask of the objective kept."""
+    weight: torch.Tensor
+    """`[T]` correction weight of the objective, 1 where it has none."""
+    experts: torch.Tensor | None = None
+    """`[T, layers, k]` int16: experts the routers chose in the update's own pass; None unless asked for."""
+    cut: torch.Tensor | None = None
+    """`[T]` bool: tokens whose gradient the objective's clip took away; None if it has no clip."""
 
 
 class ScoreSheet:

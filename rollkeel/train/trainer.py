@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ from rollkeel.train.parallel import Helper, LossOf
 from rollkeel.train.parts import Deal
 from rollkeel.train.passes import Passes
 from rollkeel.train.rounding import Rounding
-from rollkeel.train.scores import Scores, ScoreSheet
+from rollkeel.train.scores import Scores, ScoreSheet, UpdateOutput
 from rollkeel.train.sharded import Layout, Sharded, check_ranks, gathered, pieces_of, tensors_of
 from rollkeel.train.trained import Supervised, Trained, load_trained, save_model, save_trained
 from rollkeel.train.tree import Tree
@@ -47,26 +47,6 @@ class TrainableObjective(Protocol):
     def prepare(self, batch: TokenBatch) -> Any: ...
     def loss(self, tokens: TokenBatch) -> torch.Tensor: ...
     def __call__(self, tokens: TokenBatch) -> Any: ...
-
-
-@dataclass(frozen=True)
-class UpdateOutput:
-    """What one optimizer update saw and did."""
-
-    metrics: dict[str, float]
-    """The objective's metrics, `optimizer/*` and `policy/*`."""
-    logprobs: torch.Tensor
-    """`[T]` log-probs of the update's own pass, before the step."""
-    entropy: torch.Tensor
-    """`[T]` entropies of the same pass, nats."""
-    keep: torch.Tensor
-    """`[T]` bool: tokens that every mask of the objective kept."""
-    weight: torch.Tensor
-    """`[T]` correction weight of the objective, 1 where it has none."""
-    experts: torch.Tensor | None = None
-    """`[T, layers, k]` int16: experts the routers chose in the update's own pass; None unless asked for."""
-    cut: torch.Tensor | None = None
-    """`[T]` bool: tokens whose gradient the objective's clip took away; None if it has no clip."""
 
 
 class LocalTrainer:
@@ -106,8 +86,7 @@ class LocalTrainer:
         self._mesh = mesh
         check_ranks(mesh, config, policy, rounding, parity)
         how: dict[str, Any] = {"checkpointing": config.checkpointing, "compiled": config.compile, "parity": parity}
-        self._pieces, self._deal = pieces_of(self.model, mesh), Deal.of(self.model, mesh)
-        pair = pair_cost(self.model)
+        self._pieces, self._deal, pair = pieces_of(self.model, mesh), Deal.of(self.model, mesh), pair_cost(self.model)
         self._tree = Tree(mesh) if config.reduce == "tree" else None
         self._rounding = Rounding(self.model, rounding)
         self._start: dict[str, torch.Tensor] = {}
@@ -142,11 +121,10 @@ class LocalTrainer:
         self._passes = Passes(config.micro_batch_tokens, temperature, helpers=self._helpers, **about)
 
     def _started(self, processes: int, how: dict[str, Any]) -> list[Helper]:
+        if processes > 1 and self.device.type != "cpu":
+            told = f"train.processes={processes}: helper processes share CPU memory, the device is {self.device}"
+            raise BadInput(told)
         if processes > 1:
-            if self.device.type != "cpu":
-                raise BadInput(
-                    f"train.processes={processes}: helper processes share CPU memory, the device is {self.device}"
-                )
             self.model.share_memory()
         return [Helper(i, self.model, torch.get_num_threads(), how) for i in range(1, processes)]
 

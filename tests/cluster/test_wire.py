@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as arrays
 
 from rollkeel.batch.build import TrainingBatch
 from rollkeel.cluster import wire
-from tests.train.mesh_ranks import LENGTHS, batch
+from tests.train.mesh_ranks import LENGTHS, Case, batch
 
 
 def same(a: object, b: object) -> bool:
@@ -33,7 +33,7 @@ def same(a: object, b: object) -> bool:
 @pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("part", [False, True])
 def test_every_field_of_a_batch_arrives(experts: bool, part: bool) -> None:
-    sent = batch(3, tuple(range(len(LENGTHS))), experts)
+    sent = batch(3, Case(replay=experts))
     if part:  # views of a larger batch, which must not bring it along
         sent = sent.parts([[0.5] * 4, [0.25] * (len(LENGTHS) - 4)], "sequence_mean")[1]
     got = wire.batch_in(pickle.loads(pickle.dumps(wire.batch_out(sent))))
@@ -41,7 +41,7 @@ def test_every_field_of_a_batch_arrives(experts: bool, part: bool) -> None:
 
 
 def test_a_token_takes_few_bytes() -> None:
-    sent = batch(3, tuple(range(len(LENGTHS))), False)
+    sent = batch(3, Case())
     assert wire.size_of(wire.batch_out(sent)) < 16 * len(sent) + 32 * len(LENGTHS)
 
 
