@@ -55,7 +55,7 @@ ONCE = {
     "models/packed.py PackedModel._probe",
     "models/packed.py PackedModel._run",  # of the padded batch that the probe compares with
     "models/packed.py PackedModel.replayable",
-    "train/logprobs.py _check_head",
+    "train/head.py _check_head",
 }
 """At the start of a run."""
 KEPT = {
@@ -102,7 +102,7 @@ UPDATE = {
     "train/mesh.py Mesh.losses",
 }
 """A few times in an update."""
-MICRO = {"objectives/checks.py check_tokens", "train/sft.py _step"}
+MICRO = {"objectives/checks.py check_tokens", "train/sft.py _step.loss_of"}
 """Once in a micro-batch."""
 DECODE = {"engines/local.py LocalEngine._look", "engines/slots.py _brought"}
 """Once in `LOOK` decode steps: what has ended, and its tokens."""

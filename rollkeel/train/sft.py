@@ -181,7 +181,8 @@ def _step(work: Supervised, batch: Sequence[Example], max_tokens: int, device: t
     stepper.zero_grad()
     work.passes.backward(forward, micros, loss_of)
     work.add_gradients()
-    totals = mesh.total(torch.from_numpy(totals).to(device)).cpu().numpy()
+    if mesh.size > 1:
+        totals = mesh.total(torch.from_numpy(totals).to(device)).cpu().numpy()
     stepped = stepper.step()
     names = ("sft/loss", "sft/entropy", "sft/target_probability")
     return {**dict(zip(names, totals.tolist(), strict=True)), **stepped}

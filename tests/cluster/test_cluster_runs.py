@@ -8,7 +8,6 @@ kills of engines and of the controller, kills at random moments.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from rollkeel.errors import RunStopped
 from rollkeel.loop.job import train
 from rollkeel.recipe import load
 
+ALONE = ("cluster.trainers=null", "cluster.engines=null", "train.mesh={}")
 OTHERWISE = ("optimizer/changed_share",)
 """Measured on a sample of the weights, which is another one where they lie in parts."""
 
@@ -54,20 +54,25 @@ def test_every_actor_has_a_log_and_a_line(whole: Path) -> None:
     assert sorted(file.stem for file in (whole / "actors").iterdir()) == sorted(names)
 
 
-def test_a_killed_rank_is_named_and_the_resumed_run_is_the_undisturbed_one_also_in_one_process(
-    whole: Path, tmp_path: Path
-) -> None:
+def test_a_killed_rank_is_named_and_the_resumed_run_is_the_undisturbed_one(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     killer = kill_when(run, "trainer-1", "update", 2)
     with pytest.raises(RunStopped, match=r"trainer rank 1 \(node \S+, process \d+\) died while it did .*--resume$"):
         run_of(run, *TWO)
     killer.join()
     assert events(run)[-1]["status"] == "stopped"
-    other = shutil.copytree(run, tmp_path / "other")
     train(load(run / "config.yaml"), resume=run)
     assert_same(run, whole)
-    train(load(other / "config.yaml", ["cluster.trainers=null", "cluster.engines=null", "train.mesh={}"]), resume=other)
-    assert_close(rows(other), rows(whole))
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_with_what_two_ranks_saved(whole: Path, alone: Path, tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", *TWO, "run.steps=2")
+    train(load(run / "config.yaml", ["run.steps=3", *ALONE]), resume=run)
+    assert_close(rows(run)[-1:], rows(whole)[-1:])
+    run = run_of(tmp_path / "other", "run.steps=2")
+    train(load(run / "config.yaml", ["run.steps=3", *TWO]), resume=run)
+    assert_close(rows(run)[-1:], rows(alone)[-1:])
 
 
 def test_one_rank_and_one_engine_have_the_bits_of_one_process(ray_cluster: None, tmp_path: Path) -> None:

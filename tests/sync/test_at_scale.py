@@ -14,7 +14,7 @@ from rollkeel.errors import BadInput
 from rollkeel.memory.shapes import shape_of
 from rollkeel.rollout.scenario import read_scenario
 from rollkeel.sync.at_scale import SyncScenario, engine_layout, lines, predict, trainer_layout
-from tests.sync.test_plan import assert_exact
+from tests.sync.test_weight_plan import assert_exact
 
 TINY: dict[str, Any] = {
     "width": 8,
