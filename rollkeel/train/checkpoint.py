@@ -100,7 +100,7 @@ def save(
     def fill(path: Path) -> None:
         known = write(path) or {}
         manifest.update(format=FORMAT, step=step, info=dict(info), versions=versions(), files=_describe(path, known))
-        manifest["digest"] = _digest(manifest)
+        manifest["digest"] = digest_of(manifest)
         (path / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
     replace_folder(target, fill)
@@ -215,34 +215,40 @@ def verify(path: str | Path) -> Checkpoint:
     path = Path(path)
     if not path.is_dir():
         raise BadInput(f"checkpoint {path}: no such folder")
-    manifest = _read_manifest(path)
+    manifest = read_manifest(path)
     for name, entry in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise Corrupt(f"checkpoint {path}: {name} is missing; use another checkpoint")
-        size = file.stat().st_size
-        if size != entry["size"]:
-            raise Corrupt(f"checkpoint {path}: {name} has {size} bytes instead of {entry['size']}; use another")
-        if _sha256(file) != entry["sha256"]:
-            raise Corrupt(f"checkpoint {path}: {name} does not match its checksum; use another checkpoint")
+        check_file(path, name, entry)
     return Checkpoint(path=path, step=manifest["step"], info=manifest["info"], versions=manifest["versions"])
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def check_file(path: Path, name: str, entry: Mapping[str, Any]) -> None:
+    """Raises `Corrupt` unless the file `name` of the checkpoint `path` has the size and SHA-256 of `entry`."""
+    file = path / name
+    if not file.is_file():
+        raise Corrupt(f"checkpoint {path}: {name} is missing; use another checkpoint")
+    size = file.stat().st_size
+    if size != entry["size"]:
+        raise Corrupt(f"checkpoint {path}: {name} has {size} bytes instead of {entry['size']}; use another")
+    if _sha256(file) != entry["sha256"]:
+        raise Corrupt(f"checkpoint {path}: {name} does not match its checksum; use another checkpoint")
+
+
+def read_manifest(path: Path, name: str = MANIFEST, form: int = FORMAT) -> dict[str, Any]:
+    """The JSON file `name` of a checkpoint, which has the digest of itself. Raises `Corrupt` for damage, `BadInput` for another format."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((path / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise Corrupt(f"checkpoint {path}: {MANIFEST} is missing; use another checkpoint") from None
+        raise Corrupt(f"checkpoint {path}: {name} is missing; use another checkpoint") from None
     except (ValueError, OSError) as error:
-        raise Corrupt(f"checkpoint {path}: {MANIFEST} cannot be read ({type(error).__name__}); use another") from None
-    if not isinstance(manifest, dict) or manifest.get("digest") != _digest(manifest):
-        raise Corrupt(f"checkpoint {path}: {MANIFEST} does not match its checksum; use another checkpoint")
-    if manifest.get("format") != FORMAT:
-        raise BadInput(f"checkpoint {path}: expected format {FORMAT}, got {manifest.get('format')}; upgrade rollkeel")
+        raise Corrupt(f"checkpoint {path}: {name} cannot be read ({type(error).__name__}); use another") from None
+    if not isinstance(manifest, dict) or manifest.get("digest") != digest_of(manifest):
+        raise Corrupt(f"checkpoint {path}: {name} does not match its checksum; use another checkpoint")
+    if manifest.get("format") != form:
+        raise BadInput(f"checkpoint {path}: expected format {form}, got {manifest.get('format')}; upgrade rollkeel")
     return manifest
 
 
-def _digest(manifest: Mapping[str, Any]) -> str:
+def digest_of(manifest: Mapping[str, Any]) -> str:
     rest = {key: value for key, value in manifest.items() if key != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 

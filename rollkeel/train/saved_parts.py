@@ -20,9 +20,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rollkeel.errors import BadInput, Corrupt
+from rollkeel.errors import Corrupt
+from rollkeel.train.checkpoint import check_file, digest_of, read_manifest
 from rollkeel.train.mesh import Mesh
-from rollkeel.train.part_files import DTYPES, NAMES, Entry, sha256, write
+from rollkeel.train.part_files import DTYPES, NAMES, Entry, write
 from rollkeel.train.parts import Box
 
 INDEX = "index.json"
@@ -96,17 +97,12 @@ def _places(held: Held) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 
 def _write_index(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
-    text = json.dumps({**index, "digest": _digest(index)}).encode()
+    text = json.dumps({**index, "digest": digest_of(index)}).encode()
     with (folder / INDEX).open("wb") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
     return {INDEX: {"size": len(text), "sha256": hashlib.sha256(text).hexdigest()}}
-
-
-def _digest(index: Mapping[str, Any]) -> str:
-    rest = {key: value for key, value in index.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 class Parts:
@@ -121,7 +117,7 @@ class Parts:
         self.shapes = {name: tuple[int, ...](entry["shape"]) for name, entry in self._tensors.items()}
         self.dtypes = {name: DTYPES[entry["dtype"]] for name, entry in self._tensors.items()}
         share = list(index["files"].items())[mesh.rank :: mesh.size]
-        mesh.attempt(lambda: [_check(folder, name, entry) for name, entry in share])
+        mesh.attempt(lambda: [check_file(folder, name, entry) for name, entry in share])
 
     def fill(self, name: str, boxes: Sequence[Box], part: torch.Tensor) -> None:
         stored_boxes: list[Any] = self._tensors[name]["boxes"]
@@ -156,27 +152,8 @@ def _common(box: Box, start: Sequence[int], size: Sequence[int]) -> Iterator[tup
 
 
 def _index(folder: Path) -> dict[str, Any]:
-    try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise Corrupt(f"checkpoint {folder}: {INDEX} is missing; use another checkpoint") from None
-    except (ValueError, OSError) as error:
-        raise Corrupt(f"checkpoint {folder}: {INDEX} cannot be read ({type(error).__name__}); use another") from None
-    if not isinstance(index, dict) or index.get("digest") != _digest(index):
-        raise Corrupt(f"checkpoint {folder}: {INDEX} does not match its checksum; use another checkpoint")
-    if index.get("format") != FORMAT:
-        raise BadInput(f"checkpoint {folder}: expected format {FORMAT}, got {index.get('format')}; upgrade rollkeel")
+    index = read_manifest(folder, INDEX, FORMAT)
     for name, entry in index["tensors"].items():
         if sum(math.prod(size) for *_, size in entry["boxes"]) != math.prod(entry["shape"]):
             raise Corrupt(f"checkpoint {folder}: {INDEX} has no files for all of {name}; use another checkpoint")
     return index
-
-
-def _check(folder: Path, name: str, entry: Mapping[str, Any]) -> None:
-    path = folder / name
-    if not path.is_file():
-        raise Corrupt(f"checkpoint {folder}: {name} is missing; use another checkpoint")
-    if (size := path.stat().st_size) != entry["size"]:
-        raise Corrupt(f"checkpoint {folder}: {name} has {size} bytes instead of {entry['size']}; use another")
-    if sha256(path) != entry["sha256"]:
-        raise Corrupt(f"checkpoint {folder}: {name} does not match its checksum; use another checkpoint")
