@@ -51,3 +51,12 @@ class ClusterConfig(Node):
     def asked(self) -> bool:
         """Whether anything here asks for a cluster."""
         return any(value is not None for value in (self.address, self.trainers, self.engines))
+
+
+class SyncConfig(Node):
+    """How weights travel from ranks to engines of a cluster, see docs/cluster.md."""
+
+    transport: Literal["auto", "shm", "ray"] = "auto"
+    """`shm` is memory that rank and engine share, on one host; `ray` Ray's object store. `auto` takes the first where it can."""
+    buffer_mb: float = Field(default=64.0, gt=0)
+    """Most memory of a rank for weights on their way to engines, MB."""

@@ -2,7 +2,7 @@
 
     ActorEngine (controller) ── send ──▶ EngineActor: inbox ─▶ thread: LocalEngine, one decode step at a time
              ▲───────── send, take ◀──── outbox ◀─ answers, segments, errors ─┘        ▲
-    trainer's first rank ───────────────────────────── buckets of weights ─────────────┘
+    trainer's ranks ────────────────────────────────── buckets of weights ─────────────┘
 
 Ray starts calls of one actor in any order, and answers them so. Messages carry numbers on both ways: what arrives, and in which
 order, is then what a pipe would bring. What is said stands in `engines.parts`.
@@ -28,14 +28,15 @@ import torch
 from ray.exceptions import RayError
 
 from rollkeel.cluster import logs
-from rollkeel.cluster.stream import BUCKET_BYTES, Layout, Sink, send, unpacked
+from rollkeel.cluster.arriving import Bucket, Weights
+from rollkeel.cluster.stream import BUCKET_BYTES, Bytes, Layout, Sink, send
 from rollkeel.config import EngineConfig
-from rollkeel.engines.intake import Intake
+from rollkeel.engines.intake import Room
 from rollkeel.engines.open import open_engine
-from rollkeel.engines.parts import Part, PartedEngine, serve, unknown
-from rollkeel.errors import BadInput, EngineFailure, RollkeelError
+from rollkeel.engines.parts import Part, PartedEngine, serve
+from rollkeel.errors import BadInput, RollkeelError
 from rollkeel.host import keep_freed_memory
-from rollkeel.protocols import RestingEngine
+from rollkeel.sync.shared_memory import Slot, opened, read
 from rollkeel.types import Proof, WeightUpdate
 
 BEAT_S = 1.0
@@ -55,7 +56,7 @@ class EngineActor:
         """`options`: of `open_engine`."""
         logs.write_there()
         self._channel = _Channel(min(BEAT_S, config.deadline_s / 5))
-        self._held: dict[int, Any] = {}
+        self._held, self._rings = dict[int, Any](), dict[str, torch.Tensor]()
         self._next, self._order = 0, threading.Lock()
         arguments = (self._channel, hf_config, config, dict(options))
         threading.Thread(target=_live, args=arguments, daemon=True, name="engine").start()
@@ -73,22 +74,24 @@ class EngineActor:
         """Waits for something to be said. Nothing: the engine decodes, and lives."""
         return self._channel.said(None)
 
-    def bucket(self, attempt: int, layout: Layout, data: Sequence[Any]) -> str:
+    def attach(self, path: str) -> str:
+        """Map a ring of a sender on this host, whose buckets are slots from now on; returns why it cannot be, or nothing."""
+        try:
+            self._rings[path] = opened(path)
+        except OSError as error:
+            return f"cannot open the memory of another process: {error.strerror or error}"
+        return ""
+
+    def bucket(self, attempt: int, layout: Layout, data: Bytes) -> str:
         """Write a bucket of publication `attempt`; returns why it was refused, or nothing."""
         done = Future[str]()
-        self._channel.inbox.put(_Bucket(attempt, layout, data, done))
+        if isinstance(data, Slot):
+            data = read(data, [(entry.dtype, entry.shape) for entry in layout], self._rings)
+        self._channel.inbox.put(Bucket(attempt, layout, data, done))
         while not self._channel.ended:
             with suppress(TimeoutError):
                 return done.result(BEAT_S)
         return "weights: the engine has ended"
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    attempt: int
-    layout: Layout
-    data: Sequence[Any]
-    done: Future[str]
 
 
 class _Channel:
@@ -98,7 +101,7 @@ class _Channel:
         """`beat_s`: longest silence of an engine that decodes on its own."""
         self.inbox: queue.Queue[Any] = queue.Queue()
         self._beat_s = beat_s
-        self.weights: _Weights | None = None
+        self.weights: Weights | None = None
         self.answers, self.beat = -1, False
         """How many messages have been answered; the first answer is to none. Whether a sign of life is due."""
         self._outbox: list[bytes] = []
@@ -112,7 +115,7 @@ class _Channel:
 
     def recv(self) -> Any:
         message = self.inbox.get()
-        if not isinstance(message, _Bucket):
+        if not isinstance(message, Bucket):
             return message
         assert self.weights is not None
         message.done.set_result(self.weights.take(message))
@@ -141,60 +144,6 @@ class _Channel:
             self._more.notify_all()
 
 
-class _Weights:
-    """The engine's side of a publication: `begin`, buckets, `finish`. Until the last one nothing is served."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._attempt, self._newest = 0, -1
-        self._intake: Intake | None = None
-        self._refusal = "nothing was announced"
-
-    def act(self, engine: Any, message: tuple[Any, ...]) -> Any:
-        if message[0] == "begin":
-            return self._begin(*message[1:])
-        if message[0] == "finish":
-            return self._finish(*message[1:])
-        if message[0] != "rest":
-            raise unknown(message)
-        if isinstance(engine, RestingEngine):
-            engine.rest()
-        return True
-
-    def take(self, bucket: _Bucket) -> str:
-        """Write and prove a bucket. Returns why not, or nothing."""
-        if bucket.attempt != self._attempt:
-            return f"weights: a bucket of publication {bucket.attempt} arrived in publication {self._attempt}"
-        if self._intake is None:
-            return self._refusal
-        try:
-            self._intake.take(unpacked(bucket.layout, bucket.data))
-        except RollkeelError as error:
-            self._intake, self._refusal = None, str(error)
-            return self._refusal
-        return ""
-
-    def _begin(self, attempt: int, head: WeightUpdate) -> bool:
-        self._intake, self._attempt, self._refusal = None, attempt, f"weight update {head.version}: was refused"
-        engine = self._engine
-        intake = Intake(head, engine.memory, engine.capabilities.dtype, engine.retire())
-        if head.version < self._newest:
-            raise EngineFailure(
-                f"weight update {head.version}: expected version {self._newest}, which this engine had, or a later one"
-            )
-        self._intake, self._newest = intake, head.version
-        return True
-
-    def _finish(self, attempt: int, checksum: int) -> Proof:
-        intake, self._intake = self._intake, None
-        if attempt != self._attempt:
-            raise EngineFailure(f"weights: publication {self._attempt} is under way, not publication {attempt}")
-        if intake is None:
-            raise EngineFailure(self._refusal)
-        self._refusal = f"weight update {self._newest}: was already finished"
-        return self._engine.serve(self._newest, *intake.finish(checksum))
-
-
 def _live(channel: _Channel, hf_config: Any, config: EngineConfig, options: dict[str, Any]) -> None:
     """The thread of an actor's engine. Whatever ends it is the last thing that it says."""
     end = "was closed"
@@ -205,7 +154,7 @@ def _live(channel: _Channel, hf_config: Any, config: EngineConfig, options: dict
         node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
         channel.send(("here", (node, os.getpid()), 0))
         engine = open_engine(hf_config, config, **options)
-        channel.weights = _Weights(engine)
+        channel.weights = Weights(engine)
         serve(engine, channel, channel.weights.act)
     except RollkeelError as error:
         channel.send(("error", error, 0))
@@ -234,6 +183,10 @@ class _Actor(Part):
     end: str = "was killed"
     place: tuple[str, int] = ("", 0)
     """Its node's address and its process, once it has told them."""
+    node: str = ""
+    """Ray's name of that node."""
+    rooms: Mapping[str, Mapping[str, Room]] | None = None
+    """By kind of update, once it has told them."""
 
     def send(self, message: tuple[Any, ...]) -> None:
         self.calls.append(self.handle.send.remote(self.sent, pickle.dumps(message)))
@@ -268,7 +221,7 @@ class _Actor(Part):
         if message[0] == "here":
             node, process = message[1]
             address = next((n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node), node)
-            self.place = address, process
+            self.place, self.node = (address, process), node
             self.name = f"actor {self.index} (node {address}, process {process})"
             return None
         if message[0] == "gone":
@@ -333,10 +286,12 @@ class ActorEngine(PartedEngine[_Actor]):
     def update_weights(self, update: WeightUpdate) -> Proof:
         """Send an update whose tensors this process holds, in whole slices; see `publish` for those of others."""
         head = replace(update, slices=(), checksum=0)
-        return self.publish(head, lambda to: send(update.slices, update, to, BUCKET_BYTES, self._deadline_s))
+        once = lambda to: [send(update.slices, update, to, BUCKET_BYTES, self._deadline_s)] * len(to)  # noqa: E731
+        return self.publish(head, once)
 
-    def publish(self, head: WeightUpdate, feed: Callable[[Sequence[Sink]], int]) -> Proof:
-        """Serve `head.version` of weights that `feed` sends to the sinks, from wherever they are; it returns their checksum.
+    def publish(self, head: WeightUpdate, feed: Callable[[Sequence[Sink]], Sequence[int]]) -> Proof:
+        """Serve `head.version` of weights that `feed` sends to the sinks, from wherever they are; it returns the checksum of what each
+        of them got.
 
         `head`: the update without slices and checksum. Whatever fails, nothing is served until the next publication."""
         _ = self.capabilities
@@ -346,10 +301,20 @@ class ActorEngine(PartedEngine[_Actor]):
         for part in asked:
             self._send(part, ("begin", self._attempt, head))
         self._answers(asked, self._deadline_s, "to await weights")
-        checksum = feed([Sink(p.name, p.handle, self._attempt) for p in asked])
-        for part in asked:
+        rooms = self._rooms(asked, head.kind)
+        to = [Sink(p.name, p.handle, self._attempt, p.node, r) for p, r in zip(asked, rooms, strict=True)]
+        for part, checksum in zip(asked, feed(to), strict=True):
             self._send(part, ("finish", self._attempt, checksum))
         return self._proven(asked, head.version, "to prove weights")
+
+    def _rooms(self, asked: Sequence[_Actor], kind: str) -> list[Mapping[str, Room]]:
+        """Where they have weights, or adapters; of those that are alike the same object, which then travels once."""
+        new = [part for part in asked if part.rooms is None]
+        for part in new:
+            self._send(part, ("memory",))
+        for part, told in zip(new, self._answers(new, self._deadline_s, "to tell its memory"), strict=True):
+            part.rooms = next((p.rooms for p in self.parts if p.rooms == told), told)
+        return [part.rooms[kind] for part in asked if part.rooms is not None]
 
     def rest(self) -> None:
         """See `RestingEngine.rest`: every actor whose engine can gives its device away."""

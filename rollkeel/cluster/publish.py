@@ -20,9 +20,9 @@ Pairs = Iterable[tuple[str, torch.Tensor]]
 class Source(Protocol):
     """Where weights are: trainer ranks, or this process."""
 
-    def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> int:
-        """Have `cluster.stream.stream` run where the tensors are: of all weights, or with `head.kind == "adapter"` of all
-        adapters. Over several ranks every rank makes the pairs and the first one sends them. Returns the checksum.
+    def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> Sequence[int]:
+        """Send all weights, or with `head.kind == "adapter"` all adapters, from where they are. Returns the checksum of what each sink
+        got.
 
         `head` has kind, versions and numeric mode, and no slices. Waits have deadlines; `EngineFailure` may name an engine."""
         ...
@@ -42,9 +42,10 @@ class OwnWeights:
         self._weights, self._adapters = weights, adapters
         self._bucket_bytes, self._deadline_s = bucket_bytes, deadline_s
 
-    def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> int:
+    def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> Sequence[int]:
         pairs = self._adapters() if head.kind == "adapter" else self._weights()
-        return stream(pairs, head, sinks, bucket_bytes=self._bucket_bytes, deadline_s=self._deadline_s)
+        limits: dict[str, Any] = {"bucket_bytes": self._bucket_bytes, "deadline_s": self._deadline_s}
+        return [stream(pairs, head, sinks, **limits)] * len(sinks)
 
 
 class StreamPublisher:
@@ -74,7 +75,7 @@ class StreamPublisher:
         head = WeightUpdate(kind=kind, base_version=base, version=version, slices=(), checksum=0, mode=mode)
         return self.engine.publish(head, lambda sinks: self._feed(head, sinks))
 
-    def _feed(self, head: WeightUpdate, sinks: Sequence[Sink]) -> int:
+    def _feed(self, head: WeightUpdate, sinks: Sequence[Sink]) -> Sequence[int]:
         try:
             return self.source.stream(head, sinks)
         except RayError as error:

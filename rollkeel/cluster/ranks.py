@@ -59,6 +59,7 @@ class Rank:
         self._objective = build_objective(config)
         self._policy: Policy | None = None
         self._trainer: LocalTrainer | None = None
+        self._sender: Any = None
 
     # -- the second thread ---------------------------------------------------------------------------------------------
 
@@ -71,10 +72,10 @@ class Rank:
     # -- the first -----------------------------------------------------------------------------------------------------
 
     def run(self, what: str, *args: Any) -> Answer:
-        """Do it. Only the first rank has something to say; every rank says what went wrong."""
+        """Do it. Of most only the first rank has something to say; every rank says what went wrong."""
         try:
             value = getattr(self, f"_{what}")(*args)
-            return Answer(value if self._rank == 0 or what == "about" else None)
+            return Answer(value if self._rank == 0 or what in ("about", "stream") else None)
         except Exception as error:
             traceback.print_exc()
             return Answer(error=error)
@@ -173,16 +174,12 @@ class Rank:
             "version": self._made.version,
         }
 
-    def _stream(self, head: Any, sinks: Sequence[Any], deadline_s: float) -> int:
-        """Send the weights, or what is trained beside them, to engines."""
-        from rollkeel.cluster.stream import stream
+    def _stream(self, head: Any, sinks: Sequence[Any], deadline_s: float) -> list[int]:
+        """Send what the plan gives this rank of the weights, or of what is trained beside them. Returns a checksum for each engine."""
+        from rollkeel.cluster.sender import Sender
 
-        trainer = self._made
-        pairs = trainer.named_adapters().items() if head.kind == "adapter" else trainer.named_weights()
-        if self._rank == 0:
-            return stream(pairs, head, sinks, deadline_s=deadline_s)
-        deque(pairs, maxlen=0)
-        return 0
+        self._sender = self._sender or Sender(self._made, self._mesh, self._config.sync, deadline_s)
+        return self._sender.send(head, sinks)
 
     def _record(self, path: str, rollouts: Sequence[Rollout], about: Mapping[str, Any]) -> None:
         """Write the trainer's tensors of a few rollouts; the first rank holds the whole model for that."""

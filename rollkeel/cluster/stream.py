@@ -1,7 +1,8 @@
-"""Weights from the trainer's first rank to engine actors: bucket by bucket through Ray's object store, past the controller.
+"""Weights from trainer ranks to engine actors: bucket by bucket, past the controller.
 
-    (name, tensor) … ─▶ slices with checksums ─▶ bucket ─▶ object store ─▶ every engine: written, proven, freed
-                                                    └── at most two that some engine has not taken yet
+    slices with checksums ─▶ bucket ─┬─ Ray's object store ──┬─▶ engine: written, proven, freed
+                                     └─ memory of one host ──┘
+                                        at most two that some engine has not taken yet
 
 So what a publication needs beside trainer and engines is a few buckets, whatever the size of the model.
 """
@@ -9,30 +10,45 @@ So what a publication needs beside trainer and engines is a few buckets, whateve
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 import torch
 from ray.exceptions import RayError
 
+from rollkeel.engines.intake import Room
 from rollkeel.errors import EngineFailure
 from rollkeel.models.checksum import MASK
 from rollkeel.models.numerics import update_checksum
+from rollkeel.sync.sending import WINDOW, buckets
+from rollkeel.sync.shared_memory import Ring, Slot
 from rollkeel.types import WeightSlice, WeightUpdate
 
 BUCKET_BYTES = 64 << 20
-WINDOW = 2
-"""Buckets in the object store that some engine has not taken yet."""
 DEADLINE_S = 600.0
 STORE = {"free_objects_batch_size": 1}
 """`_system_config` of a Ray that we start; for one that others start, RAY_free_objects_batch_size=1 in its environment. As it comes,
 Ray frees objects that nobody holds any more once a second or by the hundred, and until then the store keeps taking fresh memory."""
 
-Layout = list[tuple[str, torch.dtype, tuple[int, ...], int, int]]
-"""Name, dtype, shape, checksum and offset of each slice of a bucket."""
+
+class Entry(NamedTuple):
+    """What travels beside the bytes of a slice."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    checksum: int
+    offset: int
+    starts: tuple[int, ...]
+    rounded: bool
+
+
+Layout = list[Entry]
+Bytes = Sequence[np.ndarray] | Slot
+"""Of each slice of a bucket, or where all of them are."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,10 @@ class Sink:
     """Handle of an `EngineActor`."""
     attempt: int
     """Number of the publication, which a bucket of one that was given up does not have."""
+    node: str = ""
+    """Ray's name of the machine that it is on."""
+    rooms: Mapping[str, Room] = field(default_factory=dict)
+    """Where the engine has the weights, by checkpoint name."""
 
 
 def stream(
@@ -55,19 +75,12 @@ def stream(
     bucket_bytes: int = BUCKET_BYTES,
     deadline_s: float = DEADLINE_S,
 ) -> int:
-    """Send (checkpoint name, whole tensor) pairs to all sinks; returns the checksum of the update.
+    """Send (checkpoint name, whole tensor) pairs, which are made one by one, to all sinks; returns the checksum of the update.
 
-    Where making a pair is a collective of several ranks, the first of them calls this and the others iterate over theirs:
-    after a failure the rest is iterated over, too, so that none of them is left waiting. `head`: kind, versions and numeric
-    mode. `deadline_s`: longest wait for a bucket to be taken. Raises `EngineFailure` naming the engine that died, fell
-    silent or refused.
+    `head`: kind, versions and numeric mode. `deadline_s`: longest wait for a bucket to be taken. Raises `EngineFailure` naming the
+    engine that died, fell silent or refused.
     """
-    pairs = iter(pairs)
-    try:
-        return send(slices_of(pairs, head.mode, bucket_bytes), head, sinks, bucket_bytes, deadline_s)
-    except (EngineFailure, RayError):
-        deque(pairs, maxlen=0)
-        raise
+    return send(slices_of(pairs, head.mode, bucket_bytes), head, sinks, bucket_bytes, deadline_s)
 
 
 def slices_of(
@@ -86,68 +99,86 @@ def send(
     slices: Iterable[WeightSlice], head: WeightUpdate, sinks: Sequence[Sink], bucket_bytes: int, deadline_s: float
 ) -> int:
     """Send slices to all sinks; returns the sum of their checksums. See `stream`."""
-    total, unconsumed = 0, deque[list[ray.ObjectRef]]()
+    total, carrier = 0, Calls(head, sinks, deadline_s)
     for bucket in buckets(slices, bucket_bytes):
-        if len(unconsumed) == WINDOW:
-            _consumed(unconsumed.popleft(), head, sinks, deadline_s)
-        layout, arrays = packed(bucket)
-        data = ray.put(arrays)
-        unconsumed.append([sink.actor.bucket.remote(sink.attempt, layout, data) for sink in sinks])
+        carrier.put(bucket, range(len(sinks)))
         total += sum(s.checksum for s in bucket)
-        # The calls hold the data; with the last of them the object store lets it go. Nobody needs the slices any more.
-        del data, arrays, bucket
-    while unconsumed:
-        _consumed(unconsumed.popleft(), head, sinks, deadline_s)
+        del bucket  # nobody needs the slices any more
+    carrier.flush()
     return total & MASK
 
 
-def buckets(slices: Iterable[WeightSlice], most: int = BUCKET_BYTES) -> Iterator[list[WeightSlice]]:
-    """Slices in order, together at most `most` bytes; a larger one alone."""
-    bucket, size = list[WeightSlice](), 0
-    for piece in slices:
-        more = piece.tensor.numel() * piece.tensor.element_size()
-        if bucket and size + more > most:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(piece)
-        size += more
-    if bucket:
-        yield bucket
+class Calls:
+    """A `rollkeel.sync.sending.Carrier` to engine actors. A call tells them of a bucket, and is answered when it is proven."""
+
+    def __init__(
+        self, head: WeightUpdate, sinks: Sequence[Sink], deadline_s: float, rings: Mapping[int, Ring] | None = None
+    ) -> None:
+        """`rings`: memory shared with those of the sinks, by number, that do not get buckets through Ray's object store."""
+        self._head, self._sinks, self._deadline_s, self._rings = head, sinks, deadline_s, rings or {}
+        self._under_way = deque[list[tuple[ray.ObjectRef, Sink]]]()
+
+    def put(self, bucket: Sequence[WeightSlice], to: Sequence[int]) -> None:
+        if len(self._under_way) == WINDOW:
+            self._consumed(self._under_way.popleft())
+        layout, stored, calls = layout_of(bucket), None, list[tuple[ray.ObjectRef, Sink]]()
+        for number in to:
+            sink = self._sinks[number]
+            if number in self._rings:
+                data: Any = self._rings[number].put(bucket)
+            else:
+                data = stored = stored if stored is not None else ray.put(bytes_of(bucket))
+            calls.append((sink.actor.bucket.remote(sink.attempt, layout, data), sink))
+        # The calls hold what is stored; with the last of them the object store lets it go.
+        self._under_way.append(calls)
+
+    def flush(self) -> None:
+        while self._under_way:
+            self._consumed(self._under_way.popleft())
+
+    def _consumed(self, calls: Sequence[tuple[ray.ObjectRef, Sink]]) -> None:
+        """Wait until every sink has taken a bucket."""
+        said, deadline_s = f"weight update {self._head.version}", self._deadline_s
+        _, late = ray.wait([ref for ref, _ in calls], num_returns=len(calls), timeout=deadline_s)
+        for ref, sink in calls:
+            if ref in late:
+                raise EngineFailure(f"{said}: waited {deadline_s:g} s for engine {sink.name} to take weights")
+            try:
+                refusal = ray.get(ref)
+            except RayError as error:
+                raise EngineFailure(
+                    f"{said}: engine {sink.name} died while it took weights ({type(error).__name__})"
+                ) from None
+            if refusal:
+                raise EngineFailure(f"{refusal} (engine {sink.name})")
 
 
 def packed(bucket: Sequence[WeightSlice]) -> tuple[Layout, list[np.ndarray]]:
-    """What travels: the layout, and each slice's bytes. On a CPU they are the tensor's own, so that putting them into the object
-    store is the only copy."""
-    layout = [(s.name, s.tensor.dtype, tuple(s.tensor.shape), s.checksum, s.offset) for s in bucket]
-    return layout, [s.tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy() for s in bucket]
+    """What travels: the layout, and each slice's bytes."""
+    return layout_of(bucket), bytes_of(bucket)
 
 
-def unpacked(layout: Layout, data: Sequence[np.ndarray]) -> list[WeightSlice]:
-    """The slices of a bucket, as read-only views of the object store."""
+def layout_of(bucket: Sequence[WeightSlice]) -> Layout:
     return [
-        WeightSlice(name=n, tensor=torch.from_numpy(a).view(dtype).view(shape), checksum=checksum, offset=offset)
-        for (n, dtype, shape, checksum, offset), a in zip(layout, data, strict=True)
+        Entry(s.name, s.tensor.dtype, tuple(s.tensor.shape), s.checksum, s.offset, s.starts, s.rounded) for s in bucket
     ]
+
+
+def bytes_of(bucket: Sequence[WeightSlice]) -> list[np.ndarray]:
+    """On a CPU they are the tensor's own, so that putting them into the object store is the only copy."""
+    return [s.tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy() for s in bucket]
+
+
+def unpacked(layout: Layout, data: Sequence[np.ndarray | torch.Tensor]) -> list[WeightSlice]:
+    """The slices of a bucket, as views of the object store, which are read-only, or of shared memory."""
+    out = []
+    for (name, dtype, shape, *about), bytes_ in zip(layout, data, strict=True):
+        tensor = bytes_ if isinstance(bytes_, torch.Tensor) else torch.from_numpy(bytes_).view(dtype).view(shape)
+        known = dict(zip(("checksum", "offset", "starts", "rounded"), about, strict=True))
+        out.append(WeightSlice(name=name, tensor=tensor, **known))
+    return out
 
 
 def _cut(tensor: torch.Tensor, most: int) -> Sequence[torch.Tensor]:
     size = tensor.numel() * tensor.element_size()
     return [tensor] if size <= most or not tensor.dim() else tensor.split(max(1, most * len(tensor) // size))
-
-
-def _consumed(taken: Sequence[ray.ObjectRef], head: WeightUpdate, sinks: Sequence[Sink], deadline_s: float) -> None:
-    """Wait until every sink has taken a bucket."""
-    _, late = ray.wait(list(taken), num_returns=len(taken), timeout=deadline_s)
-    for ref, sink in zip(taken, sinks, strict=True):
-        if ref in late:
-            raise EngineFailure(
-                f"weight update {head.version}: waited {deadline_s:g} s for engine {sink.name} to take weights"
-            )
-        try:
-            refusal = ray.get(ref)
-        except RayError as error:
-            raise EngineFailure(
-                f"weight update {head.version}: engine {sink.name} died while it took weights ({type(error).__name__})"
-            ) from None
-        if refusal:
-            raise EngineFailure(f"{refusal} (engine {sink.name})")

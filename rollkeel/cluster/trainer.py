@@ -11,6 +11,7 @@ import torch
 from rollkeel.batch.build import TrainingBatch
 from rollkeel.cluster import wire
 from rollkeel.cluster.calls import Ranks
+from rollkeel.models.checksum import MASK
 from rollkeel.objectives import Objective
 from rollkeel.train.scores import Scores, UpdateOutput
 
@@ -60,9 +61,10 @@ class RemoteTrainer:
         self.version = told["version"]
         return wire.output_in(self._counted(told["output"]))
 
-    def stream(self, head: Any, sinks: Sequence[Any]) -> int:
-        """See `rollkeel.cluster.publish.Source`: from the first rank to the engines, past this process."""
-        return self._ranks.call("stream", head, sinks, self._deadline_s)
+    def stream(self, head: Any, sinks: Sequence[Any]) -> Sequence[int]:
+        """See `rollkeel.cluster.publish.Source`: from all ranks to the engines, past this process."""
+        sent = self._ranks.gather("stream", head, ray.put(list(sinks)), self._deadline_s)
+        return [sum(sums) & MASK for sums in zip(*sent, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
         """Its version; the rest the ranks write themselves (`Machines.save`)."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -13,21 +15,43 @@ from rollkeel.engines.weights import (
     check_kind,
     check_total,
     misfit,
+    prove_box,
     prove_piece,
 )
 from rollkeel.errors import EngineFailure
-from rollkeel.models.numerics import rounded
+from rollkeel.models.checksum import PART, pitches_of
+from rollkeel.models.numerics import held_checksum, is_quantised, rounded, weight_rounder
 from rollkeel.types import WeightSlice, WeightUpdate
 
 
+class Room(NamedTuple):
+    """A weight in an engine's memory, or the part of it that the engine holds."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Of the whole weight."""
+    starts: tuple[int, ...]
+    """First index of what is held."""
+    stops: tuple[int, ...]
+    """One past the last."""
+
+
+def rooms_of(held: Mapping[str, torch.Tensor]) -> dict[str, Room]:
+    """Of weights that are held whole."""
+    return {n: Room(t.dtype, tuple(t.shape), (0,) * t.dim(), tuple(t.shape)) for n, t in held.items()}
+
+
 class Intake:
-    """An update whose slices come in parts, in any order, and a large weight in several slices of whole rows: each part is
-    written and proven as it comes, and `finish` says whether all of the update is there.
+    """An update whose slices come in parts, in any order, and a large weight in several boxes: each is written and proven as it
+    comes, and `finish` says whether all of the update is there.
 
     After an error nothing may be served. No slice is kept, so what arrives needs no more memory than one part of it."""
 
-    def __init__(self, head: WeightUpdate, memory: Memory, mode: str, base: int) -> None:
-        """`head`: the update without slices and checksum. `base`: version of the weights that the engine holds."""
+    def __init__(
+        self, head: WeightUpdate, memory: Memory, mode: str, base: int, rooms: Mapping[str, Room] | None = None
+    ) -> None:
+        """`head`: the update without slices and checksum. `base`: version of the weights that the engine holds. `rooms`: of an
+        engine that holds parts of weights."""
         check_kind(head)
         self._head, self._total = head, 0
         self._held, self._mode, self._base = memory.destinations, mode, head.version
@@ -37,44 +61,101 @@ class Intake:
         else:
             for tensor in memory.adapters.values():
                 tensor.zero_()
-        self._arrived: dict[str, dict[int, int]] = {name: {} for name in self._held}
-        """Elements of each slice, by its offset, by name."""
+        self._rooms = rooms_of(self._held) if rooms is None else rooms
+        self._arrived: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {name: [] for name in self._held}
+        """First and one past the last index of each box, by name."""
+        self._missing = {name: view.numel() for name, view in self._held.items()}
+        """Elements that have not arrived."""
+        self._waiting: dict[str, torch.dtype] = {}
+        """Weights that are rounded once all of them is there, and the dtype to round them in."""
 
     @torch.inference_mode()
     def take(self, slices: Sequence[WeightSlice]) -> None:
         """Write these slices, rounded, and prove that they are there."""
         for piece in slices:
-            view = self._rows(piece)
-            if piece.offset in self._arrived[piece.name]:
-                raise EngineFailure(f"weight update {self._head.version}: {piece.name} arrived twice")
-            self._arrived[piece.name][piece.offset] = piece.tensor.numel()
-            view.copy_(rounded(piece.name, piece.tensor.to(view.device), self._mode))
-            prove_piece(piece, view, self._head, self._mode)
+            room, starts = self._place(piece)
+            self._enter(piece, starts)
+            inside = tuple(
+                slice(a - b, a - b + n) for a, b, n in zip(starts, room.starts, piece.tensor.shape, strict=True)
+            )
+            view = self._held[piece.name][inside]
+            self._write(piece, view, room, starts)
             self._total += piece.checksum
+            if piece.name in self._waiting and not self._missing[piece.name]:
+                self._round(piece.name, self._waiting[piece.name])
 
     def finish(self, checksum: int) -> tuple[int, int]:
         """As `take` does: the checksum, and the version of the weights. `checksum`: of all slices, as the sender knows it."""
         version = self._head.version
-        check_all_there([n for n, view in self._held.items() if not self._covers(n, view.numel())], version)
+        missing = [name for name, count in self._missing.items() if count or not self._arrived[name]]
+        check_all_there(missing, version)
         check_total(self._total, checksum, version)
         return checksum, self._base
 
-    def _rows(self, piece: WeightSlice) -> torch.Tensor:
-        """The rows of the engine's weight that the slice is for."""
-        view, shape = self._held.get(piece.name), piece.tensor.shape
-        if view is not None and shape == view.shape and not piece.offset:
-            return view
-        if view is None or not view.numel() or shape[1:] != view.shape[1:] or len(shape) != view.dim():
-            raise misfit(piece, view, self._head.version)
-        first, odd = divmod(piece.offset, view[0].numel())
-        if odd or first + shape[0] > len(view):
-            raise misfit(piece, view, self._head.version)
-        return view[first : first + shape[0]]
+    def _place(self, piece: WeightSlice) -> tuple[Room, tuple[int, ...]]:
+        """The room of the engine's weight, and the first index of the slice in the whole of it."""
+        view, shape = self._held.get(piece.name), tuple(piece.tensor.shape)
+        wrong = misfit(piece, view, self._head.version)
+        if view is None or len(shape) != view.dim() or not view.numel() or not piece.tensor.numel():
+            raise wrong
+        room, starts = self._rooms[piece.name], piece.starts
+        if not starts and shape:
+            first, odd = divmod(piece.offset, pitches_of(room.shape)[0])
+            starts = (first, *(0 for _ in shape[1:]))
+            if odd or shape[1:] != room.shape[1:]:
+                raise wrong
+        if len(starts) != len(shape):
+            raise wrong
+        ends = zip(room.starts, starts, shape, room.stops, strict=True)
+        if not all(a <= b and b + n <= c for a, b, n, c in ends):
+            raise wrong
+        return room, starts
 
-    def _covers(self, name: str, elements: int) -> bool:
-        end = 0
-        for offset, length in sorted(self._arrived[name].items()):
-            if offset != end:
-                return False
-            end += length
-        return end == elements and bool(self._arrived[name])
+    def _enter(self, piece: WeightSlice, starts: tuple[int, ...]) -> None:
+        """Raises `EngineFailure` for a box that has arrived already, all of it or in part."""
+        stops = tuple(a + n for a, n in zip(starts, piece.tensor.shape, strict=True))
+        for others in self._arrived[piece.name]:
+            if all(a < d and c < b for a, b, c, d in zip(starts, stops, *others, strict=True)):
+                part = "" if others == (starts, stops) else f": its box at {starts} overlaps one at {others[0]}"
+                raise EngineFailure(f"weight update {self._head.version}: {piece.name} arrived twice{part}")
+        self._arrived[piece.name].append((starts, stops))
+        self._missing[piece.name] -= piece.tensor.numel()
+
+    def _write(self, piece: WeightSlice, view: torch.Tensor, room: Room, starts: tuple[int, ...]) -> None:
+        name, head, mode = piece.name, self._head, self._mode
+        tensor, pitches = piece.tensor.to(view.device), pitches_of(room.shape)
+        rounds = weight_rounder(mode) is not None and is_quantised(name, view)
+        if (piece.rounded or piece.starts) and head.mode != mode:
+            raise EngineFailure(
+                f"weight update {head.version}: {name} was sent for engine.dtype={head.mode}, the engine's is {mode}"
+            )
+        waits = rounds and not piece.rounded and tensor.shape[1:] != room.shape[1:]
+        if waits != (name in self._waiting) and len(self._arrived[name]) > 1:
+            raise EngineFailure(f"weight update {head.version}: {name} arrived rounded in some boxes only")
+        if waits:
+            self._waiting[name] = tensor.dtype
+        offset = sum(a * p for a, p in zip(starts, pitches, strict=True))
+        if not rounds or piece.rounded or waits:
+            view.copy_(tensor)
+        else:
+            view.copy_(rounded(name, tensor, mode))
+        if piece.starts and (not rounds or piece.rounded or waits):
+            prove_box(piece, view, (offset, pitches), head, mode)
+        else:
+            prove_piece(replace(piece, offset=offset), view, head, mode)
+
+    def _round(self, name: str, dtype: torch.dtype) -> None:
+        """Round in place what is held of a weight, some rows at a time. Its boxes were proven as they came."""
+        whole, room = self._held[name], self._rooms[name]
+        if whole.shape[-1] != room.shape[-1]:
+            raise EngineFailure(
+                f"weight update {self._head.version}: {name} is rounded by rows of {room.shape[-1]}, the engine holds"
+                f" {whole.shape[-1]} of each"
+            )
+        for rows in whole.split(max(1, PART * len(whole) // whole.numel())):
+            right = rounded(name, rows.to(dtype), self._mode)
+            rows.copy_(right)
+            if held_checksum(name, rows, self._mode) != held_checksum(name, right, self._mode):
+                raise EngineFailure(
+                    f"weight update {self._head.version}: the engine's memory of {name} changed while it was rounded"
+                )

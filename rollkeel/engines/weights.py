@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -47,8 +47,9 @@ def check_kind(update: WeightUpdate) -> None:
 def misfit(piece: WeightSlice, view: torch.Tensor | None, version: int) -> EngineFailure:
     if view is None:
         return EngineFailure(f"weight update {version}: the engine has no weight named {piece.name}")
+    place = f"at index {piece.starts}" if piece.starts else f"at offset {piece.offset}"
     return EngineFailure(
-        f"weight update {version}: {piece.name} has shape {tuple(piece.tensor.shape)} at offset {piece.offset}, the engine"
+        f"weight update {version}: {piece.name} has shape {tuple(piece.tensor.shape)} {place}, the engine"
         f" expects {tuple(view.shape)}"
     )
 
@@ -108,15 +109,28 @@ def prove(update: WeightUpdate, held: Mapping[str, torch.Tensor], mode: str) -> 
 
 
 def prove_piece(piece: WeightSlice, held: torch.Tensor, update: WeightUpdate, mode: str) -> None:
+    """Raises `EngineFailure` unless `held` is what the slice says, rounded to `mode`."""
     if update.mode != mode:
         piece = _restated(piece, update, mode)
-    if held_checksum(piece.name, held, mode, piece.offset) == piece.checksum:
-        return
-    if update_checksum(piece.name, piece.tensor, mode, piece.offset) != piece.checksum:
-        raise EngineFailure(f"weight update {update.version}: {piece.name} arrived with a wrong checksum")
+    if held_checksum(piece.name, held, mode, piece.offset) != piece.checksum:
+        raise _unproven(piece, update_checksum(piece.name, piece.tensor, mode, piece.offset), update, mode)
+
+
+def prove_box(
+    piece: WeightSlice, held: torch.Tensor, at: tuple[int, Sequence[int]], update: WeightUpdate, mode: str
+) -> None:
+    """The same of a box that nothing rounds any more, or not yet. `at`: its offset and pitches, see `held_checksum`."""
+    if held_checksum(piece.name, held, mode, *at) != piece.checksum:
+        raise _unproven(piece, held_checksum(piece.name, piece.tensor, mode, *at), update, mode)
+
+
+def _unproven(piece: WeightSlice, came: int, update: WeightUpdate, mode: str) -> EngineFailure:
+    """Why memory does not hold `piece`, of which what arrived has the checksum `came`."""
+    if came != piece.checksum:
+        return EngineFailure(f"weight update {update.version}: {piece.name} arrived with a wrong checksum")
     if not bool(torch.isfinite(piece.tensor).all()):
-        raise EngineFailure(f"weight update {update.version}: {piece.name} is not finite; the weights have diverged")
-    raise EngineFailure(
+        return EngineFailure(f"weight update {update.version}: {piece.name} is not finite; the weights have diverged")
+    return EngineFailure(
         f"weight update {update.version}: the engine's memory of {piece.name} is not what was published, rounded to"
         f" {mode}; its load skipped, misplaced or changed it"
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -20,49 +21,98 @@ _WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LOW, _STEP, _HIGH, _FLIP = 2**32 - 1, 0x9E3779B1, 0x85EBCA77, 0x5BD1E995
 
 
-def _sum(bits, base, out):  # type: ignore[no-untyped-def]
-    """Adds to out[0] the checksum in one pass, where PyTorch makes ten; for fewer than 2**31 elements."""
+def _sum(bits, rows, run, pitch, apart, offset, base, out):  # type: ignore[no-untyped-def]
+    """Adds to out[0] the checksum of `rows` runs of elements in one pass, where PyTorch makes ten. Runs begin `pitch` elements
+    apart in `bits` and `apart` positions apart in the tensor, the first at `offset`."""
     total = np.uint64(0)
-    for i in range(len(bits)):
-        x = np.uint64(np.uint32(np.uint32(i) * np.uint32(_STEP) + base))
-        key = ((x * x) >> np.uint64(16)) & np.uint64(_LOW) | np.uint64(1)
-        total += (np.uint64(bits[i]) ^ np.uint64(_FLIP)) * key
+    for row in range(rows):
+        done = 0
+        while done < run:  # once, but where positions pass a multiple of 2**32
+            position = offset + row * apart + done
+            low = position & _LOW
+            count = min(run - done, _LOW + 1 - low)
+            high = np.uint64(position >> 32) * np.uint64(_HIGH)
+            first = np.uint32(np.uint64(base) + np.uint64(low) * np.uint64(_STEP) + high)
+            part = bits[row * pitch + done : row * pitch + done + count]
+            for i in range(count):
+                x = np.uint64(np.uint32(np.uint32(i) * np.uint32(_STEP) + first))
+                key = ((x * x) >> np.uint64(16)) & np.uint64(_LOW) | np.uint64(1)
+                total += (np.uint64(part[i]) ^ np.uint64(_FLIP)) * key
+            done += count
     out[0] += total
 
 
-_COMPILED = {
-    width: entry(f"uint{8 * width}[::1]", "uint32", "uint64[::1]")(_sum) for width in ((1, 2, 4, 8) if FOUND else ())
-}
+_ARGUMENTS = (*["int64"] * 5, "uint32", "uint64[::1]")
+_COMPILED = {width: entry(f"uint{8 * width}[::1]", *_ARGUMENTS)(_sum) for width in ((1, 2, 4, 8) if FOUND else ())}
 """By bytes per element."""
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
-def tensor_checksum(name: str, tensor: torch.Tensor, offset: int = 0, dtype: torch.dtype | None = None) -> int:
+def tensor_checksum(
+    name: str, tensor: torch.Tensor, offset: int = 0, dtype: torch.dtype | None = None, pitches: Sequence[int] = ()
+) -> int:
     """Checksum of `tensor` as elements `offset …` of the flattened tensor `name`; parts add up modulo 2**64.
 
     Each element's bits, read as an integer, are multiplied by an odd key of its position, so that a changed, shifted or
     missing element changes the sum. Keys are no linear function of positions (middle squares of a Weyl sequence, Widynski,
     arXiv:1704.00358), or two rows with equal sums could change places. It guards against bugs, not against an adversary.
-    `dtype`: of the tensor's values in that dtype.
+    `dtype`: of the tensor's values in that dtype. `pitches`: of a box, how many positions of the whole lie between neighbours
+    along each dimension (`pitches_of`); whole rows need none.
     """
     dtype = dtype or tensor.dtype
     base = zlib.crc32(f"{name}:{dtype.itemsize}".encode())
     on_host, on_device = np.zeros(1, np.uint64), torch.zeros((), dtype=torch.int64, device=tensor.device)
     compiled = _COMPILED.get(dtype.itemsize) if tensor.device.type == "cpu" else None
-    kernel = gpu.taken(tensor)
-    for part in _parts(tensor.detach(), PART_OF_KERNEL if kernel else PART):
+    runs = _in_one_run(tensor.shape, pitches)
+    kernel = gpu.taken(tensor) and runs == 0
+    for first, part, apart in _placed(tensor.detach(), offset, pitches, runs, PART_OF_KERNEL if kernel else PART):
         plain = part.to(dtype)
         if kernel:
             from rollkeel.models.gpu.checksum import block_sums
 
-            on_device += block_sums(plain.view(_WIDTH[dtype.itemsize]), offset, base, _STEP, _HIGH, _FLIP).sum()
-        elif compiled is not None and (offset & _LOW) + len(part) <= _LOW:
-            first = (base + (offset & _LOW) * _STEP + (offset >> 32) * _HIGH) & _LOW
-            compiled(plain.view(_UNSIGNED[dtype.itemsize]).numpy(), first, on_host)
+            on_device += block_sums(plain[0].view(_WIDTH[dtype.itemsize]), first, base, _STEP, _HIGH, _FLIP).sum()
+        elif compiled is not None:
+            plain = plain if plain.stride(1) == 1 or plain.shape[1] == 1 else plain.contiguous()
+            (rows, run), pitch = plain.shape, plain.stride(0)
+            flat = plain.as_strided(((rows - 1) * pitch + run,), (1,)).view(_UNSIGNED[dtype.itemsize])
+            compiled(flat.numpy(), rows, run, pitch, apart, first, base, on_host)
         else:
-            on_device += _plain_sum(plain, base, offset)
-        offset += len(part)
+            on_device += _plain_sum(plain, base, first, apart)
     return (int(on_host[0]) + int(on_device)) & MASK
+
+
+def pitches_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """How many positions lie between neighbours along each dimension of a tensor of this shape."""
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def _in_one_run(shape: Sequence[int], pitches: Sequence[int]) -> int:
+    """The first dimension of a box from which on its positions follow one another; 0 for whole rows."""
+    own, first = pitches_of(shape), len(shape)
+    while first > 0 and (not pitches or shape[first - 1] == 1 or own[first - 1] == pitches[first - 1]):
+        first -= 1
+    return first
+
+
+Placed = Iterator[tuple[int, torch.Tensor, int]]
+"""Position of the first element, `[rows, run]` elements, positions between the beginnings of two rows."""
+
+
+def _placed(tensor: torch.Tensor, offset: int, pitches: Sequence[int], runs: int, most: int) -> Placed:
+    """The elements of a tensor, about `most` at one time."""
+    if not tensor.numel():
+        return
+    if runs == 0:
+        for part in _parts(tensor, most):
+            yield offset, part[None], 0
+            offset += len(part)
+    elif runs > 1:
+        for i, part in enumerate(tensor):
+            yield from _placed(part, offset + i * pitches[0], pitches[1:], runs - 1, most)
+    else:
+        for part in tensor.split(max(1, most * len(tensor) // tensor.numel())):
+            yield offset, part.flatten(1) if part.dim() > 1 else part[:, None], pitches[0]
+            offset += len(part) * pitches[0]
 
 
 def _parts(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
@@ -75,10 +125,12 @@ def _parts(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
         yield from (part.contiguous().view(-1),) if rows else _parts(part[0], most)
 
 
-def _plain_sum(part: torch.Tensor, base: int, offset: int) -> torch.Tensor:
-    size = part.element_size()
-    bits = part.view(_WIDTH[size]).to(torch.int64)
-    position = torch.arange(offset, offset + len(part), device=part.device)
+def _plain_sum(part: torch.Tensor, base: int, offset: int, apart: int) -> torch.Tensor:
+    size, device = part.element_size(), part.device
+    bits = part.contiguous().view(_WIDTH[size]).to(torch.int64)
+    position = (
+        offset + torch.arange(part.shape[1], device=device) + apart * torch.arange(len(part), device=device)[:, None]
+    )
     x = (base + (position & _LOW) * _STEP + (position >> 32) * _HIGH) & _LOW
     # int64 products and sums wrap modulo 2**64, which is the arithmetic wanted here.
     key = (x * x >> 16) & _LOW | 1

@@ -7,7 +7,7 @@ embeddings and output head stay in high precision, as deployments keep them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -96,6 +96,11 @@ def rounded(name: str, tensor: torch.Tensor, mode: str) -> torch.Tensor:
     return tensor if rounder is None or not is_quantised(name, tensor) else rounder(tensor)
 
 
+def scale_group(mode: str, width: int) -> int:
+    """Elements of a row of `width` that share one scale in a mode that rounds."""
+    return INT4_GROUP if mode == "int4" and width % INT4_GROUP == 0 else width
+
+
 def update_checksum(name: str, tensor: torch.Tensor, mode: str | None, offset: int = 0) -> int:
     """Checksum of the weight `name` as a `WeightUpdate` of `mode` carries it: of what an engine of that mode must hold.
 
@@ -105,12 +110,13 @@ def update_checksum(name: str, tensor: torch.Tensor, mode: str | None, offset: i
     return held_checksum(name, rounded(name, tensor, mode), mode, offset)
 
 
-def held_checksum(name: str, held: torch.Tensor, mode: str, offset: int = 0) -> int:
-    """Checksum of what an engine of `mode` holds under `name`: `update_checksum` of what it was to hold, if it is that.
+def held_checksum(name: str, held: torch.Tensor, mode: str, offset: int = 0, pitches: Sequence[int] = ()) -> int:
+    """Checksum of what an engine of `mode` holds under `name`: `update_checksum` of what it was to hold, if it is that. Of a box:
+    with its `pitches`, see `tensor_checksum`.
 
     A weight that the engine keeps more precisely than its mode (a router's bias) is compared at the mode's precision.
     """
-    return tensor_checksum(name, held, offset, compute_dtype(mode) if held.is_floating_point() else None)
+    return tensor_checksum(name, held, offset, compute_dtype(mode) if held.is_floating_point() else None, pitches)
 
 
 def round_fp8(x: torch.Tensor) -> torch.Tensor:

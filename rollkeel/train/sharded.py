@@ -65,25 +65,22 @@ class Layout:
         self.mesh = mesh
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(model).items()}
         """Of the whole."""
-        self._dealt = {name for name, _ in model.named_parameters()}
+        self.dealt = {name for name, _ in model.named_parameters()}
+        """Those of them that lie in parts, if there are several ranks: parameters."""
 
-    def boxes(self, name: str) -> list[Box]:
-        """Of a buffer, all of it on every rank."""
-        return boxes(self._mesh(name), name, self.shapes[name])
+    def boxes(self, name: str, rank: Mesh | None = None) -> list[Box]:
+        """Of a buffer, all of it on every rank. `rank`: the mesh as another rank sees it."""
+        return boxes((rank or self.mesh) if name in self.dealt else Mesh(), name, self.shapes[name])
 
     def part(self, name: str) -> tuple[int, ...]:
         """Shape of what lies here."""
-        return part_shape(self._mesh(name), name, self.shapes[name])
-
-    def _mesh(self, name: str) -> Mesh:
-        return self.mesh if name in self._dealt else Mesh()
+        return part_shape(self.mesh if name in self.dealt else Mesh(), name, self.shapes[name])
 
 
-def pieces_of(model: Any, mesh: Mesh) -> Pieces:
-    """What a sharded model's checkpoint tensors are, asked while it is whole; empty for one that stays so."""
+def pieces_of(model: Any) -> Pieces:
+    """What a model's checkpoint tensors are, asked while it is whole."""
     names = {id(t): name for name, t in tensors_of(model).items()}
-    pieces = checkpoint_pieces(model) if mesh.in_step else ()
-    return [(name, names[id(owner)], piece) for name, owner, piece in pieces]
+    return [(name, names[id(owner)], piece) for name, owner, piece in checkpoint_pieces(model)]
 
 
 class Sharded:

@@ -30,7 +30,7 @@ from rollkeel.train.parts import Deal
 from rollkeel.train.passes import Passes
 from rollkeel.train.rounding import Rounding
 from rollkeel.train.scores import Scores, ScoreSheet, UpdateOutput
-from rollkeel.train.sharded import Layout, Sharded, check_ranks, gathered, pieces_of, tensors_of
+from rollkeel.train.sharded import Layout, Pieces, Sharded, check_ranks, gathered, pieces_of, tensors_of
 from rollkeel.train.trained import Supervised, Trained, load_trained, save_model, save_trained
 from rollkeel.train.tree import Tree
 from rollkeel.types import TokenBatch
@@ -86,7 +86,8 @@ class LocalTrainer:
         self._mesh = mesh
         check_ranks(mesh, config, policy, rounding, parity)
         how: dict[str, Any] = {"checkpointing": config.checkpointing, "compiled": config.compile, "parity": parity}
-        self._pieces, self._deal, pair = pieces_of(self.model, mesh), Deal.of(self.model, mesh), pair_cost(self.model)
+        self._pieces = pieces_of(self.model) if mesh.in_step else ()
+        self._deal, pair = Deal.of(self.model, mesh), pair_cost(self.model)
         self._tree = Tree(mesh) if config.reduce == "tree" else None
         self._rounding = Rounding(self.model, rounding)
         self._start: dict[str, torch.Tensor] = {}
@@ -293,6 +294,12 @@ class LocalTrainer:
         if places != self._places:  # somebody gave a parameter other memory, where views of the old one would go stale
             self._views, self._places = checkpoint_views(self.model), places
         yield from self._views.items()
+
+    @property
+    def parts(self) -> tuple[Layout, Pieces]:
+        """Which boxes of a parameter lie on a rank, and which piece of a parameter each checkpoint tensor is."""
+        self._pieces = self._pieces or pieces_of(self.model)
+        return self._trained.layout, self._pieces
 
     def named_adapters(self) -> dict[str, torch.Tensor]:
         """PEFT's name → live tensor of what is trained beside `named_weights`; empty where those are trained themselves."""

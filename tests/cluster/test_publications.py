@@ -77,7 +77,7 @@ class Wrong(OwnWeights):
         super().__init__(lambda: checkpoint_views(model).items())
         self.fault = fault
 
-    def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> int:
+    def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> list[int]:
         slices, place = list(slices_of(self._weights(), head.mode, 4_000)), 40
         total = sum(s.checksum for s in slices) % 2**64
         if self.fault == "dropped slice":
@@ -89,7 +89,7 @@ class Wrong(OwnWeights):
         elif self.fault == "of an earlier publication":
             sinks = [replace(s, attempt=s.attempt - 1) for s in sinks]
         sent = send(slices, head, sinks, BUCKET, 60)
-        return sent if self.fault == "dropped slice" else total + (self.fault == "wrong sum")
+        return [sent if self.fault == "dropped slice" else total + (self.fault == "wrong sum")]
 
 
 FAULTS = {
@@ -154,8 +154,8 @@ class Ranks:
         kind: Any = ray.remote(num_cpus=0)(Rank)
         self.rank, self.pairs = kind.remote(), [(n, t.clone()) for n, t in checkpoint_views(model).items()]
 
-    def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> int:
-        return ray.get(self.rank.stream.remote(self.pairs, head, list(sinks)), timeout=60)
+    def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> list[int]:
+        return [ray.get(self.rank.stream.remote(self.pairs, head, list(sinks)), timeout=60)]
 
 
 def test_a_source_in_another_actor_sends_past_this_process_and_may_die(

@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
 from engine_kit import engine_of, model_of, prompts_of, requests_of
 
 from rollkeel.cluster import engines
-from rollkeel.cluster.engines import EngineActor, _Bucket, _Weights
-from rollkeel.cluster.stream import buckets, packed, slices_of, unpacked
+from rollkeel.cluster.arriving import Bucket, Weights
+from rollkeel.cluster.engines import EngineActor
+from rollkeel.cluster.stream import packed, slices_of, unpacked
 from rollkeel.config import EngineConfig
 from rollkeel.engines.intake import Intake
 from rollkeel.engines.local import LocalEngine
@@ -34,6 +35,7 @@ from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import MODES, update_checksum
 from rollkeel.sync.publish import full_update
+from rollkeel.sync.sending import buckets
 from rollkeel.types import WeightSlice, WeightUpdate
 
 SMALL = 4_000
@@ -98,7 +100,8 @@ def bits_flipped(piece: WeightSlice) -> list[WeightSlice]:
 FAULTS: dict[str, tuple[Callable[[WeightSlice], list[WeightSlice]], str]] = {
     "dropped": (lambda s: [], "1 weights did not arrive, first lm_head.weight"),
     "doubled": (lambda s: [s, s], "lm_head.weight arrived twice"),
-    "overlapping": (lambda s: [replace(s, offset=s.offset - 64)], "lm_head.weight arrived with a wrong checksum"),
+    "overlapping": (lambda s: [replace(s, offset=s.offset - 64)], r"lm_head.weight arrived twice: its box at \(\d+, 0\) overlaps"),
+    "shifted": (lambda s: [replace(s, tensor=s.tensor.roll(1, 0))], "lm_head.weight arrived with a wrong checksum"),
     "other bytes": (bits_flipped, "lm_head.weight arrived with a wrong checksum"),
     "between rows": (lambda s: [replace(s, offset=s.offset + 1)], r"lm_head.weight has shape \(\d+, 64\) at offset \d+1"),
     "behind the end": (lambda s: [replace(s, offset=288 * 64)], r"at offset 18432, the engine expects \(288, 64\)"),
@@ -131,9 +134,12 @@ def test_rows_that_overlap_are_no_cover(models: tuple[Any, Any]) -> None:
     intake = intake_of(engine, head_of(1))
     intake.take([s for s in cut(models[1]) if s.name != HEAD])
     head = views[HEAD]
-    for first, last in ((0, 100), (50, 150), (200, 288)):
-        intake.take([_rows(head, first, last)])
-    with pytest.raises(EngineFailure, match=r"1 weights did not arrive, first lm_head\.weight"):
+    intake.take([_rows(head, 0, 100), _rows(head, 200, 288)])
+    with pytest.raises(EngineFailure, match=r"arrived twice: its box at \(50, 0\) overlaps one at \(0, 0\)"):
+        intake.take([_rows(head, 50, 150)])
+    intake = intake_of(engine, head_of(1))
+    intake.take([_rows(head, 0, 100), _rows(head, 150, 288)])
+    with pytest.raises(EngineFailure, match=r"\d+ weights did not arrive, first model\.embed_tokens\.weight"):
         intake.finish(0)
 
 
@@ -174,16 +180,13 @@ def test_bytes_travel_in_every_dtype_and_from_every_layout_of_memory() -> None:
     assert packed(sent[:1])[1][0].ctypes.data == sent[0].tensor.data_ptr()  # no copy
 
 
-def of(slices: list[WeightSlice], attempt: int) -> _Bucket:
-    layout = [(s.name, s.tensor.dtype, tuple(s.tensor.shape), s.checksum, s.offset) for s in slices]
-    return _Bucket(
-        attempt, layout, [s.tensor.contiguous().view(-1).view(torch.uint8).numpy() for s in slices], Future()
-    )
+def of(slices: list[WeightSlice], attempt: int) -> Bucket:
+    return Bucket(attempt, *packed(slices), Future())
 
 
 def test_what_is_left_of_an_earlier_publication_is_refused(models: tuple[Any, Any]) -> None:
     engine = engine_of(models[0], max_length=32)
-    weights, slices = _Weights(engine), cut(models[1])
+    weights, slices = Weights(engine), cut(models[1])
     total = full_update(checkpoint_views(models[1]).items(), 5, "fp32").checksum
     assert "nothing was announced" in weights.take(of(slices, 0))
     with pytest.raises(EngineFailure, match="nothing was announced"):
@@ -205,7 +208,7 @@ def test_what_is_left_of_an_earlier_publication_is_refused(models: tuple[Any, An
 
 def test_one_refused_bucket_ends_its_publication(models: tuple[Any, Any]) -> None:
     engine = engine_of(models[0], max_length=32)
-    weights, slices = _Weights(engine), cut(models[1])
+    weights, slices = Weights(engine), cut(models[1])
     weights.act(engine, ("begin", 1, head_of(5)))
     bad = [replace(slices[0], checksum=1)]
     assert "wrong checksum" in weights.take(of(bad, 1))
@@ -223,12 +226,12 @@ def test_an_actor_that_hosts_an_engine_that_can_rest_lets_it_rest(models: tuple[
             self.rested += 1
 
     engine = Resting(models[0].config, EngineConfig(), max_length=32)
-    assert _Weights(engine).act(engine, ("rest",)) is True
+    assert Weights(engine).act(engine, ("rest",)) is True
     assert engine.rested == 1
     other = engine_of(models[0], max_length=32)
-    assert _Weights(other).act(other, ("rest",)) is True
+    assert Weights(other).act(other, ("rest",)) is True
     with pytest.raises(BadInput, match="unknown message 'dance'"):
-        _Weights(other).act(other, ("dance",))
+        Weights(other).act(other, ("dance",))
 
 
 def test_messages_that_overtake_each_other_take_effect_in_the_order_of_their_numbers(models: tuple[Any, Any]) -> None:
@@ -260,10 +263,10 @@ def test_messages_that_overtake_each_other_take_effect_in_the_order_of_their_num
 def test_a_bucket_does_not_wait_for_an_engine_that_broke(
     models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(weights: _Weights, bucket: _Bucket) -> str:
+    def broken(weights: Weights, bucket: Bucket) -> str:
         raise RuntimeError("no such device")
 
-    monkeypatch.setattr(_Weights, "take", broken)
+    monkeypatch.setattr(Weights, "take", broken)
     monkeypatch.setattr(engines, "BEAT_S", 0.1)
     actor = EngineActor(models[0].config, EngineConfig(), {"device": "cpu", "max_length": 96})
     said = list[Any]()

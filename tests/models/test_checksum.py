@@ -6,15 +6,17 @@ test_names.py).
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
 
 from rollkeel.engines import vllm_worker
 from rollkeel.models import checksum, jit
-from rollkeel.models.checksum import tensor_checksum
+from rollkeel.models.checksum import pitches_of, tensor_checksum
 
 PINNED = {
     torch.float32: 14238820305941074618,
@@ -50,6 +52,50 @@ def test_strided_tensors_are_summed_in_their_own_order(part: int, monkeypatch: p
     plain = [tensor_checksum("w", form.contiguous()) for form in forms]
     monkeypatch.setattr(checksum, "PART", part)
     assert [tensor_checksum("w", form) for form in forms] == plain
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("part", [2**19, 5])
+@pytest.mark.parametrize("shape", [(12,), (7, 10), (4, 5, 6), (3, 1, 8), (2, 3, 4, 5)])
+def test_boxes_add_up_to_the_whole(
+    shape: tuple[int, ...], part: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checksum, "PART", part)
+    if not compiled:
+        monkeypatch.setattr(checksum, "_COMPILED", {})
+    draw = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        whole = (torch.rand(shape, generator=draw) * 99).to(dtype)
+        cuts = [sorted({0, n, *torch.randint(n + 1, (2,), generator=draw).tolist()}) for n in shape]
+        total, pitches = 0, pitches_of(shape)
+        for spans in itertools.product(*(pairwise(cut) for cut in cuts)):
+            box = whole[tuple(slice(*span) for span in spans)]
+            offset = sum(a * p for (a, _), p in zip(spans, pitches, strict=True))
+            ours = [tensor_checksum("w", b, offset, None, pitches) for b in (box, box.clone(), columns_first(box))]
+            assert len(set(ours)) == 1  # however it lies
+            assert tensor_checksum("w", box, offset + 1, None, pitches) != ours[0]
+            total += ours[0]
+        assert total % 2**64 == tensor_checksum("w", whole)
+
+
+def columns_first(box: torch.Tensor) -> torch.Tensor:
+    """The same values, the last dimension's the furthest apart in memory."""
+    return box.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_box_whose_positions_pass_two_to_the_32_is_the_sum_of_its_elements(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a matrix with rows of 2**31 elements: one passes it in the middle of a row, another one between two."""
+    if not compiled:
+        monkeypatch.setattr(checksum, "_COMPILED", {})
+    box, pitch = torch.arange(40, dtype=torch.int32).view(4, 10), 2**31
+    for first in (pitch - 4, pitch, 5):
+        alone = sum(
+            tensor_checksum("w", box[i, j], first + i * pitch + j) for i, j in itertools.product(range(4), range(10))
+        )
+        assert tensor_checksum("w", box, first, None, (pitch, 1)) == alone % 2**64
 
 
 @pytest.mark.skipif(not jit.FOUND, reason="numba or torch's BLAS is not here")

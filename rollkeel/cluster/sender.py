@@ -1,0 +1,89 @@
+"""What a rank of the trainer does at a publication: the plan, once, and its part of the sending, every time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from rollkeel.cluster.stream import Calls, Sink
+from rollkeel.config_cluster import SyncConfig
+from rollkeel.errors import BadInput, EngineFailure
+from rollkeel.sync.plan import Plan
+from rollkeel.sync.sending import MADE, WINDOW, Outgoing, Weights, send_part
+from rollkeel.sync.shared_memory import ALIGN, AVAILABLE, Ring
+from rollkeel.train.mesh import Mesh
+from rollkeel.train.trainer import LocalTrainer
+from rollkeel.types import WeightUpdate
+
+MB = 2**20
+
+
+class Sender:
+    """Sends from one rank. Every rank makes the same plan; none waits for another, but for the names of their nodes at the start."""
+
+    def __init__(self, trainer: LocalTrainer, mesh: Mesh, config: SyncConfig, deadline_s: float) -> None:
+        """`deadline_s`: longest wait for an engine to take a bucket. Collective."""
+        self._trainer, self._mesh, self._config, self._deadline_s = trainer, mesh, config, deadline_s
+        self._node = ray.get_runtime_context().get_node_id()
+        self._nodes = mesh.everyone(self._node)
+        self._plans = dict[tuple[Any, ...], Plan]()
+        self._rings = dict[str, Ring | None]()
+        """By engine; None for one that gets its buckets through Ray's object store."""
+        self._bucket_bytes = 0
+
+    def send(self, head: WeightUpdate, sinks: Sequence[Sink]) -> list[int]:
+        """Returns the sum of checksums that each engine got from this rank. Raises `EngineFailure` naming an engine."""
+        adapters = head.kind == "adapter"
+        assert head.mode is not None  # the engines'
+        if adapters:
+            weights = Weights.whole(self._trainer.named_adapters())
+        else:
+            weights = Weights.of(self._trainer.model, *self._trainer.parts)
+        key = head.kind, head.mode, *(sink.name for sink in sinks)
+        if key not in self._plans:
+            hosts = self._hosts(sinks)
+            self._plans = {key: weights.plan([sink.rooms for sink in sinks], head.mode, hosts)}
+        carrier = Calls(head, sinks, self._deadline_s, self._shared(sinks))
+        about = Outgoing(sinks[0].rooms, head.mode, self._bucket_bytes)
+        return send_part(self._plans[key], self._mesh.rank, weights.held, about, carrier)
+
+    def _hosts(self, sinks: Sequence[Sink]) -> tuple[list[int], list[int]]:
+        theirs = [sink.node for sink in sinks]
+        number = {node: i for i, node in enumerate(sorted({*self._nodes, *theirs}))}
+        return [number[node] for node in self._nodes], [number[node] for node in theirs]
+
+    def _near(self, sink: Sink) -> bool:
+        return AVAILABLE and self._config.transport != "ray" and sink.node == self._node
+
+    def _shared(self, sinks: Sequence[Sink]) -> dict[int, Ring]:
+        """Memory shared with those of the sinks that are on this host."""
+        if (
+            not self._bucket_bytes
+        ):  # what is under way, in rings and in the object store, and what is made are the buffer together
+            rings = sum(map(self._near, sinks))
+            under_way = WINDOW * (rings + (rings < len(sinks)))
+            self._bucket_bytes = max(ALIGN, int(self._config.buffer_mb * MB / (under_way + MADE)))
+        for sink in sinks:
+            if sink.name not in self._rings:
+                self._rings[sink.name] = self._ring(sink) if self._near(sink) else None
+            if self._rings[sink.name] is None and self._config.transport == "shm":
+                raise BadInput(f"sync.transport=shm: engine {sink.name} shares no memory with this rank; set auto")
+        found = ((i, self._rings[sink.name]) for i, sink in enumerate(sinks))
+        return {i: ring for i, ring in found if ring is not None}
+
+    def _ring(self, sink: Sink) -> Ring | None:
+        """None if the engine cannot map it."""
+        try:
+            ring = Ring(self._bucket_bytes, WINDOW)
+        except OSError:
+            return None
+        try:
+            refused = ray.get(sink.actor.attach.remote(ring.path), timeout=self._deadline_s)
+        except RayError as error:
+            raise EngineFailure(f"engine {sink.name} died before it took weights ({type(error).__name__})") from None
+        if refused:
+            ring.close()
+        return None if refused else ring

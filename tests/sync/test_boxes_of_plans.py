@@ -1,0 +1,329 @@
+"""What ranks send by the plan is the one-process publication, to the bit: on any mesh, in any order, and whatever goes wrong is refused.
+
+Matters because a box that lands one row off, is rounded with the scale of half a row, or is missing, is a mixture of versions that
+nobody sees. Layouts, senders and receivers of meshes of up to 16 ranks, without processes. Not covered: trainers on real ranks
+(test_publications_of_meshes.py), Ray (tests/cluster).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
+
+from engine_kit import engine_of
+
+from rollkeel.engines.intake import Intake, Room, rooms_of
+from rollkeel.engines.local import LocalEngine
+from rollkeel.errors import BadInput, EngineFailure
+from rollkeel.models.names import checkpoint_views
+from rollkeel.models.presets import build_preset
+from rollkeel.sync.layouts import held
+from rollkeel.sync.plan import Plan
+from rollkeel.sync.publish import full_update
+from rollkeel.sync.sending import Outgoing, Weights, send_part
+from rollkeel.train.mesh import Mesh
+from rollkeel.train.parts import part_shape
+from rollkeel.train.sharded import Layout, pieces_of, tensors_of
+from rollkeel.types import WeightSlice, WeightUpdate
+
+BUCKET = 5_000
+"""Bytes: less than most weights of the tiny models."""
+MESHES: list[dict[str, int]] = [
+    {},
+    {"shard": 2},
+    {"shard": 4},
+    {"tensor": 2},
+    {"expert": 2},
+    {"replicate": 2},
+    {"context": 2},
+    {"shard": 2, "tensor": 2},
+    {"shard": 3, "expert": 2},
+    {"replicate": 2, "expert": 2, "tensor": 2},
+    {"replicate": 2, "shard": 2, "expert": 2, "tensor": 2},
+]
+PRESETS = ("tiny-qwen3", "tiny-qwen3-tied", "tiny-qwen3-moe")
+MODES = ("fp32", "bf16", "int8", "int4", "fp8")
+
+
+@cache
+def model_of(preset: str, seed: int = 1) -> Any:
+    model, _ = build_preset(preset, seed, {"initializer_range": 0.2})
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(torch.empty_like(p).uniform_(0.5, 1.5))
+    return model
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A model in parts on all ranks of a mesh."""
+
+    model: Any
+    sizes: dict[str, int]
+
+    def layout(self, rank: int) -> Layout:
+        return Layout(self.model, replace(Mesh(**self.sizes), rank=rank))
+
+    def weights(self, rank: int) -> Weights:
+        layout, live = self.layout(rank), dict[str, torch.Tensor]()
+        for name, whole in tensors_of(self.model).items():
+            mesh = layout.mesh if name in layout.dealt else Mesh()
+            live[name] = whole.new_full(part_shape(mesh, name, whole.shape), torch.nan)
+            for box in layout.boxes(name):
+                live[name][box.of_part] = whole.detach()[box.of_whole]
+        pieces = pieces_of(self.model)
+        return Weights(held(live, layout, pieces), layout, pieces, {name: t.element_size() for name, t in live.items()})
+
+    def plan(self, rooms: Sequence[dict[str, Room]], mode: str, hosts: Sequence[int] | None = None) -> Plan:
+        size = self.layout(0).mesh.size
+        return self.weights(0).plan(rooms, mode, (list(hosts or range(size)), [99] * len(rooms)))
+
+
+class Kept:
+    """A carrier that keeps copies of what it is given, for each receiver."""
+
+    def __init__(self, receivers: int = 1) -> None:
+        self.came: list[list[WeightSlice]] = [[] for _ in range(receivers)]
+        self.largest = 0
+
+    def put(self, bucket: Sequence[WeightSlice], to: Sequence[int]) -> None:
+        self.largest = max(self.largest, sum(s.tensor.nbytes for s in bucket))
+        for receiver in to:
+            self.came[receiver] += [replace(s, tensor=s.tensor.clone()) for s in bucket]
+
+    def flush(self) -> None: ...
+
+
+def sent(ranks: Ranks, rooms: Sequence[dict[str, Room]], mode: str) -> tuple[Kept, list[int]]:
+    """What all ranks send to engines with these rooms, and the sum of what each of these got."""
+    made, kept, sums = ranks.plan(rooms, mode), Kept(len(rooms)), [0] * len(rooms)
+    for rank in range(len(made.hosts[0])):
+        before = sum(s.tensor.nbytes for came in kept.came for s in came)
+        about = Outgoing(rooms[0], mode, BUCKET)
+        told = send_part(made, rank, ranks.weights(rank).held, about, kept)
+        sums = [(a + b) % 2**64 for a, b in zip(sums, told, strict=True)]
+        assert sum(s.tensor.nbytes for came in kept.came for s in came) - before == made.sent()[rank]
+    assert kept.largest <= BUCKET
+    return kept, sums
+
+
+def head_of(mode: str, version: int = 1) -> WeightUpdate:
+    return WeightUpdate(kind="full", base_version=None, version=version, slices=(), checksum=0, mode=mode)
+
+
+def intake_of(engine: LocalEngine, mode: str) -> Intake:
+    return Intake(head_of(mode), engine.memory, mode, engine.retire())
+
+
+def arrive(engine: LocalEngine, mode: str, slices: Sequence[WeightSlice], total: int) -> None:
+    intake = intake_of(engine, mode)
+    for piece in slices:
+        intake.take([piece])
+    engine.serve(1, *intake.finish(total))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def assert_published(engine: LocalEngine, model: Any, mode: str) -> None:
+    """The memory is that of an engine in the process of the trainer."""
+    alone = engine_of(model, dtype=mode, max_length=32)
+    alone.update_weights(full_update(checkpoint_views(model).items(), 1, mode))
+    for name, view in engine.weights.items():
+        assert torch.equal(bits(view), bits(alone.weights[name])), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_any_mesh_publishes_what_one_process_publishes(preset: str, mode: str) -> None:
+    draw = np.random.default_rng(0)
+    for sizes in MESHES if preset.endswith("moe") else [m for m in MESHES if "expert" not in m]:
+        ranks, engine = Ranks(model_of(preset), sizes), engine_of(model_of(preset, 2), dtype=mode, max_length=32)
+        kept, sums = sent(ranks, [rooms_of(engine.weights)], mode)
+        slices = kept.came[0]
+        assert sum(s.tensor.numel() for s in slices) == sum(w.numel() for w in engine.weights.values())
+        arrive(engine, mode, [slices[i] for i in draw.permutation(len(slices))], sums[0])
+        assert_published(engine, ranks.model, mode)
+
+
+def test_weights_that_several_ranks_hold_are_sent_by_all_of_them_and_the_same_host_comes_first() -> None:
+    engine, model = engine_of(model_of("tiny-qwen3-moe"), max_length=32), model_of("tiny-qwen3-moe")
+    rooms = [rooms_of(engine.weights)]
+    for sizes in ({"replicate": 2}, {"context": 2, "shard": 2}, {"replicate": 4}, {"replicate": 2, "shard": 2, "tensor": 2}):
+        load = Ranks(model, sizes).plan(rooms, "fp32").sent()
+        assert load.max() <= 1.1 * load.mean()
+    assert Ranks(model, {"replicate": 4}).plan(rooms, "fp32", [5, 99, 6, 7]).sent().nonzero()[0].tolist() == [1]
+
+
+def test_nobody_but_the_ranks_of_an_expert_sends_it() -> None:
+    rooms = [rooms_of(engine_of(model_of("tiny-qwen3-moe"), max_length=32).weights)]
+    made = Ranks(model_of("tiny-qwen3-moe"), {"expert": 2, "replicate": 2}).plan(rooms, "fp32")
+    senders = {copy.name: copy.sender % 2 for rank in range(4) for copy in made.sends(rank) if ".experts." in copy.name}
+    assert {(name.split(".experts.")[1].split(".")[0] in "0123", sender) for name, sender in senders.items()} == {
+        (True, 0),
+        (False, 1),
+    }
+
+
+@dataclass
+class Part:
+    """As much of an engine as `Intake` looks at: one that holds some rows of every weight."""
+
+    destinations: dict[str, torch.Tensor]
+    adapters: dict[str, torch.Tensor]
+
+
+def test_engines_that_hold_parts_get_these_and_nothing_else() -> None:
+    ranks, mode = Ranks(model_of("tiny-qwen3-moe"), {"shard": 3, "tensor": 2}), "int8"
+    alone = engine_of(ranks.model, dtype=mode, max_length=32)
+    alone.update_weights(full_update(checkpoint_views(ranks.model).items(), 1, mode))
+    rooms: list[dict[str, Room]] = [{}, {}]
+    for name, room in rooms_of(alone.weights).items():
+        half = room.shape[0] // 2
+        rooms[0][name] = room._replace(stops=(half, *room.stops[1:]))
+        rooms[1][name] = room._replace(starts=(half, *room.starts[1:]))
+    kept, sums = sent(ranks, rooms, mode)
+    for own, slices, total in zip(rooms, kept.came, sums, strict=True):
+        memory = Part({n: torch.zeros(r.stops[0] - r.starts[0], *r.shape[1:]) for n, r in own.items()}, {})
+        intake = Intake(head_of(mode), memory, mode, -1, own)
+        intake.take(slices)
+        intake.finish(total)
+        for name, room in own.items():
+            assert torch.equal(memory.destinations[name], alone.weights[name][room.starts[0] : room.stops[0]]), name
+        with pytest.raises(EngineFailure, match="the engine expects"):
+            Intake(head_of(mode), memory, mode, -1, own).take(kept.came[1 - rooms.index(own)])
+
+
+def test_a_weight_that_is_no_box_of_its_parameter_is_refused_on_a_mesh_that_cuts_it() -> None:
+    model = model_of("tiny-qwen3")
+    name, owner, _ = next(piece for piece in pieces_of(model) if "q_proj" in piece[1])
+    skewed = torch.empty(32, 64, device="meta").as_strided((32, 64), (65, 1))
+    for sizes, refused in (({"tensor": 2}, True), ({}, False)):
+        ranks = Ranks(model, sizes)
+        weights = replace(ranks.weights(0), pieces=[(name, owner, skewed)])
+        rooms = [{name: Room(torch.float32, (32, 64), (0, 0), (32, 64))}]
+        if refused:
+            with pytest.raises(BadInput, match=r"q_proj.weight: not a box of .*q_proj.weight, of which ranks hold parts"):
+                weights.plan(rooms, "fp32", (range(2), [0]))
+        else:
+            assert weights.plan(rooms, "fp32", ([0], [0])).count == 1
+
+
+# -- what goes wrong on the way ----------------------------------------------------------------------------------------
+
+
+Fault = Callable[[list[WeightSlice], np.random.Generator], list[WeightSlice]]
+
+
+def flipped(slices: list[WeightSlice], draw: np.random.Generator) -> list[WeightSlice]:
+    """One bit of one element, in what is being carried."""
+    at = int(draw.integers(len(slices)))
+    tensor = slices[at].tensor.clone().contiguous()
+    tensor.view(-1).view(torch.uint8)[int(draw.integers(tensor.nbytes))] ^= 1 << int(draw.integers(8))
+    return [*slices[:at], replace(slices[at], tensor=tensor), *slices[at + 1 :]]
+
+
+def dropped(slices: list[WeightSlice], draw: np.random.Generator) -> list[WeightSlice]:
+    at = int(draw.integers(len(slices)))
+    return slices[:at] + slices[at + 1 :]
+
+
+def doubled(slices: list[WeightSlice], draw: np.random.Generator) -> list[WeightSlice]:
+    first, second = draw.integers(len(slices), size=2)
+    return [*slices[:second], slices[first], *slices[second:]]
+
+
+def overlapping(slices: list[WeightSlice], draw: np.random.Generator) -> list[WeightSlice]:
+    """A box, and before or behind it another one with half of its rows."""
+    at = int(draw.choice([i for i, s in enumerate(slices) if s.tensor.dim() > 1 and len(s.tensor) > 1]))
+    half = replace(slices[at], tensor=slices[at].tensor[: len(slices[at].tensor) // 2])
+    return [*slices, half] if draw.integers(2) else [half, *slices]
+
+
+def shifted(slices: list[WeightSlice], draw: np.random.Generator) -> list[WeightSlice]:
+    """A box in the place of another one of its shape, and the other way round."""
+    alike = [(i, j) for i, a in enumerate(slices) for j in range(i) if alike_but_place(a, slices[j])]
+    i, j = alike[int(draw.integers(len(alike)))]
+    out = list(slices)
+    out[i], out[j] = replace(slices[i], starts=slices[j].starts), replace(slices[j], starts=slices[i].starts)
+    return out
+
+
+def alike_but_place(a: WeightSlice, b: WeightSlice) -> bool:
+    return a.name == b.name and a.tensor.shape == b.tensor.shape and not torch.equal(a.tensor, b.tensor)
+
+
+def permuted(slices: list[WeightSlice], draw: np.random.Generator) -> list[WeightSlice]:
+    """Two experts in each other's place."""
+    one, two = draw.permutation(8)[:2]
+    names = {f".experts.{one}.": f".experts.{two}.", f".experts.{two}.": f".experts.{one}."}
+
+    def other(name: str) -> str:
+        return next((name.replace(a, b) for a, b in names.items() if a in name), name)
+
+    return [replace(s, name=other(s.name)) for s in slices]
+
+
+def unrounded(slices: list[WeightSlice], draw: np.random.Generator) -> list[WeightSlice]:
+    """A box whose sender says that it rounded it, or that it did not, against the truth."""
+    at = int(draw.choice([i for i, s in enumerate(slices) if ".mlp." in s.name and ".gate.weight" not in s.name]))
+    return [*slices[:at], replace(slices[at], rounded=not slices[at].rounded), *slices[at + 1 :]]
+
+
+FAULTS: dict[Fault, str] = {
+    flipped: "arrived with a wrong checksum|is not finite",
+    dropped: "1 weights did not arrive",
+    doubled: "arrived twice",
+    overlapping: "arrived twice: its box at|with a wrong checksum",
+    shifted: "with a wrong checksum",
+    permuted: "with a wrong checksum",
+    unrounded: "rounded in some boxes only|with a wrong checksum|its slices have checksum|is not what was published",
+}
+
+
+@pytest.mark.parametrize("mode", ["fp32", "int8"])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
+def test_a_hundred_faults_of_each_kind_are_refused(fault: Fault, mode: str) -> None:
+    if fault is unrounded and mode == "fp32":
+        pytest.skip("nothing is rounded")
+    ranks = Ranks(model_of("tiny-qwen3-moe"), {"shard": 2, "tensor": 2})
+    engine, draw = engine_of(model_of("tiny-qwen3-moe", 2), dtype=mode, max_length=32), np.random.default_rng(0)
+    kept, sums = sent(ranks, [rooms_of(engine.weights)], mode)
+    for _ in range(100):
+        with pytest.raises(EngineFailure, match=FAULTS[fault]) as refused:
+            arrive(engine, mode, fault(kept.came[0], draw), sums[0])
+        assert "\n" not in str(refused.value)
+        assert engine.version == -1
+    arrive(engine, mode, kept.came[0], sums[0])
+    assert engine.version == 1
+
+
+def test_boxes_for_another_numeric_mode_are_refused() -> None:
+    ranks = Ranks(model_of("tiny-qwen3"), {"tensor": 2})
+    engine = engine_of(model_of("tiny-qwen3", 2), dtype="int8", max_length=32)
+    kept, _ = sent(ranks, [rooms_of(engine.weights)], "int4")
+    intake = Intake(head_of("int4"), engine.memory, "int8", engine.retire())
+    with pytest.raises(EngineFailure, match=r"was sent for engine\.dtype=int4, the engine's is int8"):
+        intake.take(kept.came[0])
+
+
+def test_an_engine_that_holds_parts_of_rows_cannot_round_them() -> None:
+    """It would take the scale of half a row."""
+    ranks, name = Ranks(model_of("tiny-qwen3"), {"tensor": 2}), "model.layers.0.self_attn.o_proj.weight"
+    whole = dict(checkpoint_views(ranks.model))[name]
+    half = {name: Room(torch.float32, tuple(whole.shape), (0, 0), (whole.shape[0], whole.shape[1] // 2))}
+    kept, _ = sent(ranks, [half], "int8")
+    memory = Part({name: torch.zeros(whole.shape[0], whole.shape[1] // 2)}, {})
+    with pytest.raises(EngineFailure, match=r"o_proj.weight is rounded by rows of 64, the engine holds 32 of each"):
+        Intake(head_of("int8"), memory, "int8", -1, half).take(kept.came[0])
