@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -36,6 +38,10 @@ class Room(NamedTuple):
     """One past the last."""
 
 
+_Across = tuple[tuple[int, ...], tuple[int, ...]]
+"""First and one past the last index of a box in all dimensions but the first."""
+
+
 def rooms_of(held: Mapping[str, torch.Tensor]) -> dict[str, Room]:
     """Of weights that are held whole."""
     return {n: Room(t.dtype, tuple(t.shape), (0,) * t.dim(), tuple(t.shape)) for n, t in held.items()}
@@ -62,8 +68,8 @@ class Intake:
             for tensor in memory.adapters.values():
                 tensor.zero_()
         self._rooms = rooms_of(self._held) if rooms is None else rooms
-        self._arrived: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {name: [] for name in self._held}
-        """First and one past the last index of each box, by name."""
+        self._arrived: dict[str, dict[_Across, list[tuple[int, int]]]] = {name: {} for name in self._held}
+        """First and one past the last row of each box, in order, by name and by what the box is in the other dimensions."""
         self._missing = {name: view.numel() for name, view in self._held.items()}
         """Elements that have not arrived."""
         self._waiting: dict[str, torch.dtype] = {}
@@ -114,11 +120,17 @@ class Intake:
     def _enter(self, piece: WeightSlice, starts: tuple[int, ...]) -> None:
         """Raises `EngineFailure` for a box that has arrived already, all of it or in part."""
         stops = tuple(a + n for a, n in zip(starts, piece.tensor.shape, strict=True))
-        for others in self._arrived[piece.name]:
-            if all(a < d and c < b for a, b, c, d in zip(starts, stops, *others, strict=True)):
-                part = "" if others == (starts, stops) else f": its box at {starts} overlaps one at {others[0]}"
-                raise EngineFailure(f"weight update {self._head.version}: {piece.name} arrived twice{part}")
-        self._arrived[piece.name].append((starts, stops))
+        (first, last), across = (starts[0], stops[0]) if starts else (0, 1), (starts[1:], stops[1:])
+        arrived = self._arrived[piece.name]
+        for other, taken in arrived.items():
+            if all(a < d and c < b for a, b, c, d in zip(*across, *other, strict=True)):
+                at = bisect(taken, first, key=itemgetter(0))
+                for a, b in taken[max(0, at - 1) : at + 1]:
+                    if a < last and first < b:
+                        same = (a, b, other) == (first, last, across)
+                        said = "" if same else f": its box at {starts} overlaps one at {(a, *other[0])}"
+                        raise EngineFailure(f"weight update {self._head.version}: {piece.name} arrived twice{said}")
+        insort(arrived.setdefault(across, []), (first, last))
         self._missing[piece.name] -= piece.tensor.numel()
 
     def _write(self, piece: WeightSlice, view: torch.Tensor, room: Room, starts: tuple[int, ...]) -> None:
@@ -130,7 +142,7 @@ class Intake:
                 f"weight update {head.version}: {name} was sent for engine.dtype={head.mode}, the engine's is {mode}"
             )
         waits = rounds and not piece.rounded and tensor.shape[1:] != room.shape[1:]
-        if waits != (name in self._waiting) and len(self._arrived[name]) > 1:
+        if waits != (name in self._waiting) and self._missing[name] + tensor.numel() < self._held[name].numel():
             raise EngineFailure(f"weight update {head.version}: {name} arrived rounded in some boxes only")
         if waits:
             self._waiting[name] = tensor.dtype

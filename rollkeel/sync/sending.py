@@ -19,7 +19,7 @@ from rollkeel.models.checksum import MASK, pitches_of
 from rollkeel.models.numerics import held_checksum, rounded
 from rollkeel.sync.layouts import Held, engine_layout, held, trainer_layout
 from rollkeel.sync.plan import Copy, Plan, plan
-from rollkeel.sync.shared_memory import ALIGN
+from rollkeel.sync.shared_memory import aligned
 from rollkeel.train.sharded import Layout, Pieces, tensors_of
 from rollkeel.types import WeightSlice
 
@@ -134,7 +134,7 @@ def buckets(pieces: Iterable[WeightSlice], most: int) -> Iterator[list[WeightSli
     """Slices in order, together at most `most` bytes; a larger one alone."""
     bucket, size = list[WeightSlice](), 0
     for piece in pieces:
-        more = -(-piece.tensor.numel() * piece.tensor.element_size() // ALIGN) * ALIGN
+        more = aligned(piece.tensor.numel() * piece.tensor.element_size())
         if bucket and size + more > most:
             yield bucket
             bucket, size = [], 0

@@ -21,6 +21,10 @@ ALIGN = 64
 AVAILABLE = sys.platform == "linux"
 
 
+Like = Sequence[tuple[torch.dtype, Sequence[int]]]
+"""Dtype and shape of each tensor of a bucket."""
+
+
 class Slot(NamedTuple):
     """Where a bucket is, as the receiver is told."""
 
@@ -34,7 +38,7 @@ class Ring:
 
     def __init__(self, slot_bytes: int, slots: int) -> None:
         """Raises `OSError` where there is not so much memory."""
-        self._slot, self._next = -(-slot_bytes // ALIGN) * ALIGN, 0
+        self._slot, self._next = aligned(slot_bytes), 0
         size = self._slot * slots
         self._file = os.memfd_create("rollkeel-weights", os.MFD_CLOEXEC)
         os.posix_fallocate(self._file, 0, size)  # so that memory that is not there is told here, and not by a SIGBUS
@@ -44,9 +48,7 @@ class Ring:
     def put(self, bucket: Sequence[WeightSlice]) -> Slot:
         """Write a bucket, which fits, into the slot that was written to longest ago."""
         start, self._next = self._next, (self._next + self._slot) % len(self._bytes)
-        places = _places([(p.tensor.dtype, tuple(p.tensor.shape)) for p in bucket], self._bytes[start:][: self._slot])
-        for piece, place in zip(bucket, places, strict=True):
-            place.copy_(piece.tensor)
+        write(bucket, self._bytes[start : start + self._slot])
         return Slot(self.path, start)
 
     def close(self) -> None:
@@ -60,16 +62,27 @@ def opened(path: str) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
 
-def read(
-    slot: Slot, like: Sequence[tuple[torch.dtype, tuple[int, ...]]], rings: Mapping[str, torch.Tensor]
-) -> list[torch.Tensor]:
-    """The tensors in a slot, where they lie; `like`: dtype and shape of each, `rings`: opened, by path."""
-    return list(_places(like, rings[slot.path][slot.start :]))
+def read(slot: Slot, like: Like, rings: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors in a slot, where they lie; `rings`: opened, by path."""
+    return list(places(like, rings[slot.path][slot.start :]))
 
 
-def _places(like: Sequence[tuple[torch.dtype, tuple[int, ...]]], memory: torch.Tensor) -> Iterator[torch.Tensor]:
+def write(bucket: Sequence[WeightSlice], memory: torch.Tensor) -> None:
+    """Copy the tensors of a bucket one behind the other to bytes that are enough for them."""
+    like = [(piece.tensor.dtype, piece.tensor.shape) for piece in bucket]
+    for piece, place in zip(bucket, places(like, memory), strict=True):
+        place.copy_(piece.tensor)
+
+
+def places(like: Like, memory: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views of bytes as tensors one behind the other."""
     start = 0
     for dtype, shape in like:
         size = torch.Size(shape).numel() * dtype.itemsize
-        yield memory[start : start + size].view(dtype).view(shape)
-        start += -(-size // ALIGN) * ALIGN
+        yield memory[start : start + size].view(dtype).view(tuple(shape))
+        start += aligned(size)
+
+
+def aligned(size: int) -> int:
+    """Bytes that a tensor of `size` bytes takes."""
+    return -(-size // ALIGN) * ALIGN

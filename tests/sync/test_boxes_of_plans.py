@@ -8,9 +8,8 @@ nobody sees. Layouts, senders and receivers of meshes of up to 16 ranks, without
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,23 @@ from rollkeel.engines.intake import Intake, Room, rooms_of
 from rollkeel.engines.local import LocalEngine
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.names import checkpoint_views
-from rollkeel.models.presets import build_preset
-from rollkeel.sync.layouts import held
-from rollkeel.sync.plan import Plan
 from rollkeel.sync.publish import full_update
-from rollkeel.sync.sending import Outgoing, Weights, send_part
-from rollkeel.train.mesh import Mesh
-from rollkeel.train.parts import part_shape
-from rollkeel.train.sharded import Layout, pieces_of, tensors_of
+from rollkeel.train.sharded import pieces_of
 from rollkeel.types import WeightSlice, WeightUpdate
+from tests.sync.box_kit import (
+    BUCKET,
+    Fault,
+    Ranks,
+    doubled,
+    dropped,
+    flipped,
+    model_of,
+    overlapping,
+    permuted,
+    sent,
+    shifted,
+)
 
-BUCKET = 5_000
-"""Bytes: less than most weights of the tiny models."""
 MESHES: list[dict[str, int]] = [
     {},
     {"shard": 2},
@@ -53,68 +57,6 @@ MESHES: list[dict[str, int]] = [
 ]
 PRESETS = ("tiny-qwen3", "tiny-qwen3-tied", "tiny-qwen3-moe")
 MODES = ("fp32", "bf16", "int8", "int4", "fp8")
-
-
-@cache
-def model_of(preset: str, seed: int = 1) -> Any:
-    model, _ = build_preset(preset, seed, {"initializer_range": 0.2})
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(torch.empty_like(p).uniform_(0.5, 1.5))
-    return model
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """A model in parts on all ranks of a mesh."""
-
-    model: Any
-    sizes: dict[str, int]
-
-    def layout(self, rank: int) -> Layout:
-        return Layout(self.model, replace(Mesh(**self.sizes), rank=rank))
-
-    def weights(self, rank: int) -> Weights:
-        layout, live = self.layout(rank), dict[str, torch.Tensor]()
-        for name, whole in tensors_of(self.model).items():
-            mesh = layout.mesh if name in layout.dealt else Mesh()
-            live[name] = whole.new_full(part_shape(mesh, name, whole.shape), torch.nan)
-            for box in layout.boxes(name):
-                live[name][box.of_part] = whole.detach()[box.of_whole]
-        pieces = pieces_of(self.model)
-        return Weights(held(live, layout, pieces), layout, pieces, {name: t.element_size() for name, t in live.items()})
-
-    def plan(self, rooms: Sequence[dict[str, Room]], mode: str, hosts: Sequence[int] | None = None) -> Plan:
-        size = self.layout(0).mesh.size
-        return self.weights(0).plan(rooms, mode, (list(hosts or range(size)), [99] * len(rooms)))
-
-
-class Kept:
-    """A carrier that keeps copies of what it is given, for each receiver."""
-
-    def __init__(self, receivers: int = 1) -> None:
-        self.came: list[list[WeightSlice]] = [[] for _ in range(receivers)]
-        self.largest = 0
-
-    def put(self, bucket: Sequence[WeightSlice], to: Sequence[int]) -> None:
-        self.largest = max(self.largest, sum(s.tensor.nbytes for s in bucket))
-        for receiver in to:
-            self.came[receiver] += [replace(s, tensor=s.tensor.clone()) for s in bucket]
-
-    def flush(self) -> None: ...
-
-
-def sent(ranks: Ranks, rooms: Sequence[dict[str, Room]], mode: str) -> tuple[Kept, list[int]]:
-    """What all ranks send to engines with these rooms, and the sum of what each of these got."""
-    made, kept, sums = ranks.plan(rooms, mode), Kept(len(rooms)), [0] * len(rooms)
-    for rank in range(len(made.hosts[0])):
-        before = sum(s.tensor.nbytes for came in kept.came for s in came)
-        about = Outgoing(rooms[0], mode, BUCKET)
-        told = send_part(made, rank, ranks.weights(rank).held, about, kept)
-        sums = [(a + b) % 2**64 for a, b in zip(sums, told, strict=True)]
-        assert sum(s.tensor.nbytes for came in kept.came for s in came) - before == made.sent()[rank]
-    assert kept.largest <= BUCKET
-    return kept, sums
 
 
 def head_of(mode: str, version: int = 1) -> WeightUpdate:
@@ -144,8 +86,14 @@ def assert_published(engine: LocalEngine, model: Any, mode: str) -> None:
         assert torch.equal(bits(view), bits(alone.weights[name])), name
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    ("preset", "mode"),
+    [
+        pytest.param(p, m, marks=[] if m == "int8" or (p, m) == (PRESETS[1], "fp32") else [pytest.mark.slow])
+        for p in PRESETS
+        for m in MODES
+    ],
+)
 def test_any_mesh_publishes_what_one_process_publishes(preset: str, mode: str) -> None:
     draw = np.random.default_rng(0)
     for sizes in MESHES if preset.endswith("moe") else [m for m in MESHES if "expert" not in m]:
@@ -160,7 +108,12 @@ def test_any_mesh_publishes_what_one_process_publishes(preset: str, mode: str) -
 def test_weights_that_several_ranks_hold_are_sent_by_all_of_them_and_the_same_host_comes_first() -> None:
     engine, model = engine_of(model_of("tiny-qwen3-moe"), max_length=32), model_of("tiny-qwen3-moe")
     rooms = [rooms_of(engine.weights)]
-    for sizes in ({"replicate": 2}, {"context": 2, "shard": 2}, {"replicate": 4}, {"replicate": 2, "shard": 2, "tensor": 2}):
+    for sizes in (
+        {"replicate": 2},
+        {"context": 2, "shard": 2},
+        {"replicate": 4},
+        {"replicate": 2, "shard": 2, "tensor": 2},
+    ):
         load = Ranks(model, sizes).plan(rooms, "fp32").sent()
         assert load.max() <= 1.1 * load.mean()
     assert Ranks(model, {"replicate": 4}).plan(rooms, "fp32", [5, 99, 6, 7]).sent().nonzero()[0].tolist() == [1]
@@ -214,7 +167,9 @@ def test_a_weight_that_is_no_box_of_its_parameter_is_refused_on_a_mesh_that_cuts
         weights = replace(ranks.weights(0), pieces=[(name, owner, skewed)])
         rooms = [{name: Room(torch.float32, (32, 64), (0, 0), (32, 64))}]
         if refused:
-            with pytest.raises(BadInput, match=r"q_proj.weight: not a box of .*q_proj.weight, of which ranks hold parts"):
+            with pytest.raises(
+                BadInput, match=r"q_proj.weight: not a box of .*q_proj.weight, of which ranks hold parts"
+            ):
                 weights.plan(rooms, "fp32", (range(2), [0]))
         else:
             assert weights.plan(rooms, "fp32", ([0], [0])).count == 1
@@ -223,61 +178,9 @@ def test_a_weight_that_is_no_box_of_its_parameter_is_refused_on_a_mesh_that_cuts
 # -- what goes wrong on the way ----------------------------------------------------------------------------------------
 
 
-Fault = Callable[[list[WeightSlice], np.random.Generator], list[WeightSlice]]
-
-
-def flipped(slices: list[WeightSlice], draw: np.random.Generator) -> list[WeightSlice]:
-    """One bit of one element, in what is being carried."""
-    at = int(draw.integers(len(slices)))
-    tensor = slices[at].tensor.clone().contiguous()
-    tensor.view(-1).view(torch.uint8)[int(draw.integers(tensor.nbytes))] ^= 1 << int(draw.integers(8))
-    return [*slices[:at], replace(slices[at], tensor=tensor), *slices[at + 1 :]]
-
-
-def dropped(slices: list[WeightSlice], draw: np.random.Generator) -> list[WeightSlice]:
-    at = int(draw.integers(len(slices)))
-    return slices[:at] + slices[at + 1 :]
-
-
-def doubled(slices: list[WeightSlice], draw: np.random.Generator) -> list[WeightSlice]:
-    first, second = draw.integers(len(slices), size=2)
-    return [*slices[:second], slices[first], *slices[second:]]
-
-
-def overlapping(slices: list[WeightSlice], draw: np.random.Generator) -> list[WeightSlice]:
-    """A box, and before or behind it another one with half of its rows."""
-    at = int(draw.choice([i for i, s in enumerate(slices) if s.tensor.dim() > 1 and len(s.tensor) > 1]))
-    half = replace(slices[at], tensor=slices[at].tensor[: len(slices[at].tensor) // 2])
-    return [*slices, half] if draw.integers(2) else [half, *slices]
-
-
-def shifted(slices: list[WeightSlice], draw: np.random.Generator) -> list[WeightSlice]:
-    """A box in the place of another one of its shape, and the other way round."""
-    alike = [(i, j) for i, a in enumerate(slices) for j in range(i) if alike_but_place(a, slices[j])]
-    i, j = alike[int(draw.integers(len(alike)))]
-    out = list(slices)
-    out[i], out[j] = replace(slices[i], starts=slices[j].starts), replace(slices[j], starts=slices[i].starts)
-    return out
-
-
-def alike_but_place(a: WeightSlice, b: WeightSlice) -> bool:
-    return a.name == b.name and a.tensor.shape == b.tensor.shape and not torch.equal(a.tensor, b.tensor)
-
-
-def permuted(slices: list[WeightSlice], draw: np.random.Generator) -> list[WeightSlice]:
-    """Two experts in each other's place."""
-    one, two = draw.permutation(8)[:2]
-    names = {f".experts.{one}.": f".experts.{two}.", f".experts.{two}.": f".experts.{one}."}
-
-    def other(name: str) -> str:
-        return next((name.replace(a, b) for a, b in names.items() if a in name), name)
-
-    return [replace(s, name=other(s.name)) for s in slices]
-
-
 def unrounded(slices: list[WeightSlice], draw: np.random.Generator) -> list[WeightSlice]:
-    """A box whose sender says that it rounded it, or that it did not, against the truth."""
-    at = int(draw.choice([i for i, s in enumerate(slices) if ".mlp." in s.name and ".gate.weight" not in s.name]))
+    """A box of half rows whose sender says that it has rounded them."""
+    at = int(draw.choice([i for i, s in enumerate(slices) if "down_proj" in s.name]))
     return [*slices[:at], replace(slices[at], rounded=not slices[at].rounded), *slices[at + 1 :]]
 
 
@@ -288,18 +191,18 @@ FAULTS: dict[Fault, str] = {
     overlapping: "arrived twice: its box at|with a wrong checksum",
     shifted: "with a wrong checksum",
     permuted: "with a wrong checksum",
-    unrounded: "rounded in some boxes only|with a wrong checksum|its slices have checksum|is not what was published",
+    unrounded: "arrived rounded in some boxes only",
 }
 
 
-@pytest.mark.parametrize("mode", ["fp32", "int8"])
+@pytest.mark.parametrize("mode", ["int8", pytest.param("fp32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
 def test_a_hundred_faults_of_each_kind_are_refused(fault: Fault, mode: str) -> None:
     if fault is unrounded and mode == "fp32":
         pytest.skip("nothing is rounded")
     ranks = Ranks(model_of("tiny-qwen3-moe"), {"shard": 2, "tensor": 2})
     engine, draw = engine_of(model_of("tiny-qwen3-moe", 2), dtype=mode, max_length=32), np.random.default_rng(0)
-    kept, sums = sent(ranks, [rooms_of(engine.weights)], mode)
+    kept, sums = sent(ranks, [rooms_of(engine.weights)], mode, 8 * BUCKET)
     for _ in range(100):
         with pytest.raises(EngineFailure, match=FAULTS[fault]) as refused:
             arrive(engine, mode, fault(kept.came[0], draw), sums[0])
@@ -325,5 +228,5 @@ def test_an_engine_that_holds_parts_of_rows_cannot_round_them() -> None:
     half = {name: Room(torch.float32, tuple(whole.shape), (0, 0), (whole.shape[0], whole.shape[1] // 2))}
     kept, _ = sent(ranks, [half], "int8")
     memory = Part({name: torch.zeros(whole.shape[0], whole.shape[1] // 2)}, {})
-    with pytest.raises(EngineFailure, match=r"o_proj.weight is rounded by rows of 64, the engine holds 32 of each"):
+    with pytest.raises(EngineFailure, match=r"o_proj.weight is rounded by rows of 128, the engine holds 64 of each"):
         Intake(head_of("int8"), memory, "int8", -1, half).take(kept.came[0])

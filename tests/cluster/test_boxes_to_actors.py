@@ -1,0 +1,156 @@
+"""Boxes of a mesh reach engine actors through shared memory and through Ray's object store alike, and what goes wrong on the way, or
+whoever dies on it, leaves no engine that serves a mixture.
+
+Real actors on a local Ray; the ranks are this process, one after the other. Not covered: trainers on ranks (test_cluster_runs.py), every
+mesh, mode and fault (tests/sync/test_boxes_of_plans.py), several hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
+
+from engine_kit import engine_of, prompts_of, requests_of, run, same
+
+from rollkeel.cluster.engines import ActorEngine
+from rollkeel.cluster.publish import StreamPublisher
+from rollkeel.cluster.stream import Calls, Sink
+from rollkeel.config import EngineConfig
+from rollkeel.errors import EngineFailure
+from rollkeel.models.names import checkpoint_views
+from rollkeel.sync.publish import full_update
+from rollkeel.sync.sending import WINDOW, Outgoing, send_part
+from rollkeel.sync.shared_memory import Ring
+from rollkeel.types import WeightSlice, WeightUpdate
+from tests.sync.box_kit import Fault, Ranks, doubled, dropped, flipped, model_of, permuted
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+CONFIG, BUCKET = EngineConfig(slots=3, deadline_s=60, dtype="int8"), 40_000
+MESH = {"shard": 2, "tensor": 2, "replicate": 2}
+
+
+@pytest.fixture(scope="module")
+def actors(ray_cluster: None) -> Iterator[ActorEngine]:
+    engine = ActorEngine(model_of("tiny-qwen3-moe").config, CONFIG, [{}] * 2, device="cpu", max_length=96)
+    yield engine
+    engine.close()
+
+
+@dataclass(frozen=True)
+class Mesh(Ranks):
+    """A source of all ranks, of which one makes a mistake in its first bucket."""
+
+    transport: str = "shm"
+    fault: Fault | None = None
+    before: Callable[[int], None] = lambda rank: None
+    """Called with a rank before it sends."""
+
+    def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> list[int]:
+        assert head.mode is not None
+        made, sums = self.plan([sink.rooms for sink in sinks], head.mode), [0] * len(sinks)
+        about = Outgoing(sinks[0].rooms, head.mode, BUCKET)
+        for rank in range(len(made.hosts[0])):
+            self.before(rank)
+            carrier: Any = Calls(head, sinks, 60, rings_to(sinks) if self.transport == "shm" else None)
+            if self.fault is not None and rank == 3:
+                carrier = Faulty(carrier, self.fault)
+            sums = [
+                a + b for a, b in zip(sums, send_part(made, rank, self.weights(rank).held, about, carrier), strict=True)
+            ]
+        return [total % 2**64 for total in sums]
+
+
+class Faulty:
+    """Carries buckets, the first of them with a fault."""
+
+    def __init__(self, carrier: Calls, fault: Fault) -> None:
+        self.carrier, self.fault = carrier, fault
+
+    def put(self, bucket: Sequence[WeightSlice], to: Sequence[int]) -> None:
+        fault, self.fault = self.fault, lambda slices, draw: slices
+        if changed := fault(list(bucket), np.random.default_rng(0)):
+            self.carrier.put(changed, to)
+
+    def flush(self) -> None:
+        self.carrier.flush()
+
+
+_RINGS: dict[str, Ring] = {}
+
+
+def rings_to(sinks: Sequence[Sink]) -> dict[int, Ring]:
+    for sink in sinks:
+        if sink.name not in _RINGS:
+            _RINGS[sink.name] = Ring(2 * BUCKET, WINDOW)
+            assert ray.get(sink.actor.attach.remote(_RINGS[sink.name].path)) == ""
+    return {i: _RINGS[sink.name] for i, sink in enumerate(sinks)}
+
+
+def test_both_ways_lead_to_the_engine_of_one_process(actors: ActorEngine) -> None:
+    requests = requests_of(prompts_of(6), max_new_tokens=12)
+    for version, (transport, seed) in enumerate([("shm", 1), ("ray", 2), ("shm", 3)], 10):
+        model = model_of("tiny-qwen3-moe", seed)
+        StreamPublisher(actors, Mesh(model, MESH, transport)).publish(None, version)
+        assert actors.version == version
+        alone = engine_of(model, dtype="int8")
+        alone.update_weights(full_update(checkpoint_views(model).items(), version, "int8"))
+        ours, theirs = run(actors, requests), run(alone, requests)
+        assert all(same(ours[i].span, theirs[i].span) for i in theirs)
+
+
+FAULTS: dict[Fault, str] = {
+    flipped: "arrived with a wrong checksum",
+    dropped: "weights did not arrive",
+    doubled: "arrived twice",
+    permuted: "arrived with a wrong checksum",
+}
+
+
+@pytest.mark.parametrize("transport", ["shm", "ray"])
+def test_an_engine_that_was_sent_something_wrong_serves_nothing(transport: str, actors: ActorEngine) -> None:
+    for version, (fault, message) in enumerate(FAULTS.items(), 20 if transport == "shm" else 30):
+        source = Mesh(model_of("tiny-qwen3-moe", 2), MESH, transport, fault)
+        with pytest.raises(EngineFailure, match=message) as refused:
+            StreamPublisher(actors, source).publish(None, version)
+        assert "\n" not in str(refused.value)
+        assert actors.version == -1
+        with pytest.raises(EngineFailure, match="no proven weights"):
+            actors.advance(1)
+
+
+def test_boxes_of_an_interrupted_publication_are_refused_by_the_next_one(actors: ActorEngine) -> None:
+    class Old(Mesh):
+        def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> list[int]:
+            return super().stream(head, [replace(sink, attempt=sink.attempt - 1) for sink in sinks])
+
+    with pytest.raises(EngineFailure, match=r"a bucket of publication \d+ arrived in publication"):
+        StreamPublisher(actors, Old(model_of("tiny-qwen3-moe"), MESH)).publish(None, 40)
+    assert actors.version == -1
+
+
+def test_memory_of_a_process_that_is_gone_cannot_be_mapped(actors: ActorEngine) -> None:
+    said = ray.get(actors.parts[0].handle.attach.remote("/proc/1/fd/999"))
+    assert said.startswith("cannot open the memory of another process: ")
+
+
+def test_an_engine_that_is_killed_in_the_middle_is_named(actors: ActorEngine) -> None:
+    """It uses the engines up."""
+    pid, name = actors.parts[1].place[1], actors.parts[1].name
+    kill = lambda rank: os.kill(pid, signal.SIGKILL) if rank == 2 else None  # noqa: E731
+    source = Mesh(model_of("tiny-qwen3-moe"), MESH, "shm", None, kill)
+    with pytest.raises(EngineFailure, match="died while it took weights") as died:
+        StreamPublisher(actors, source).publish(None, 50)
+    assert name in str(died.value)
+    assert "\n" not in str(died.value)
+    assert actors.version == -1
