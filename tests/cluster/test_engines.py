@@ -226,13 +226,10 @@ def test_deaths_are_reported_by_name_and_close_leaves_nothing(actors: ActorEngin
             if i == 10:
                 os.kill(pids[2], signal.SIGSTOP)
             yield pair
-        left.append("nothing")
 
-    left = list[str]()
     own = OwnWeights(weights, bucket_bytes=BUCKET, deadline_s=2)
     with pytest.raises(EngineFailure, match=r"waited 2 s for engine actor 2 .* to take weights"):
         StreamPublisher(actors, own).publish(None, 81)
-    assert left == ["nothing"]  # other ranks are not left waiting in a collective
     with pytest.raises(EngineFailure, match=r"actor 2 .*: waited 3 s for it to await weights"):
         publish(actors, models[1], 82)
     with pytest.raises(EngineFailure, match="no engine actor is left"):

@@ -42,22 +42,23 @@ class Publication(Case):
     mode: str = "int8"
 
     def run(self, mesh: Mesh, folder: Path) -> dict[str, Any]:
-        t = trainer(self, mesh)
-        t.update(batch(0, Case()), objectives.build("kpop"), old_is_current=True)
-        t.score(batch(1, Case()))  # behind it FSDP leaves some parameters whole
-        out: dict[str, Any] = {"weights": weights_of(t) if mesh.rank == 0 else {}}
-        folder = self.files(folder)
+        out, folder = dict[str, Any](), self.files(folder)
         folder.mkdir(exist_ok=True)
-        with collectives_counted() as calls, Watcher() as watcher, watcher.phase(out, "most"):
-            begun = watcher.now()
-            weights = Weights.of(t.model, *t.parts)
-            made = weights.plan([rooms_of(t, self.mode)], self.mode, (range(mesh.size), [99]))
-            carrier = FileCarrier(folder, mesh.rank)
-            sums = send_part(
-                made, mesh.rank, weights.held, Outgoing(rooms_of(t, self.mode), self.mode, BUCKET), carrier
-            )
+        with Watcher() as watcher:
+            t = trainer(self, mesh)
+            t.update(batch(0, Case()), objectives.build("kpop"), old_is_current=True)
+            t.score(batch(1, Case()))  # behind it FSDP leaves some parameters whole
+            begun, rooms = watcher.now(), rooms_of(t, self.mode)
+            with collectives_counted() as calls, watcher.phase(out, "most"):
+                weights = Weights.of(t.model, *t.parts)
+                made = weights.plan([rooms], self.mode, (range(mesh.size), [99]))
+                carrier = FileCarrier(folder, mesh.rank)
+                sums = send_part(made, mesh.rank, weights.held, Outgoing(rooms, self.mode, BUCKET), carrier)
+            with collectives_counted() as gathering, watcher.phase(out, "gathered"):
+                out["weights"] = weights_of(t)
         carrier.finish(sums)
-        return {**out, "most": out["most"] - begun, "calls": calls, "planned": made.sent().tolist()}
+        about = {"calls": calls, "gathering": gathering, "planned": made.sent().tolist(), "weights": out["weights"]}
+        return {**about, "most": out["most"] - begun, "gathered": out["gathered"] - begun}
 
     def files(self, folder: Path) -> Path:
         sizes = "-".join(map(str, self.sizes.values()))

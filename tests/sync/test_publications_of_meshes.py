@@ -76,6 +76,9 @@ def assert_published(case: Publication, found: Found, folder: Path) -> None:
         seen = found(case, rank)
         assert seen["calls"] == []
         assert seen["most"] <= 4 * BUCKET < 0.2 * whole
+        if case.size > case.replicate:  # both would see ranks that gather
+            assert seen["gathering"]
+            assert seen["gathered"] > 0.9 * whole
         assert seen["planned"] == found(case)["planned"]
     assert nbytes == sum(found(case)["planned"])
     assert nbytes == shape_of(alone.weights)

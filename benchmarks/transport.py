@@ -1,0 +1,211 @@
+"""How fast the boxes of a plan go from one process to another one of the same host, against a copy within one process.
+
+    python -m benchmarks.transport                        # 512 MB of float32 weights: half a minute on two quiet cores
+    python -m benchmarks.transport --mb 2 --rounds 1
+
+One process is a rank of two, whose boxes are half of the rows (`rows`) or half of the columns (`columns`) of every weight; another one is an
+engine. Rows of the table, in GB of weights a second, medians of all rounds, which take turns:
+
+`memcpy`      one process copies the boxes to their places in other memory
+`carried`     they are written to shared memory by one process and from there to their places by the other
+`proven`      the same, and both sum what they have: a publication
+`extra`       memory that both processes need meanwhile, beside weights, against the buffer
+
+Targets: carried 80 % of memcpy, extra 105 % of the buffer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+
+from rollkeel.engines.intake import Intake, Room
+from rollkeel.host import keep_freed_memory
+from rollkeel.sync import sending
+from rollkeel.sync.layouts import Held
+from rollkeel.sync.plan import Layout, dealt, plan
+from rollkeel.sync.sending import MADE, WINDOW, Outgoing, send_part
+from rollkeel.sync.shared_memory import Ring, opened, read
+from rollkeel.types import WeightSlice, WeightUpdate
+
+ROWS, COLUMNS = 2048, 4096
+
+
+class Memory:
+    """An engine's: zeros of every weight, all of them touched."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.destinations = {name: torch.zeros(ROWS, COLUMNS).add_(1) for name in names}
+        self.adapters = dict[str, torch.Tensor]()
+
+
+class Half:
+    """Takes boxes of half of each weight without asking where the other half is."""
+
+    def __init__(self, memory: Memory, proven: bool) -> None:
+        head = WeightUpdate(kind="full", base_version=None, version=1, slices=(), checksum=0, mode="fp32")
+        self._intake = Intake(head, memory, "fp32", -1) if proven else None
+        self._memory = memory
+
+    def take(self, pieces: Sequence[WeightSlice]) -> None:
+        if self._intake is not None:
+            self._intake.take(pieces)
+            return
+        for piece in pieces:
+            place = tuple(slice(a, a + n) for a, n in zip(piece.starts, piece.tensor.shape, strict=True))
+            self._memory.destinations[piece.name][place].copy_(piece.tensor)
+
+
+def engine(pipe: Any, names: Sequence[str]) -> None:
+    """The other process."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    memory, rings, half = Memory(names), dict[str, torch.Tensor](), None
+    pipe.send(resident())
+    while (told := pipe.recv()) is not None:
+        if isinstance(told, bool):
+            half = Half(memory, told)
+            pipe.send(True)
+            continue
+        slot, about = told
+        if slot is not None and slot.path not in rings:
+            rings[slot.path] = opened(slot.path)
+        if slot is None:
+            pipe.send(resident())
+            continue
+        assert half is not None
+        found = read(slot, [(dtype, shape) for _, dtype, shape, *_ in about], rings)
+        half.take(
+            [
+                WeightSlice(name=n, tensor=t, checksum=c, starts=starts)
+                for (n, _, _, c, starts), t in zip(about, found, strict=True)
+            ]
+        )
+        pipe.send(True)
+
+
+class Pipes:
+    """A carrier that tells of slots through a pipe."""
+
+    def __init__(self, pipe: Any, ring: Ring) -> None:
+        self._pipe, self._ring, self._under_way = pipe, ring, deque[bool]()
+
+    def put(self, bucket: Sequence[WeightSlice], to: Sequence[int]) -> None:
+        if len(self._under_way) == WINDOW:
+            self._taken()
+        about = [(s.name, s.tensor.dtype, tuple(s.tensor.shape), s.checksum, s.starts) for s in bucket]
+        self._pipe.send((self._ring.put(bucket), about))
+        self._under_way.append(True)
+
+    def flush(self) -> None:
+        while self._under_way:
+            self._taken()
+
+    def _taken(self) -> None:
+        self._under_way.popleft()
+        assert self._pipe.recv()
+
+
+def resident() -> int:
+    """Bytes of this process: its own, and what it has mapped of shared memory."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(lines[key].split()[0]) << 10 for key in ("RssAnon", "RssShmem"))
+
+
+@contextmanager
+def unsummed() -> Iterator[None]:
+    """Inside, slices are made without checksums."""
+    with patch.object(sending, "held_checksum", lambda *_: 0):
+        yield
+
+
+class Sides:
+    """This process, which sends, and the other one."""
+
+    def __init__(self, names: Sequence[str], buffer_bytes: int) -> None:
+        self.names, self.bucket = names, int(buffer_bytes / (WINDOW + MADE))
+        self.other = {name: torch.zeros(ROWS, COLUMNS).add_(1) for name in names}
+        self.pipe, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("forkserver").Process(target=engine, args=(theirs, names), daemon=True)
+        process.start()
+        self._empty = self.pipe.recv()
+        self._before = 0
+        self._ring = Ring(self.bucket, WINDOW)
+
+    def round(self, dim: int) -> Iterator[dict[str, float]]:
+        """GB a second of each way, again and again; `dim`: that ranks cut."""
+        ranks, shape = np.arange(2), (ROWS, COLUMNS)
+        source = Layout([dealt(self.names, shape, 4, ranks, ("rank",), [("rank", dim)])], ranks)
+        made = plan(source, Layout([dealt(self.names, shape, 4, ranks[:1], ("engine",))], ranks[:1]))
+        half = (ROWS // 2, COLUMNS) if dim == 0 else (ROWS, COLUMNS // 2)
+        held: Held = {name: [((0, 0), torch.rand(half))] for name in self.names}
+        about = Outgoing({name: Room(torch.float32, shape, (0, 0), shape) for name in self.names}, "fp32", self.bucket)
+        gb = len(self.names) * ROWS * COLUMNS * 4 / 2 / 1e9
+        self._before, carrier = resident(), Pipes(self.pipe, self._ring)
+        while True:
+            start = time.perf_counter()
+            for name, [(_, part)] in held.items():
+                self.other[name][: half[0], : half[1]].copy_(part)
+            speeds = {"memcpy": gb / (time.perf_counter() - start)}
+            for way in ("carried", "proven"):
+                self.pipe.send(way == "proven")
+                assert self.pipe.recv()
+                start = time.perf_counter()
+                with nullcontext() if way == "proven" else unsummed():
+                    send_part(made, 0, held, about, carrier)
+                speeds[way] = gb / (time.perf_counter() - start)
+            yield speeds
+
+    def extra(self) -> int:
+        """Bytes that both processes took since the first round began. Shared memory is in both, and counts once; freed memory stays."""
+        self.pipe.send((None, None))
+        return (
+            self._bytes_of_ring()
+            + resident()
+            - self._before
+            + self.pipe.recv()
+            - self._empty
+            - self._bytes_of_ring() * 2
+        )
+
+    def _bytes_of_ring(self) -> int:
+        return self.bucket * WINDOW
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--mb", type=float, default=512)
+    parser.add_argument("--buffer-mb", type=float, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    names = [f"layers.{i}.proj.weight" for i in range(max(1, int(options.mb * 2**20 / 4 / ROWS / COLUMNS)))]
+    print(f"{len(names) * ROWS * COLUMNS * 4 / 2**20:.0f} MB in {len(names)} weights, load {os.getloadavg()[0]:.1f}")
+    print("boxes     memcpy  carried  proven  carried/memcpy  extra/buffer")
+    for cut, dim in {"rows": 0, "columns": 1}.items():
+        sides = Sides(names, int(options.buffer_mb * 2**20))
+        found = list(itertools.islice(sides.round(dim), options.rounds + 1))[1:]  # the first one touches fresh memory
+        memcpy, carried, proven = (median(speeds[way] for speeds in found) for way in ("memcpy", "carried", "proven"))
+        extra = sides.extra() / options.buffer_mb / 2**20
+        print(f"{cut:8} {memcpy:7.2f} {carried:8.2f} {proven:7.2f} {carried / memcpy:15.0%} {extra:13.0%}", flush=True)
+        sides.pipe.send(None)
+
+
+if __name__ == "__main__":
+    main()
