@@ -84,10 +84,10 @@ class EngineActor:
 
     def bucket(self, attempt: int, layout: Layout, data: Bytes) -> str:
         """Write a bucket of publication `attempt`; returns why it was refused, or nothing."""
-        done = Future[str]()
+        done, came = Future[str](), data
         if isinstance(data, Slot):
-            data = read(data, [(entry.dtype, entry.shape) for entry in layout], self._rings)
-        self._channel.inbox.put(Bucket(attempt, layout, data, done))
+            came = read(data, [(entry.dtype, entry.shape) for entry in layout], self._rings)
+        self._channel.inbox.put(Bucket(attempt, layout, came, done))
         while not self._channel.ended:
             with suppress(TimeoutError):
                 return done.result(BEAT_S)

@@ -172,10 +172,11 @@ def bytes_of(bucket: Sequence[WeightSlice]) -> list[np.ndarray]:
 def unpacked(layout: Layout, data: Sequence[np.ndarray | torch.Tensor]) -> list[WeightSlice]:
     """The slices of a bucket, as views of the object store, which are read-only, or of shared memory."""
     out = []
-    for (name, dtype, shape, *about), bytes_ in zip(layout, data, strict=True):
-        tensor = bytes_ if isinstance(bytes_, torch.Tensor) else torch.from_numpy(bytes_).view(dtype).view(shape)
-        known = dict(zip(("checksum", "offset", "starts", "rounded"), about, strict=True))
-        out.append(WeightSlice(name=name, tensor=tensor, **known))
+    for entry, came in zip(layout, data, strict=True):
+        tensor = came if isinstance(came, torch.Tensor) else torch.from_numpy(came).view(entry.dtype).view(entry.shape)
+        known = entry._asdict()
+        del known["dtype"], known["shape"]
+        out.append(WeightSlice(tensor=tensor, **known))
     return out
 
 

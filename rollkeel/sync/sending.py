@@ -87,6 +87,7 @@ def send_part(made: Plan, rank: int, weights: Held, about: Outgoing, carrier: Ca
             carrier.put(bucket, to)
             for receiver in to:
                 sums[receiver] += sum(piece.checksum for piece in bucket)
+            del bucket  # or what was made for it would stay while the next one is made
     carrier.flush()
     return [total & MASK for total in sums]
 

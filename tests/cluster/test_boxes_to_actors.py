@@ -29,6 +29,8 @@ from rollkeel.cluster.stream import Calls, Sink
 from rollkeel.config import EngineConfig
 from rollkeel.errors import EngineFailure
 from rollkeel.models.names import checkpoint_views
+from rollkeel.sync.layouts import Held
+from rollkeel.sync.plan import Plan
 from rollkeel.sync.publish import full_update
 from rollkeel.sync.sending import WINDOW, Outgoing, send_part
 from rollkeel.sync.shared_memory import Ring
@@ -143,6 +145,54 @@ def test_boxes_of_an_interrupted_publication_are_refused_by_the_next_one(actors:
     with pytest.raises(EngineFailure, match=r"a bucket of publication \d+ arrived in publication"):
         StreamPublisher(actors, Old(model_of("tiny-qwen3-moe"), MESH)).publish(None, 60)
     assert actors.version == -1
+
+
+def test_a_rank_that_is_killed_in_the_middle_ends_the_publication_in_one_line(actors: ActorEngine) -> None:
+    """Rank 5 is an actor that dies after its first bucket; what it has sent, others have not."""
+
+    class Rank:
+        def send(
+            self, made: Plan, rank: int, held: Held, about: Outgoing, head: WeightUpdate, sinks: list[Sink]
+        ) -> None:
+            class Dying(Calls):
+                def put(self, bucket: Sequence[WeightSlice], to: Sequence[int]) -> None:
+                    super().put(bucket, to)
+                    self.flush()
+                    os._exit(1)
+
+            send_part(made, rank, held, about, Dying(head, sinks, 60))
+
+    class Killed(Mesh):
+        def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> list[int]:
+            made = self.plan([sink.rooms for sink in sinks], "int8")
+            about = Outgoing(sinks[0].rooms, "int8", BUCKET)
+            kind: Any = ray.remote(num_cpus=0)(Rank)
+            rank = kind.remote()
+            ray.get(rank.send.remote(made, 5, self.weights(5).held, about, head, list(sinks)), timeout=60)
+            raise AssertionError("it lives")
+
+    model = model_of("tiny-qwen3-moe", 2)
+    with pytest.raises(EngineFailure, match=r"what sends the weights failed before .* ActorDied") as died:
+        StreamPublisher(actors, Killed(model, MESH)).publish(None, 61)
+    assert "\n" not in str(died.value)
+    assert actors.version == -1
+    with pytest.raises(EngineFailure, match="weights did not arrive"):  # as if it had been told to go on
+        StreamPublisher(actors, Partial(model, MESH)).publish(None, 62)
+    StreamPublisher(actors, Mesh(model, MESH)).publish(None, 63)
+    assert actors.version == 63
+
+
+class Partial(Mesh):
+    """All ranks but one."""
+
+    def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> list[int]:
+        made = self.plan([sink.rooms for sink in sinks], "int8")
+        about, sums = Outgoing(sinks[0].rooms, "int8", BUCKET), [0] * len(sinks)
+        for rank in range(len(made.hosts[0])):
+            if rank != 5:
+                told = send_part(made, rank, self.weights(rank).held, about, Calls(head, sinks, 60))
+                sums = [(a + b) % 2**64 for a, b in zip(sums, told, strict=True)]
+        return sums
 
 
 def test_memory_of_a_process_that_is_gone_cannot_be_mapped(actors: ActorEngine) -> None:

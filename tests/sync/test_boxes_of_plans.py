@@ -25,12 +25,15 @@ from rollkeel.engines.intake import Intake, Room, rooms_of
 from rollkeel.engines.local import LocalEngine
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.names import checkpoint_views
+from rollkeel.models.numerics import compute_dtype
 from rollkeel.sync.publish import full_update
+from rollkeel.sync.sending import MADE, PIECES, Outgoing, Weights, send_part
 from rollkeel.train.sharded import pieces_of
 from rollkeel.types import WeightSlice, WeightUpdate
 from tests.sync.box_kit import (
     BUCKET,
     Fault,
+    Kept,
     Ranks,
     doubled,
     dropped,
@@ -41,6 +44,7 @@ from tests.sync.box_kit import (
     sent,
     shifted,
 )
+from tests.train.mesh_io_ranks import Watcher
 
 MESHES: list[dict[str, int]] = [
     {},
@@ -103,6 +107,33 @@ def test_any_mesh_publishes_what_one_process_publishes(preset: str, mode: str) -
         assert sum(s.tensor.numel() for s in slices) == sum(w.numel() for w in engine.weights.values())
         arrive(engine, mode, [slices[i] for i in draw.permutation(len(slices))], sums[0])
         assert_published(engine, ranks.model, mode)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "int8"])
+def test_what_is_under_way_and_what_is_made_fit_into_the_buffer(mode: str) -> None:
+    """A carrier of its own slots, as a ring has them; weights of several buckets each, cut in both dimensions."""
+    names, shape, bucket = ["layers.0.self_attn.q_proj.weight", "layers.0.self_attn.o_proj.weight"], (256, 128), 40_000
+    rooms = {name: Room(compute_dtype(mode), shape, (0, 0), shape) for name in names}
+    whole = {name: torch.rand(shape) for name in names}
+    weights = Weights.whole(whole)
+    made = weights.plan([rooms], mode, ([0], [0]))
+
+    class Slots(Kept):
+        def put(self, bucket: Sequence[WeightSlice], to: Sequence[int]) -> None:
+            for piece in bucket:
+                assert piece.tensor.nbytes <= self.slot.nbytes / PIECES
+            assert sum(s.tensor.nbytes for s in bucket) <= self.slot.nbytes
+
+        slot = torch.empty(bucket, dtype=torch.uint8)
+
+    with Watcher() as watcher:
+        held = {name: [((0, 0), t.add(0))] for name, t in whole.items()}
+        begun = watcher.now()
+        watcher.most = 0
+        send_part(made, 0, held, Outgoing(rooms, mode, bucket), Slots())
+    assert watcher.most - begun <= MADE * bucket
+    if mode != "fp32":  # where nothing is rounded or narrowed, nothing is made
+        assert watcher.most - begun > 0.5 * bucket
 
 
 def test_weights_that_several_ranks_hold_are_sent_by_all_of_them_and_the_same_host_comes_first() -> None:
