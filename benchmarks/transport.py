@@ -6,12 +6,13 @@
 One process is a rank of two, whose boxes are half of the rows (`rows`) or half of the columns (`columns`) of every weight; another one is an
 engine. Rows of the table, in GB of weights a second, medians of all rounds, which take turns:
 
-`memcpy`      one process copies the boxes to their places in other memory
+`copied`      one process copies the boxes to their places in other memory
 `carried`     they are written to shared memory by one process and from there to their places by the other
 `proven`      the same, and both sum what they have: a publication
 `extra`       memory that both processes need meanwhile, beside weights, against the buffer
 
-Targets: carried 80 % of memcpy, extra 105 % of the buffer.
+`of processor time`: the same share, a second being one of processor time of the busier process, which is what a process gets on a core of
+its own. Targets: carried 80 % of copied, extra 105 % of the buffer.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -76,7 +77,7 @@ def engine(pipe: Any, names: Sequence[str]) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     memory, rings, half = Memory(names), dict[str, torch.Tensor](), None
-    pipe.send(resident())
+    pipe.send((resident(), time.process_time()))
     while (told := pipe.recv()) is not None:
         if isinstance(told, bool):
             half = Half(memory, told)
@@ -86,7 +87,7 @@ def engine(pipe: Any, names: Sequence[str]) -> None:
         if slot is not None and slot.path not in rings:
             rings[slot.path] = opened(slot.path)
         if slot is None:
-            pipe.send(resident())
+            pipe.send((resident(), time.process_time()))
             continue
         assert half is not None
         found = read(slot, [(dtype, shape) for _, dtype, shape, *_ in about], rings)
@@ -143,12 +144,11 @@ class Sides:
         self.pipe, theirs = multiprocessing.Pipe()
         process = multiprocessing.get_context("forkserver").Process(target=engine, args=(theirs, names), daemon=True)
         process.start()
-        self._empty = self.pipe.recv()
-        self._before = 0
+        self._empty, self._before = self.pipe.recv()[0], 0
         self._ring = Ring(self.bucket, WINDOW)
 
-    def round(self, dim: int) -> Iterator[dict[str, float]]:
-        """GB a second of each way, again and again; `dim`: that ranks cut."""
+    def rounds(self, dim: int) -> Iterator[dict[str, tuple[float, float]]]:
+        """GB of each way a second, and a second of processor time of the busier process, again and again; `dim`: that ranks cut."""
         ranks, shape = np.arange(2), (ROWS, COLUMNS)
         source = Layout([dealt(self.names, shape, 4, ranks, ("rank",), [("rank", dim)])], ranks)
         made = plan(source, Layout([dealt(self.names, shape, 4, ranks[:1], ("engine",))], ranks[:1]))
@@ -157,34 +157,37 @@ class Sides:
         about = Outgoing({name: Room(torch.float32, shape, (0, 0), shape) for name in self.names}, "fp32", self.bucket)
         gb = len(self.names) * ROWS * COLUMNS * 4 / 2 / 1e9
         self._before, carrier = resident(), Pipes(self.pipe, self._ring)
-        while True:
-            start = time.perf_counter()
+
+        def copied() -> None:
             for name, [(_, part)] in held.items():
                 self.other[name][: half[0], : half[1]].copy_(part)
-            speeds = {"memcpy": gb / (time.perf_counter() - start)}
-            for way in ("carried", "proven"):
-                self.pipe.send(way == "proven")
+
+        def carried() -> None:
+            with unsummed():
+                proven()
+
+        def proven() -> None:
+            send_part(made, 0, held, about, carrier)
+
+        while True:
+            speeds = {}
+            for way in (copied, carried, proven):
+                self.pipe.send(way is proven)
                 assert self.pipe.recv()
-                start = time.perf_counter()
-                with nullcontext() if way == "proven" else unsummed():
-                    send_part(made, 0, held, about, carrier)
-                speeds[way] = gb / (time.perf_counter() - start)
+                theirs, ours, start = self._there()[1], time.process_time(), time.perf_counter()
+                way()
+                wall, ours = time.perf_counter() - start, time.process_time() - ours
+                speeds[way.__name__] = gb / wall, gb / max(ours, self._there()[1] - theirs)
             yield speeds
 
     def extra(self) -> int:
         """Bytes that both processes took since the first round began. Shared memory is in both, and counts once; freed memory stays."""
-        self.pipe.send((None, None))
-        return (
-            self._bytes_of_ring()
-            + resident()
-            - self._before
-            + self.pipe.recv()
-            - self._empty
-            - self._bytes_of_ring() * 2
-        )
+        return resident() - self._before + self._there()[0] - self._empty - self.bucket * WINDOW
 
-    def _bytes_of_ring(self) -> int:
-        return self.bucket * WINDOW
+    def _there(self) -> tuple[int, float]:
+        """Bytes and processor time of the other process."""
+        self.pipe.send((None, None))
+        return self.pipe.recv()
 
 
 def main() -> None:
@@ -197,13 +200,17 @@ def main() -> None:
     keep_freed_memory()
     names = [f"layers.{i}.proj.weight" for i in range(max(1, int(options.mb * 2**20 / 4 / ROWS / COLUMNS)))]
     print(f"{len(names) * ROWS * COLUMNS * 4 / 2**20:.0f} MB in {len(names)} weights, load {os.getloadavg()[0]:.1f}")
-    print("boxes     memcpy  carried  proven  carried/memcpy  extra/buffer")
+    print("boxes      copied  carried  proven   carried/copied   of processor time  extra/buffer")
     for cut, dim in {"rows": 0, "columns": 1}.items():
         sides = Sides(names, int(options.buffer_mb * 2**20))
-        found = list(itertools.islice(sides.round(dim), options.rounds + 1))[1:]  # the first one touches fresh memory
-        memcpy, carried, proven = (median(speeds[way] for speeds in found) for way in ("memcpy", "carried", "proven"))
+        found = list(itertools.islice(sides.rounds(dim), options.rounds + 1))[1:]  # the first one touches fresh memory
+        ways = [[median(speeds[way][i] for speeds in found) for way in found[0]] for i in range(2)]
+        shares = [f"{carried / copied:.0%}" for copied, carried, _ in ways]
         extra = sides.extra() / options.buffer_mb / 2**20
-        print(f"{cut:8} {memcpy:7.2f} {carried:8.2f} {proven:7.2f} {carried / memcpy:15.0%} {extra:13.0%}", flush=True)
+        print(
+            f"{cut:8}" + "".join(f"{speed:9.2f}" for speed in ways[0]) + f"{shares[0]:>17}{shares[1]:>20}{extra:14.0%}",
+            flush=True,
+        )
         sides.pipe.send(None)
 
 
