@@ -91,11 +91,13 @@ def test_ctrl_c_in_a_terminal_reaches_all_processes_and_ends_with_a_checkpoint(w
     assert_same(run, whole)
 
 
-def test_a_killed_engine_is_told_and_the_resumed_run_is_the_undisturbed_one(whole: Path, tmp_path: Path) -> None:
+def test_a_killed_engine_that_is_not_replaced_is_told_and_the_resumed_run_is_the_undisturbed_one(
+    whole: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     killer = kill_when(run, "engine-0", "update", 2)
     with pytest.raises(RunStopped, match="engine") as stopped:
-        run_of(run, *TWO)
+        run_of(run, *TWO, "cluster.restarts=0")
     killer.join()
     assert "\n" not in str(stopped.value)
     train(load(run / "config.yaml"), resume=run)
