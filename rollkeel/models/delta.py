@@ -94,11 +94,10 @@ def squash(deltas: Sequence[Bits]) -> Bits:
 def _chunks(encoded: Bits, count: int, width: int) -> Iterator[tuple[int, Bits, Bits]]:
     """First element, gaps `[g]` and planes `[width, changed]` of each chunk, checked: no gap leads out of it."""
     try:
-        head, at = _HEAD.unpack_from(encoded), _HEAD.size
-        if head[:2] != (width, count):
-            raise DeltaRefused(
-                f"delta: expected one of {count:,} elements of {width} bytes, got one of {head[1]:,} of {head[0]}"
-            )
+        of, elements, left = _HEAD.unpack_from(encoded)
+        if (of, elements) != (width, count):
+            raise DeltaRefused(f"delta: expected one of {count:,} × {width} bytes, got one of {elements:,} × {of}")
+        at = _HEAD.size
         for start in range(0, count, CHUNK):
             size = min(CHUNK, count - start)
             amount, used, *lengths = _PART.unpack_from(encoded, at)
@@ -110,8 +109,9 @@ def _chunks(encoded: Bits, count: int, width: int) -> Iterator[tuple[int, Bits, 
             at = ends[1]
             if np.count_nonzero(gaps != ESCAPE) != amount or int(gaps.sum(dtype=np.int64)) + amount > size:
                 raise ValueError
+            left -= amount
             yield start, gaps, planes.reshape(width, amount)
-        if at != len(encoded):
+        if at != len(encoded) or left:
             raise ValueError
     except (OSError, ValueError, struct.error):
         raise DeltaRefused("delta: expected what was encoded, got damaged bytes; publish again") from None
