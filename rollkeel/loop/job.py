@@ -33,8 +33,8 @@ from rollkeel.record.live import LiveView
 from rollkeel.record.run_config import changes_on_resume, nothing_to_do
 from rollkeel.record.runfolder import RunFolder
 from rollkeel.record.stopping import StopFlag
-from rollkeel.sync.shared import no_deltas
 from rollkeel.rewards.trial import trial
+from rollkeel.sync.shared import no_deltas
 from rollkeel.tasks.source import problems_of
 from rollkeel.train import checkpoint
 from rollkeel.train.unfinished import Unfinished

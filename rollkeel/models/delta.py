@@ -54,7 +54,7 @@ def encode(old: Bits, new: Bits) -> Bits:
 
 def changed(encoded: Bits) -> int:
     """How many elements differ, as the encoder counted them."""
-    return _HEAD.unpack_from(encoded)[2]
+    return _HEAD.unpack_from(encoded.data)[2]
 
 
 def apply(bits: Bits, encoded: Bits) -> None:
@@ -81,7 +81,7 @@ def squash(deltas: Sequence[Bits]) -> Bits:
     """One delta in the place of several that follow each other: their differences added up. As `apply` raises."""
     if len(deltas) == 1:
         return deltas[0]
-    width, count, _ = _HEAD.unpack_from(deltas[0])
+    width, count, _ = _HEAD.unpack_from(deltas[0].data)
     total = np.zeros(count, f"u{width}")
     for encoded in deltas:
         apply(total, encoded)
@@ -94,13 +94,13 @@ def squash(deltas: Sequence[Bits]) -> Bits:
 def _chunks(encoded: Bits, count: int, width: int) -> Iterator[tuple[int, Bits, Bits]]:
     """First element, gaps `[g]` and planes `[width, changed]` of each chunk, checked: no gap leads out of it."""
     try:
-        of, elements, left = _HEAD.unpack_from(encoded)
+        of, elements, left = _HEAD.unpack_from(encoded.data)
         if (of, elements) != (width, count):
             raise DeltaRefused(f"delta: expected one of {count:,} × {width} bytes, got one of {elements:,} × {of}")
         at = _HEAD.size
         for start in range(0, count, CHUNK):
             size = min(CHUNK, count - start)
-            amount, used, *lengths = _PART.unpack_from(encoded, at)
+            amount, used, *lengths = _PART.unpack_from(encoded.data, at)
             at += _PART.size
             if not amount <= used <= size:
                 raise ValueError
@@ -194,7 +194,9 @@ def _add(bits, gaps, planes):  # type: ignore[no-untyped-def]
 
 _COMPILED: dict[int, tuple[Any, Any]] = {
     width: (
-        entry(f"uint{8 * width}[::1]", f"uint{8 * width}[::1]", "int32[::1]", "uint8[::1]", "uint8[:, ::1]", "int64[::1]")(_find),
+        entry(
+            f"uint{8 * width}[::1]", f"uint{8 * width}[::1]", "int32[::1]", "uint8[::1]", "uint8[:, ::1]", "int64[::1]"
+        )(_find),
         entry(f"uint{8 * width}[::1]", "Array(uint8, 1, 'C', readonly=True)", "Array(uint8, 2, 'C', readonly=True)")(
             _add
         ),

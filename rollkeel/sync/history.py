@@ -1,7 +1,7 @@
 """What was published last, bit for bit, and deltas that lead there from the publications before it.
 
-    version 3 ──delta──▶ 4 ──delta──▶ 6        an engine at 6 gets nothing, at 4 one delta, at 3 both of them added up,
-                                               at anything else all weights
+version 3 ──delta──▶ 4 ──delta──▶ 6        an engine at 6 gets nothing, at 4 one delta, at 3 both of them added up,
+                                           at anything else all weights
 """
 
 from __future__ import annotations
