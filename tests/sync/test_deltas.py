@@ -109,7 +109,7 @@ def test_a_thousand_random_histories_end_with_the_trainers_bits() -> None:
                 engines[int(rng.integers(len(engines)))] = Engine(mode)
             present = [e for e in engines if rng.random() < 0.7] or engines[:1]
             publisher.engines = tuple(present)
-            publisher.publish(weights.items(), version)
+            assert publisher.publish(weights.items(), version)["sync/deltas_refused"] == 0
             for engine in present:
                 assert engine.version == version
                 assert_holds(engine, weights)
