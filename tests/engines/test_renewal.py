@@ -139,18 +139,6 @@ def test_whatever_dies_whenever_the_bits_are_those_of_an_undisturbed_run(seed: i
     assert deaths >= 2
 
 
-def test_a_refused_message_does_not_stop_the_one_who_is_told_it_again() -> None:
-    engine = InlineEngine([[3], []])
-    requests = requests_of(prompts_of(2), max_new_tokens=6, seed=1)
-    engine.submit(requests[:1], [1, 0])
-    engine.parts[0].life.engine.submit(requests[1:])  # so that the part refuses what its caller sends next
-    with pytest.raises(BadInput):
-        engine.submit(requests[1:], [1, 0])
-    found = {s.request_id: s for s in engine.poll(1)}
-    assert engine.parts[0].deaths == 1
-    assert found[0].status is not Status.ENGINE_FAILURE
-
-
 def test_others_take_over_what_nobody_can_do_again() -> None:
     requests = requests_of(prompts_of(6), max_new_tokens=12, seed=3)
     alone = run(engine_of(MODEL, slots=2), requests)
