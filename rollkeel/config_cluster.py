@@ -44,6 +44,8 @@ class ClusterConfig(Node):
     placement: Literal["colocated", "disaggregated"] = "disaggregated"
     """`disaggregated` gives ranks and engines places of their own; `colocated` puts engines in the places of ranks, and they take turns
     (not with `run.loop=async`)."""
+    restarts: int = Field(default=3, ge=0)
+    """How many lost engines a run replaces, and how often it goes on from its newest checkpoint after a rank was lost."""
     deadline_s: float = Field(default=600.0, gt=0)
     """Longest wait of ranks for each other, and of a run for places, actors and weights."""
 
@@ -51,12 +53,3 @@ class ClusterConfig(Node):
     def asked(self) -> bool:
         """Whether anything here asks for a cluster."""
         return any(value is not None for value in (self.address, self.trainers, self.engines))
-
-
-class SyncConfig(Node):
-    """How weights travel from ranks to engines of a cluster, see docs/cluster.md."""
-
-    transport: Literal["auto", "shm", "ray"] = "auto"
-    """`shm` is memory that rank and engine share, on one host; `ray` Ray's object store. `auto` takes the first where it can."""
-    buffer_mb: float = Field(default=64.0, gt=0)
-    """Most memory of a rank for weights on their way to engines, MB."""

@@ -1,18 +1,21 @@
-"""The engine actor's side of a publication: what it does with the buckets that arrive."""
+"""The engine actor's side of a publication: what it does with the buckets that arrive. And Ray's options of such an actor."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from rollkeel.cluster.stream import Layout, unpacked
-from rollkeel.engines.intake import Intake, rooms_of
-from rollkeel.engines.parts import unknown
+from rollkeel.engines.intake import Intake, Room
+from rollkeel.engines.part import unknown
 from rollkeel.errors import EngineFailure, RollkeelError
 from rollkeel.protocols import RestingEngine
 from rollkeel.types import Proof, WeightUpdate
+
+_CALLS = 8
+"""That an actor answers at one time: a `take` may be under way, buckets and messages come beside it."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,6 @@ class Weights:
             return self._begin(*message[1:])
         if message[0] == "finish":
             return self._finish(*message[1:])
-        if message[0] == "memory":
-            return {"full": rooms_of(engine.memory.destinations), "adapter": rooms_of(engine.memory.adapters)}
         if message[0] != "rest":
             raise unknown(message)
         if isinstance(engine, RestingEngine):
@@ -60,7 +61,8 @@ class Weights:
             return self._refusal
         return ""
 
-    def _begin(self, attempt: int, head: WeightUpdate) -> bool:
+    def _begin(self, attempt: int, head: WeightUpdate, tells: bool = False) -> bool | dict[str, Room]:
+        """`tells`: where the memory has what the update brings."""
         self._intake, self._attempt, self._refusal = None, attempt, f"weight update {head.version}: was refused"
         engine = self._engine
         intake = Intake(head, engine.memory, engine.capabilities.dtype, engine.retire())
@@ -69,7 +71,7 @@ class Weights:
                 f"weight update {head.version}: expected version {self._newest}, which this engine had, or a later one"
             )
         self._intake, self._newest = intake, head.version
-        return True
+        return intake.rooms if tells else True
 
     def _finish(self, attempt: int, checksum: int) -> Proof:
         intake, self._intake = self._intake, None
@@ -79,3 +81,13 @@ class Weights:
             raise EngineFailure(self._refusal)
         self._refusal = f"weight update {self._newest}: was already finished"
         return self._engine.serve(self._newest, *intake.finish(checksum))
+
+
+def actor_options(placement: Mapping[str, Any], threads: int) -> dict[str, Any]:
+    """Ray's options of an actor. It is never started again: it would come back without weights and requests."""
+    given = dict(placement.get("runtime_env") or {})
+    # torch reads these when it is imported.
+    own = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
+    environment = {**given, "env_vars": {**own, **given.get("env_vars", {})}}
+    fixed = {"max_concurrency": _CALLS, "max_restarts": 0, "max_task_retries": 0, "runtime_env": environment}
+    return {"num_cpus": 1, **placement, **fixed}

@@ -5,7 +5,7 @@
     trainer's ranks ────────────────────────────────── buckets of weights ─────────────┘
 
 Ray starts calls of one actor in any order, and answers them so. Messages carry numbers on both ways: what arrives, and in which
-order, is then what a pipe would bring. What is said stands in `engines.parts`.
+order, is then what a pipe would bring. What is said stands in `engines.part`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ import torch
 from ray.exceptions import RayError
 
 from rollkeel.cluster import logs
-from rollkeel.cluster.arriving import Bucket, Weights
-from rollkeel.cluster.stream import BUCKET_BYTES, Bytes, Layout, Sink, send
+from rollkeel.cluster.arriving import Bucket, Weights, actor_options
+from rollkeel.cluster.stream import BUCKET_BYTES, Bytes, Feed, Layout, Sink, send
 from rollkeel.config import EngineConfig
 from rollkeel.engines.intake import Room
 from rollkeel.engines.open import open_engine
-from rollkeel.engines.parts import Part, PartedEngine, serve
-from rollkeel.errors import BadInput, RollkeelError
+from rollkeel.engines.part import Part, serve
+from rollkeel.engines.parts import START_S, PartedEngine
+from rollkeel.errors import BadInput, EngineFailure, RollkeelError
 from rollkeel.host import keep_freed_memory
 from rollkeel.sync.shared_memory import Slot, opened, read
 from rollkeel.types import Proof, WeightUpdate
@@ -42,9 +43,7 @@ from rollkeel.types import Proof, WeightUpdate
 BEAT_S = 1.0
 """Longest silence of an actor that decodes on its own; a fifth of its deadline where that is shorter."""
 CLOSE_S = 5.0
-_CALLS = 8
-"""That an actor answers at one time: a `take` may be under way, buckets and messages come beside it."""
-
+DIED_S = 0.2  # for Ray to tell of a death that a sender of weights has seen
 Said = tuple[int, list[bytes]]
 """Messages that nobody has taken yet, and the number of the first of them, counted from 0."""
 
@@ -75,7 +74,7 @@ class EngineActor:
         return self._channel.said(None)
 
     def attach(self, path: str) -> str:
-        """Map a ring of a sender on this host, whose buckets are slots from now on; returns why it cannot be, or nothing."""
+        """Map a ring of a sender on this host; returns why it cannot be, or nothing."""
         try:
             self._rings[path] = opened(path)
         except OSError as error:
@@ -184,9 +183,16 @@ class _Actor(Part):
     place: tuple[str, int] = ("", 0)
     """Its node's address and its process, once it has told them."""
     node: str = ""
-    """Ray's name of that node."""
-    rooms: Mapping[str, Mapping[str, Room]] | None = None
-    """By kind of update, once it has told them."""
+    """Its node, as Ray names it."""
+    rooms: dict[str, Mapping[str, Room]] = field(default_factory=dict)
+    """Where it has what an update of each kind brings, once it has told."""
+
+    def renew(self, handle: Any) -> None:
+        """Another actor in its place."""
+        self.handle, self.taking, self.place, self.node, self.rooms = handle, None, ("", 0), "", {}
+        self.sent, self.received, self.steps = 0, 0, 0
+        self.calls, self.came = [], {}
+        self.heard, self.end, self.dead = time.monotonic(), "was killed", ""
 
     def send(self, message: tuple[Any, ...]) -> None:
         self.calls.append(self.handle.send.remote(self.sent, pickle.dumps(message)))
@@ -256,7 +262,11 @@ class _Actor(Part):
 
 
 class ActorEngine(PartedEngine[_Actor]):
-    """One engine per actor. Requests of a dead actor come back as `Status.ENGINE_FAILURE`; it is not started again."""
+    """One engine per actor. Another one takes the place of an actor that dies, `renewals` times in all.
+
+    It does again what the dead one was told (`again`: brings it the weights that are served). Where they are not to be had while
+    others serve them, the others get its requests, and it joins at the next publication. Requests of the last actor come back
+    as `Status.ENGINE_FAILURE`."""
 
     noun = "engine actor"
 
@@ -267,6 +277,7 @@ class ActorEngine(PartedEngine[_Actor]):
         placements: Sequence[Mapping[str, Any]],
         *,
         threads: int = 1,
+        renewals: int = 0,
         **options: Any,
     ) -> None:
         """Start the actors; they load in parallel and are waited for at the first use.
@@ -276,45 +287,88 @@ class ActorEngine(PartedEngine[_Actor]):
         if config.kind != "local":
             raise BadInput(f"engine.kind={config.kind}: actors host the embedded engine alone; set engine.kind=local")
         super().__init__(int(hf_config.get_text_config().vocab_size), config.deadline_s)
-        self._attempt = 0
+        self._attempt, self._left, self._publishing = 0, renewals, False
+        self._hands_over = renewals > 0
+        self.again: Callable[[Sequence[_Actor]], None] | None = None
+        self.tell: Callable[[str, _Actor], None] = lambda what, actor: None
+        """Called with `lost`, `renewed` or `joined`."""
         own = config.model_copy(update={"processes": 0})
-        for index, placement in enumerate(placements):
-            kind: Any = ray.remote(**_options(placement, threads))(EngineActor)
-            handle = kind.remote(hf_config, own, options)
-            self.parts.append(_Actor(index, f"actor {index} (not placed yet)", handle=handle))
+        kinds: list[Any] = [ray.remote(**actor_options(placement, threads))(EngineActor) for placement in placements]
+        self._start = lambda index: kinds[index].remote(hf_config, own, options)
+        for index in range(len(placements)):
+            self.parts.append(_Actor(index, f"actor {index} (not placed yet)", handle=self._start(index)))
 
     def update_weights(self, update: WeightUpdate) -> Proof:
         """Send an update whose tensors this process holds, in whole slices; see `publish` for those of others."""
         head = replace(update, slices=(), checksum=0)
-        once = lambda to: [send(update.slices, update, to, BUCKET_BYTES, self._deadline_s)] * len(to)  # noqa: E731
-        return self.publish(head, once)
+        return self.publish(
+            head, lambda to: [send(update.slices, update, to, BUCKET_BYTES, self._deadline_s)] * len(to)
+        )
 
-    def publish(self, head: WeightUpdate, feed: Callable[[Sequence[Sink]], Sequence[int]]) -> Proof:
-        """Serve `head.version` of weights that `feed` sends to the sinks, from wherever they are; it returns the checksum of what each
-        of them got.
+    def publish(self, head: WeightUpdate, feed: Feed, to: Sequence[_Actor] | None = None) -> Proof:
+        """Serve `head.version` of weights that `feed` sends to the sinks, from wherever they are.
 
-        `head`: the update without slices and checksum. Whatever fails, nothing is served until the next publication."""
+        `head`: the update without slices and checksum. `to`: these alone, while the others serve that version already. Whatever
+        fails, nothing is served until the next publication; an actor that died is replaced before, and then it is tried again."""
         _ = self.capabilities
-        asked = self._living()
-        self._version = -1
-        self._attempt += 1
+        if to is not None:
+            return self._publish(head, feed, to)
+        self._version, self._publishing = -1, True
+        try:
+            while True:
+                self._join()
+                asked = self._living()
+                try:
+                    return self._publish(head, feed, asked)
+                except EngineFailure:
+                    if not (self._left and any(p.dead for p in asked)):
+                        raise
+        finally:
+            self._publishing = False
+
+    def _join(self) -> None:
+        """Start others in the places of dead actors, as long as that may be done."""
+        dead = [p for p in self.parts if p.dead][: self._left]
+        for part in dead:
+            self._left -= 1
+            self.tell("lost", part)
+            part.renew(self._start(part.index))
+        self._answers(dead, START_S, "to start", may_die=True)
+        for part in dead:
+            if not part.dead:
+                self.tell("joined", part)
+
+    def _may_renew(self, part: _Actor) -> bool:
+        return bool(self._left) and self._version >= 0 and not self._publishing and self.again is not None
+
+    def _renew(self, part: _Actor) -> None:
+        assert self.again is not None
+        self._left -= 1
+        self.tell("lost", part)
+        part.renew(self._start(part.index))
+        self._answers([part], START_S, "to start")
+        self.again([part])
+        self.tell("renewed", part)
+
+    def _publish(self, head: WeightUpdate, feed: Feed, asked: Sequence[_Actor]) -> Proof:
+        self._attempt, kind = self._attempt + 1, head.kind
         for part in asked:
-            self._send(part, ("begin", self._attempt, head))
-        self._answers(asked, self._deadline_s, "to await weights")
-        rooms = self._rooms(asked, head.kind)
-        to = [Sink(p.name, p.handle, self._attempt, p.node, r) for p, r in zip(asked, rooms, strict=True)]
-        for part, checksum in zip(asked, feed(to), strict=True):
+            self._send(part, ("begin", self._attempt, head, kind not in part.rooms))
+        sinks = []
+        for part, told in zip(asked, self._answers(asked, self._deadline_s, "to await weights"), strict=True):
+            if kind not in part.rooms:  # of engines that are alike the same object, which then travels once
+                part.rooms[kind] = next((p.rooms[kind] for p in self.parts if p.rooms.get(kind) == told), told)
+            sinks.append(Sink(part.name, part.handle, self._attempt, part.index, part.node, part.rooms[kind]))
+        try:
+            sums = feed(sinks)
+        except EngineFailure:
+            for part in asked:  # what a sender saw die is dead here, too, and may be replaced
+                if not part.dead and part.ready(DIED_S):
+                    self._receive(part)
+            raise
+        for part, checksum in zip(asked, sums, strict=True):
             self._send(part, ("finish", self._attempt, checksum))
         return self._proven(asked, head.version, "to prove weights")
-
-    def _rooms(self, asked: Sequence[_Actor], kind: str) -> list[Mapping[str, Room]]:
-        """Where they have weights, or adapters; of those that are alike the same object, which then travels once."""
-        new = [part for part in asked if part.rooms is None]
-        for part in new:
-            self._send(part, ("memory",))
-        for part, told in zip(new, self._answers(new, self._deadline_s, "to tell its memory"), strict=True):
-            part.rooms = next((p.rooms for p in self.parts if p.rooms == told), told)
-        return [part.rooms[kind] for part in asked if part.rooms is not None]
 
     def rest(self) -> None:
         """See `RestingEngine.rest`: every actor whose engine can gives its device away."""
@@ -343,13 +397,3 @@ class ActorEngine(PartedEngine[_Actor]):
         if ready:
             ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
         return [p for p in parts if p.waits or any(call in ready for call in p.calls)]
-
-
-def _options(placement: Mapping[str, Any], threads: int) -> dict[str, Any]:
-    """Ray's options of an actor. It is never started again: it would come back without weights and requests."""
-    given = dict(placement.get("runtime_env") or {})
-    # torch reads these when it is imported.
-    own = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
-    environment = {**given, "env_vars": {**own, **given.get("env_vars", {})}}
-    fixed = {"max_concurrency": _CALLS, "max_restarts": 0, "max_task_retries": 0, "runtime_env": environment}
-    return {"num_cpus": 1, **placement, **fixed}

@@ -21,7 +21,7 @@ from rollkeel import plugins
 from rollkeel.analyzer.record import record_tensors
 from rollkeel.cluster import logs, wire
 from rollkeel.config import Config
-from rollkeel.errors import BadInput
+from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.host import keep_freed_memory
 from rollkeel.loop.assemble import build_objective, device_of
 from rollkeel.loop.machines import trainer_options
@@ -174,12 +174,16 @@ class Rank:
             "version": self._made.version,
         }
 
-    def _stream(self, head: Any, sinks: Sequence[Any], deadline_s: float) -> list[int]:
-        """Send what the plan gives this rank of the weights, or of what is trained beside them. Returns a checksum for each engine."""
+    def _stream(self, head: Any, sinks: Sequence[Any], deadline_s: float) -> list[int] | EngineFailure:
+        """Send what the plan gives this rank of the weights, or of what is trained beside them. Returns a checksum for each engine, or
+        which of them failed: no rank waits for another one here, so that all can go on."""
         from rollkeel.cluster.sender import Sender
 
         self._sender = self._sender or Sender(self._made, self._mesh, self._config.sync, deadline_s)
-        return self._sender.send(head, sinks)
+        try:
+            return self._sender.send(head, sinks)
+        except EngineFailure as error:
+            return error
 
     def _record(self, path: str, rollouts: Sequence[Rollout], about: Mapping[str, Any]) -> None:
         """Write the trainer's tensors of a few rollouts; the first rank holds the whole model for that."""

@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import RayError
 
 from rollkeel.cluster.stream import Calls, Sink
-from rollkeel.config_cluster import SyncConfig
+from rollkeel.config import SyncConfig
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.sync.plan import Plan
 from rollkeel.sync.sending import MADE, WINDOW, Outgoing, Weights, send_part
@@ -30,8 +30,8 @@ class Sender:
         self._node = ray.get_runtime_context().get_node_id()
         self._nodes = mesh.everyone(self._node)
         self._plans = dict[tuple[Any, ...], Plan]()
-        self._rings = dict[str, Ring | None]()
-        """By engine; None for one that gets its buckets through Ray's object store."""
+        self._rings = dict[int, tuple[str, Ring | None]]()
+        """By number of the engine, and which actor that is; None for one that gets its buckets through Ray's object store."""
         self._bucket_bytes = 0
 
     def send(self, head: WeightUpdate, sinks: Sequence[Sink]) -> list[int]:
@@ -60,24 +60,26 @@ class Sender:
 
     def _shared(self, sinks: Sequence[Sink]) -> dict[int, Ring]:
         """Memory shared with those of the sinks that are on this host."""
-        if (
-            not self._bucket_bytes
-        ):  # what is under way, in rings and in the object store, and what is made are the buffer together
+        if not self._bucket_bytes:  # the buffer is what is under way, in rings and the object store, and what is made
             rings = sum(map(self._near, sinks))
             under_way = WINDOW * (rings + (rings < len(sinks)))
             self._bucket_bytes = max(ALIGN, int(self._config.buffer_mb * MB / (under_way + MADE)))
-        for sink in sinks:
-            if sink.name not in self._rings:
-                self._rings[sink.name] = self._ring(sink) if self._near(sink) else None
-            if self._rings[sink.name] is None and self._config.transport == "shm":
+        out = dict[int, Ring]()
+        for number, sink in enumerate(sinks):
+            name, ring = self._rings.get(sink.index, ("", None))
+            if name != sink.name:
+                ring = self._mapped(ring, sink) if self._near(sink) else None
+                self._rings[sink.index] = sink.name, ring
+            if ring is not None:
+                out[number] = ring
+            elif self._config.transport == "shm":
                 raise BadInput(f"sync.transport=shm: engine {sink.name} shares no memory with this rank; set auto")
-        found = ((i, self._rings[sink.name]) for i, sink in enumerate(sinks))
-        return {i: ring for i, ring in found if ring is not None}
+        return out
 
-    def _ring(self, sink: Sink) -> Ring | None:
-        """None if the engine cannot map it."""
+    def _mapped(self, ring: Ring | None, sink: Sink) -> Ring | None:
+        """A ring that the engine has mapped, that of an actor whose place it took or a new one; None if it cannot."""
         try:
-            ring = Ring(self._bucket_bytes, WINDOW)
+            ring = ring or Ring(self._bucket_bytes, WINDOW)
         except OSError:
             return None
         try:

@@ -10,7 +10,7 @@ So what a publication needs beside trainer and engines is a few buckets, whateve
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -61,10 +61,16 @@ class Sink:
     """Handle of an `EngineActor`."""
     attempt: int
     """Number of the publication, which a bucket of one that was given up does not have."""
+    index: int = 0
+    """Its number; an actor that takes the place of another one has the same."""
     node: str = ""
     """Ray's name of the machine that it is on."""
     rooms: Mapping[str, Room] = field(default_factory=dict)
     """Where the engine has the weights, by checkpoint name."""
+
+
+Feed = Callable[[Sequence[Sink]], Sequence[int]]
+"""Sends weights to the sinks; returns the checksum of what each of them got."""
 
 
 def stream(

@@ -11,6 +11,7 @@ import torch
 from rollkeel.batch.build import TrainingBatch
 from rollkeel.cluster import wire
 from rollkeel.cluster.calls import Ranks
+from rollkeel.errors import EngineFailure
 from rollkeel.models.checksum import MASK
 from rollkeel.objectives import Objective
 from rollkeel.train.scores import Scores, UpdateOutput
@@ -64,6 +65,8 @@ class RemoteTrainer:
     def stream(self, head: Any, sinks: Sequence[Any]) -> Sequence[int]:
         """See `rollkeel.cluster.publish.Source`: from all ranks to the engines, past this process."""
         sent = self._ranks.gather("stream", head, ray.put(list(sinks)), self._deadline_s)
+        for failed in (each for each in sent if isinstance(each, EngineFailure)):
+            raise failed
         return [sum(sums) & MASK for sums in zip(*sent, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class Intake:
         else:
             for tensor in memory.adapters.values():
                 tensor.zero_()
-        self._rooms = rooms_of(self._held) if rooms is None else rooms
+        self.rooms = rooms_of(self._held) if rooms is None else dict(rooms)
         self._arrived: dict[str, dict[_Across, list[tuple[int, int]]]] = {name: {} for name in self._held}
         """First and one past the last row of each box, in order, by name and by what the box is in the other dimensions."""
         self._missing = {name: view.numel() for name, view in self._held.items()}
@@ -104,7 +104,7 @@ class Intake:
         wrong = misfit(piece, view, self._head.version)
         if view is None or len(shape) != view.dim() or not view.numel() or not piece.tensor.numel():
             raise wrong
-        room, starts = self._rooms[piece.name], piece.starts
+        room, starts = self.rooms[piece.name], piece.starts
         if not starts and shape:
             first, odd = divmod(piece.offset, pitches_of(room.shape)[0])
             starts = (first, *(0 for _ in shape[1:]))
@@ -158,7 +158,7 @@ class Intake:
 
     def _round(self, name: str, dtype: torch.dtype) -> None:
         """Round in place what is held of a weight, some rows at a time. Its boxes were proven as they came."""
-        whole, room = self._held[name], self._rooms[name]
+        whole, room = self._held[name], self.rooms[name]
         if whole.shape[-1] != room.shape[-1]:
             raise EngineFailure(
                 f"weight update {self._head.version}: {name} is rounded by rows of {room.shape[-1]}, the engine holds"

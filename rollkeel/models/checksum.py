@@ -17,7 +17,8 @@ PART = 2**19
 """Elements at one time: what a part needs beside the weights stays below 32 MB, and in the processor's caches."""
 PART_OF_KERNEL = 2**27
 """The same on a GPU: one launch for most tensors."""
-_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by bytes per element, that every device computes with."""
 _LOW, _STEP, _HIGH, _FLIP = 2**32 - 1, 0x9E3779B1, 0x85EBCA77, 0x5BD1E995
 
 
@@ -45,7 +46,7 @@ def _sum(bits, rows, run, pitch, apart, offset, base, out):  # type: ignore[no-u
 _ARGUMENTS = (*["int64"] * 5, "uint32", "uint64[::1]")
 _COMPILED = {width: entry(f"uint{8 * width}[::1]", *_ARGUMENTS)(_sum) for width in ((1, 2, 4, 8) if FOUND else ())}
 """By bytes per element."""
-_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 def tensor_checksum(
@@ -70,11 +71,11 @@ def tensor_checksum(
         if kernel:
             from rollkeel.models.gpu.checksum import block_sums
 
-            on_device += block_sums(plain[0].view(_WIDTH[dtype.itemsize]), first, base, _STEP, _HIGH, _FLIP).sum()
+            on_device += block_sums(plain[0].view(SIGNED[dtype.itemsize]), first, base, _STEP, _HIGH, _FLIP).sum()
         elif compiled is not None:
             plain = plain if plain.stride(1) == 1 or plain.shape[1] == 1 else plain.contiguous()
             (rows, run), pitch = plain.shape, plain.stride(0)
-            flat = plain.as_strided(((rows - 1) * pitch + run,), (1,)).view(_UNSIGNED[dtype.itemsize])
+            flat = plain.as_strided(((rows - 1) * pitch + run,), (1,)).view(UNSIGNED[dtype.itemsize])
             compiled(flat.numpy(), rows, run, pitch, apart, first, base, on_host)
         else:
             on_device += _plain_sum(plain, base, first, apart)
@@ -127,7 +128,7 @@ def _parts(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
 
 def _plain_sum(part: torch.Tensor, base: int, offset: int, apart: int) -> torch.Tensor:
     size, device = part.element_size(), part.device
-    bits = part.contiguous().view(_WIDTH[size]).to(torch.int64)
+    bits = part.contiguous().view(SIGNED[size]).to(torch.int64)
     position = (
         offset + torch.arange(part.shape[1], device=device) + apart * torch.arange(len(part), device=device)[:, None]
     )

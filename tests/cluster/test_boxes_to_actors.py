@@ -210,3 +210,26 @@ def test_an_engine_that_is_killed_in_the_middle_is_named(actors: ActorEngine) ->
     assert name in str(died.value)
     assert "\n" not in str(died.value)
     assert actors.version == -1
+
+
+def test_an_engine_that_is_killed_in_the_middle_is_replaced_and_all_of_it_is_sent_again(ray_cluster: None) -> None:
+    model = model_of("tiny-qwen3-moe", 2)
+    engine = ActorEngine(model.config, CONFIG, [{}] * 2, device="cpu", max_length=96, renewals=1)
+    try:
+        StreamPublisher(engine, Mesh(model_of("tiny-qwen3-moe"), MESH)).publish(None, 1)
+        pids = [part.place[1] for part in engine.parts]
+
+        def once(rank: int) -> None:
+            if rank == 2 and pids[0]:
+                os.kill(pids[0], signal.SIGKILL)
+                pids[0] = 0
+
+        StreamPublisher(engine, Mesh(model, MESH, "shm", None, once)).publish(None, 2)
+        assert engine.version == 2
+        assert [part.place[1] == pid for part, pid in zip(engine.parts, pids, strict=True)] == [False, True]
+        alone, requests = engine_of(model, dtype="int8"), requests_of(prompts_of(6), max_new_tokens=12)
+        alone.update_weights(full_update(checkpoint_views(model).items(), 2, "int8"))
+        ours, theirs = run(engine, requests), run(alone, requests)
+        assert all(same(ours[i].span, theirs[i].span) for i in theirs)
+    finally:
+        engine.close()
