@@ -50,6 +50,7 @@ PROGRAMS: dict[str, tuple[list[str], str]] = {
     "sandbox_service": (["--count", "2", "--jobs", "8"], "HTTP"),
     "shared_prompts": (["--prompt", "48", "--answer", "4", "--members", "2", "--repeats", "1"], "with shared prompts"),
     "simulator": ([*TOY, "--slots", "8"], "largest error"),
+    "transport": (["--mb", "64", "--rounds", "1", "--buffer-mb", "8"], "columns"),
     "trace": (["--tokens", "2000", "--steps", "8", *SHORT], "diagnosis of 2,000 tokens"),
     "peer.compare": (
         ["--sides", "rollkeel", "--layouts", "1x1", "--rounds", "1", "--repeats", "1", "--out", "{folder}", *MACHINE],

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,15 +26,18 @@ from engine_kit import drain, engine_of, prompts_of, requests_of, run, same
 
 from rollkeel.cluster.engines import ActorEngine
 from rollkeel.cluster.publish import StreamPublisher
+from rollkeel.cluster.sender import Sender
 from rollkeel.cluster.stream import Calls, Sink
-from rollkeel.config import EngineConfig
-from rollkeel.errors import EngineFailure
+from rollkeel.config import EngineConfig, SyncConfig
+from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.names import checkpoint_views
 from rollkeel.sync.layouts import Held
 from rollkeel.sync.plan import Plan
 from rollkeel.sync.publish import full_update
-from rollkeel.sync.sending import WINDOW, Outgoing, send_part
-from rollkeel.sync.shared_memory import Ring
+from rollkeel.sync.sending import MADE, WINDOW, Outgoing, send_part
+from rollkeel.sync.shared_memory import ALIGN, Ring
+from rollkeel.train.mesh import Mesh as OwnPlace
+from rollkeel.train.sharded import Layout, pieces_of
 from rollkeel.types import WeightSlice, WeightUpdate
 from tests.sync.box_kit import Fault, Ranks, doubled, dropped, flipped, model_of, permuted
 
@@ -195,6 +199,47 @@ class Partial(Mesh):
         return sums
 
 
+class OneRank:
+    """A source that is a trainer's only rank, in this process."""
+
+    def __init__(self, model: Any, **config: Any) -> None:
+        trainer: Any = SimpleNamespace(model=model, parts=(Layout(model, OwnPlace()), pieces_of(model)))
+        self.sender = Sender(trainer, OwnPlace(), SyncConfig(**config), 60)
+
+    def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> list[int]:
+        return self.sender.send(head, sinks)
+
+    @property
+    def rings(self) -> list[Ring | None]:
+        return [ring for _, ring in self.sender._rings.values()]
+
+
+def test_a_rank_shares_memory_with_engines_of_its_host_if_it_may_and_can(
+    actors: ActorEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("tiny-qwen3-moe", 3)
+    auto, stored = OneRank(model, buffer_mb=0.5), OneRank(model, transport="ray")
+    for version, source in enumerate([auto, stored, auto], 80):
+        StreamPublisher(actors, source).publish(None, version)
+        assert actors.version == version
+    assert [ring is not None for ring in auto.rings] == [True, True]
+    assert stored.rings == [None, None]
+    under_way = sum(len(ring._bytes) for ring in auto.rings if ring is not None)
+    assert under_way + MADE * auto.sender._bucket_bytes <= 0.5 * 2**20 + 4 * ALIGN
+
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rollkeel.cluster.sender.Ring", full)
+    StreamPublisher(actors, OneRank(model)).publish(None, 83)
+    assert actors.version == 83
+    with pytest.raises(
+        BadInput, match=r"sync\.transport=shm: engine actor 0 .* shares no memory with this rank; set auto"
+    ):
+        StreamPublisher(actors, OneRank(model, transport="shm")).publish(None, 84)
+    assert actors.version == -1
+
+
 def test_memory_of_a_process_that_is_gone_cannot_be_mapped(actors: ActorEngine) -> None:
     said = ray.get(actors.parts[0].handle.attach.remote("/proc/1/fd/999"))
     assert said.startswith("cannot open the memory of another process: ")
@@ -206,7 +251,7 @@ def test_an_engine_that_is_killed_in_the_middle_is_named(actors: ActorEngine) ->
     kill = lambda rank: os.kill(pid, signal.SIGKILL) if rank == 2 else None  # noqa: E731
     source = Mesh(model_of("tiny-qwen3-moe"), MESH, "shm", None, kill)
     with pytest.raises(EngineFailure, match="died while it took weights") as died:
-        StreamPublisher(actors, source).publish(None, 70)
+        StreamPublisher(actors, source).publish(None, 90)
     assert name in str(died.value)
     assert "\n" not in str(died.value)
     assert actors.version == -1

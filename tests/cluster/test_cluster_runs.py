@@ -114,3 +114,17 @@ def test_sampling_overlaps_with_training(ray_cluster: None, tmp_path: Path) -> N
     assert weights(run)
     assert max(row["staleness/max"] for row in rows(run)[1:] if "staleness/max" in row) > 0
     assert json.loads((run / "events.jsonl").read_text().splitlines()[-1])["status"] == "done"
+
+
+@pytest.mark.slow
+def test_what_weights_travel_through_changes_no_number(whole: Path, tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", *TWO, "sync.transport=ray", "sync.buffer_mb=0.1")
+    assert rows(run) == rows(whole)
+    assert weights(run) == weights(whole)
+
+
+@pytest.mark.slow
+def test_four_ranks_in_parts_and_two_engines_that_round_come_to_the_numbers_of_one_process(tmp_path: Path) -> None:
+    rounds = "engine.dtype=int8"
+    run = run_of(tmp_path / "run", "train.mesh={shard: 2, tensor: 2}", "cluster.engines=2", rounds)
+    assert_close(rows(run)[:2], rows(run_of(tmp_path / "alone", rounds))[:2])
