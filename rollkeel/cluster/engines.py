@@ -28,6 +28,7 @@ import torch
 from ray.exceptions import RayError
 
 from rollkeel.cluster import logs
+from rollkeel.cluster.patience import Patience
 from rollkeel.cluster.stream import BUCKET_BYTES, Layout, Sink, send, unpacked
 from rollkeel.config import EngineConfig
 from rollkeel.engines.intake import Intake
@@ -232,6 +233,7 @@ class _Actor(Part):
     """What it said, by number, and was not received yet."""
     received: int = 0
     heard: float = field(default_factory=time.monotonic)
+    patience: Patience = field(default_factory=lambda: Patience(float("inf")))
     end: str = "was killed"
     place: tuple[str, int] = ("", 0)
     """Its node's address and its process, once it has told them."""
@@ -242,6 +244,7 @@ class _Actor(Part):
         self.sent, self.received, self.steps = 0, 0, 0
         self.calls, self.came = [], {}
         self.heard, self.end, self.dead = time.monotonic(), "was killed", ""
+        self.patience = Patience(float("inf"))
 
     def send(self, message: tuple[Any, ...]) -> None:
         self.calls.append(self.handle.send.remote(self.sent, pickle.dumps(message)))
@@ -295,12 +298,21 @@ class _Actor(Part):
             self.end = f"died ({type(error).__name__})"
             raise EOFError from None
         self.came |= dict(enumerate(said, first))
+        if self.free:
+            self.patience.heard(time.monotonic() - self.heard)
         self.heard = time.monotonic()
 
+    @property
+    def patience_s(self) -> float:
+        return self.patience.limit_s
+
     def hung(self, deadline_s: float) -> bool:
-        if late := self.free and bool(self.flying) and time.monotonic() - self.heard > deadline_s:
-            self.end = f"said nothing for {deadline_s:g} s and was killed"
-        return late
+        silent_s = time.monotonic() - self.heard
+        return self.free and bool(self.flying) and silent_s > min(self.patience_s, deadline_s)
+
+    def give_up(self, after_s: float) -> None:
+        self.end = f"said nothing for {after_s:.3g} s and was killed{logs.ask_for_stacks([self.place[1]])}"
+        self.kill()
 
     def kill(self) -> None:
         ray.kill(self.handle, no_restart=True)
@@ -417,6 +429,7 @@ class ActorEngine(PartedEngine[_Actor]):
         self._answers(asked, self._deadline_s, "to rest")
 
     def close(self) -> None:
+        self._left = 0
         living = [p for p in self.parts if not p.dead]
         for part in living:
             part.send(("close",))
