@@ -390,6 +390,12 @@ class Config(Node):
         """Whether trainer and engines are actors of a Ray cluster, and not this process."""
         return self.cluster.asked or self.train.mesh.size > 1
 
+    @property
+    def silence_s(self) -> float:
+        """Longest silence of the engine: where it replaces parts of itself, each with a deadline of its own, that takes as long."""
+        deadline_s = self.engine.deadline_s
+        return deadline_s * (1 + (3 * self.cluster.restarts if self.clustered else 0))
+
     def to_yaml(self) -> str:
         """The tree as YAML that `load` reads back to an equal tree."""
         return dump_yaml(self.model_dump(mode="json"))

@@ -1,7 +1,11 @@
-"""The engine actor's side of a publication: what it does with the buckets that arrive. And Ray's options of such an actor."""
+"""What arrives at an engine actor: messages and buckets of weights, in the order of one queue; and Ray's options of such an actor."""
 
 from __future__ import annotations
 
+import pickle
+import queue
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,6 +20,8 @@ from rollkeel.types import Proof, WeightUpdate
 
 _CALLS = 8
 """That an actor answers at one time: a `take` may be under way, buckets and messages come beside it."""
+Said = tuple[int, list[bytes]]
+"""Messages that nobody has taken yet, and the number of the first of them, counted from 0."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,56 @@ class Weights:
             raise EngineFailure(self._refusal)
         self._refusal = f"weight update {self._newest}: was already finished"
         return self._engine.serve(self._newest, *intake.finish(checksum))
+
+
+class Channel:
+    """The engine's end: what it reads, and what it has said and nobody has taken yet."""
+
+    def __init__(self, beat_s: float) -> None:
+        """`beat_s`: longest silence of an engine that decodes on its own."""
+        self.inbox: queue.Queue[Any] = queue.Queue()
+        self._beat_s = beat_s
+        self.weights: Weights | None = None
+        self.answers, self.beat = -1, False
+        """How many messages have been answered; the first answer is to none. Whether a sign of life is due."""
+        self._outbox: list[bytes] = []
+        self._taken, self.ended = 0, False
+        self._last, self._more = time.monotonic(), threading.Condition()
+
+    def poll(self, timeout: float, /) -> bool:
+        if time.monotonic() - self._last > self._beat_s:
+            self._tell([], beat=True)
+        return not self.inbox.empty()
+
+    def recv(self) -> Any:
+        message = self.inbox.get()
+        if not isinstance(message, Bucket):
+            return message
+        assert self.weights is not None
+        message.done.set_result(self.weights.take(message))
+        return None
+
+    def send(self, message: Any, /) -> None:
+        self._tell([pickle.dumps(message)], answers=message[0] in ("answer", "error"), ended=message[0] == "gone")
+
+    def said(self, number: int | None) -> Said:
+        """What is in the outbox, once message `number` is answered; without one, once there is anything."""
+
+        def enough() -> bool:
+            return self.ended or (self.beat or bool(self._outbox) if number is None else self.answers > number)
+
+        with self._more:
+            self._more.wait_for(enough)
+            first, said, self._outbox, self.beat = self._taken, self._outbox, [], False
+            self._taken += len(said)
+        return first, said
+
+    def _tell(self, messages: list[bytes], answers: bool = False, ended: bool = False, beat: bool = False) -> None:
+        with self._more:
+            self._outbox += messages
+            self.answers += answers
+            self.beat, self.ended, self._last = beat, self.ended or ended, time.monotonic()
+            self._more.notify_all()
 
 
 def actor_options(placement: Mapping[str, Any], threads: int) -> dict[str, Any]:

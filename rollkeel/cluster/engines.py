@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import queue
 import threading
 import time
 import traceback
@@ -28,7 +27,8 @@ import torch
 from ray.exceptions import RayError
 
 from rollkeel.cluster import logs
-from rollkeel.cluster.arriving import Bucket, Weights, actor_options
+from rollkeel.cluster.arriving import Bucket, Channel, Said, Weights, actor_options
+from rollkeel.cluster.patience import Patience
 from rollkeel.cluster.stream import BUCKET_BYTES, Bytes, Feed, Layout, Sink, send
 from rollkeel.config import EngineConfig
 from rollkeel.engines.intake import Room
@@ -44,8 +44,6 @@ BEAT_S = 1.0
 """Longest silence of an actor that decodes on its own; a fifth of its deadline where that is shorter."""
 CLOSE_S = 5.0
 DIED_S = 0.2  # for Ray to tell of a death that a sender of weights has seen
-Said = tuple[int, list[bytes]]
-"""Messages that nobody has taken yet, and the number of the first of them, counted from 0."""
 
 
 class EngineActor:
@@ -54,7 +52,7 @@ class EngineActor:
     def __init__(self, hf_config: Any, config: EngineConfig, options: Mapping[str, Any]) -> None:
         """`options`: of `open_engine`."""
         logs.write_there()
-        self._channel = _Channel(min(BEAT_S, config.deadline_s / 5))
+        self._channel = Channel(min(BEAT_S, config.deadline_s / 5))
         self._held, self._rings = dict[int, Any](), dict[str, torch.Tensor]()
         self._next, self._order = 0, threading.Lock()
         arguments = (self._channel, hf_config, config, dict(options))
@@ -93,57 +91,7 @@ class EngineActor:
         return "weights: the engine has ended"
 
 
-class _Channel:
-    """The engine's end: what it reads, and what it has said and nobody has taken yet."""
-
-    def __init__(self, beat_s: float) -> None:
-        """`beat_s`: longest silence of an engine that decodes on its own."""
-        self.inbox: queue.Queue[Any] = queue.Queue()
-        self._beat_s = beat_s
-        self.weights: Weights | None = None
-        self.answers, self.beat = -1, False
-        """How many messages have been answered; the first answer is to none. Whether a sign of life is due."""
-        self._outbox: list[bytes] = []
-        self._taken, self.ended = 0, False
-        self._last, self._more = time.monotonic(), threading.Condition()
-
-    def poll(self, timeout: float, /) -> bool:
-        if time.monotonic() - self._last > self._beat_s:
-            self._tell([], beat=True)
-        return not self.inbox.empty()
-
-    def recv(self) -> Any:
-        message = self.inbox.get()
-        if not isinstance(message, Bucket):
-            return message
-        assert self.weights is not None
-        message.done.set_result(self.weights.take(message))
-        return None
-
-    def send(self, message: Any, /) -> None:
-        self._tell([pickle.dumps(message)], answers=message[0] in ("answer", "error"), ended=message[0] == "gone")
-
-    def said(self, number: int | None) -> Said:
-        """What is in the outbox, once message `number` is answered; without one, once there is anything."""
-
-        def enough() -> bool:
-            return self.ended or (self.beat or bool(self._outbox) if number is None else self.answers > number)
-
-        with self._more:
-            self._more.wait_for(enough)
-            first, said, self._outbox, self.beat = self._taken, self._outbox, [], False
-            self._taken += len(said)
-        return first, said
-
-    def _tell(self, messages: list[bytes], answers: bool = False, ended: bool = False, beat: bool = False) -> None:
-        with self._more:
-            self._outbox += messages
-            self.answers += answers
-            self.beat, self.ended, self._last = beat, self.ended or ended, time.monotonic()
-            self._more.notify_all()
-
-
-def _live(channel: _Channel, hf_config: Any, config: EngineConfig, options: dict[str, Any]) -> None:
+def _live(channel: Channel, hf_config: Any, config: EngineConfig, options: dict[str, Any]) -> None:
     """The thread of an actor's engine. Whatever ends it is the last thing that it says."""
     end = "was closed"
     try:
@@ -179,6 +127,7 @@ class _Actor(Part):
     """What it said, by number, and was not received yet."""
     received: int = 0
     heard: float = field(default_factory=time.monotonic)
+    patience: Patience = field(default_factory=lambda: Patience(float("inf")))
     end: str = "was killed"
     place: tuple[str, int] = ("", 0)
     """Its node's address and its process, once it has told them."""
@@ -193,6 +142,7 @@ class _Actor(Part):
         self.sent, self.received, self.steps = 0, 0, 0
         self.calls, self.came = [], {}
         self.heard, self.end, self.dead = time.monotonic(), "was killed", ""
+        self.patience = Patience(float("inf"))
 
     def send(self, message: tuple[Any, ...]) -> None:
         self.calls.append(self.handle.send.remote(self.sent, pickle.dumps(message)))
@@ -246,12 +196,21 @@ class _Actor(Part):
             self.end = f"died ({type(error).__name__})"
             raise EOFError from None
         self.came |= dict(enumerate(said, first))
+        if self.free:
+            self.patience.heard(time.monotonic() - self.heard)
         self.heard = time.monotonic()
 
+    @property
+    def patience_s(self) -> float:
+        return self.patience.limit_s
+
     def hung(self, deadline_s: float) -> bool:
-        if late := self.free and bool(self.flying) and time.monotonic() - self.heard > deadline_s:
-            self.end = f"said nothing for {deadline_s:g} s and was killed"
-        return late
+        silent_s = time.monotonic() - self.heard
+        return self.free and bool(self.flying) and silent_s > min(self.patience_s, deadline_s)
+
+    def give_up(self, after_s: float) -> None:
+        self.end = f"said nothing for {after_s:.3g} s and was killed{logs.ask_for_stacks([self.place[1]])}"
+        self.kill()
 
     def kill(self) -> None:
         ray.kill(self.handle, no_restart=True)
@@ -378,6 +337,7 @@ class ActorEngine(PartedEngine[_Actor]):
         self._answers(asked, self._deadline_s, "to rest")
 
     def close(self) -> None:
+        self._left = 0
         living = [p for p in self.parts if not p.dead]
         for part in living:
             part.send(("close",))

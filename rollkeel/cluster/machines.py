@@ -168,6 +168,7 @@ class RayMachines:
         """Look at what the ranks are and let them meet. Raises `BadInput` for one that is not as this process."""
         ranks, own = self._ranks, versions()
         for i, about in enumerate(ranks.gather("about", patience_s=self._config.cluster.deadline_s)):
+            ranks.pids.append(about["pid"])
             ranks.names[i] = f"trainer rank {i} (node {about['host']}, process {about['pid']})"
             self._folder.events.emit("actor", name=f"trainer-{i}", host=about["host"], pid=about["pid"])
             refuse_others(ranks.names[i], about["versions"], own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -71,12 +72,21 @@ class Part(ABC):
         """Kind, value and decode steps of its next message; None for one that only says that it lives. Raises `EOFError` or
         `OSError` if it is gone."""
 
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for it until `hung` is asked."""
+        return math.inf
+
     def hung(self, deadline_s: float) -> bool:
         """True if it should have said something within `deadline_s`, and has not."""
         return False
 
     @abstractmethod
     def kill(self) -> None: ...
+
+    def give_up(self, after_s: float) -> None:
+        """Kill it: it was silent for so long."""
+        self.kill()
 
     @abstractmethod
     def fate(self) -> str:

@@ -105,14 +105,14 @@ class PartedEngine(ABC, Generic[P]):
                 self._send(part, ("run",))
             self._answers(paused, self._deadline_s, "to start decoding", may_die=True)
             left = max(0.0, deadline - time.monotonic())
-            ready = self._wait(busy, min(left, self._deadline_s))
+            ready = self._wait(busy, min(left, self._deadline_s, *(p.patience_s for p in busy)))
             for part in ready:
                 self._receive(part)
             hung = [p for p in busy if not p.dead and p.hung(self._deadline_s)]
             for part in hung:
-                part.kill()
+                part.give_up(min(part.patience_s, self._deadline_s))
                 self._bury(part)
-            if not ready and not hung and left <= self._deadline_s:
+            if not ready and not hung and time.monotonic() >= deadline:
                 break
         done, self._done = self._done, []
         return done
@@ -206,7 +206,7 @@ class PartedEngine(ABC, Generic[P]):
         while not part.dead:
             if not part.ready(max(0.0, end - time.monotonic())):
                 name = part.name
-                part.kill()
+                part.give_up(deadline_s)
                 self._bury(part)
                 if part.dead:
                     raise EngineFailure(f"engine {name}: waited {deadline_s:g} s for it {what}")
