@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from rollkeel.config_cluster import ClusterConfig, MeshConfig
+from rollkeel.config_cluster import ClusterConfig, MeshConfig, SyncConfig
 from rollkeel.config_data import DataConfig, EvalSet, Node
 from rollkeel.plugins import OrOwn
 from rollkeel.yaml_numbers import dump_yaml, parse_yaml
@@ -321,18 +321,6 @@ class AlarmConfig(Node):
 
     on_alarm: Annotated[Literal["off", "warn", "checkpoint", "stop"], OrOff] = "warn"
     """`warn` says it, `checkpoint` saves the state as well, `stop` ends the run behind that (exit code 3)."""
-
-
-class SyncConfig(Node):
-    """How weights come to an engine that has a copy of its own, see docs/engines.md."""
-
-    kind: Literal["full", "delta", "auto"] = "full"
-    """What is sent: all weights, the elements that changed since the last publication (which costs a copy of the served weights), or with
-    `auto` that where few did. For the embedded engine, without adapters, in one process or `engine.processes`."""
-    transport: Literal["auto", "shm", "ray"] = "auto"
-    """How weights travel over a cluster: memory that rank and engine share (`shm`), Ray's object store, or the first on one host."""
-    buffer_mb: float = Field(default=64.0, gt=0)
-    """Most memory of a rank of a cluster for weights on their way, MB."""
 
 
 class TraceConfig(Node):

@@ -1,4 +1,4 @@
-"""Settings of runs on several ranks and machines: the mesh that trains, and the Ray cluster that carries it."""
+"""Settings of runs on several ranks and machines: the mesh that trains, the Ray cluster that carries it, and how weights travel."""
 
 from __future__ import annotations
 
@@ -53,3 +53,15 @@ class ClusterConfig(Node):
     def asked(self) -> bool:
         """Whether anything here asks for a cluster."""
         return any(value is not None for value in (self.address, self.trainers, self.engines))
+
+
+class SyncConfig(Node):
+    """How weights come to an engine that has a copy of its own, see docs/engines.md."""
+
+    kind: Literal["full", "delta", "auto"] = "full"
+    """What is sent: all weights, the elements that changed since the last publication (which costs a copy of the served weights), or with
+    `auto` that where few did. For the embedded engine, without adapters, in one process or `engine.processes`."""
+    transport: Literal["auto", "shm", "ray"] = "auto"
+    """How weights travel over a cluster: memory that rank and engine share (`shm`), Ray's object store, or the first on one host."""
+    buffer_mb: float = Field(default=64.0, gt=0)
+    """Most memory of a rank of a cluster for weights on their way, MB."""

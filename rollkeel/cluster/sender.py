@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import RayError
 
 from rollkeel.cluster.stream import Calls, Sink
-from rollkeel.config import SyncConfig
+from rollkeel.config_cluster import SyncConfig
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.sync.plan import Plan
 from rollkeel.sync.sending import MADE, WINDOW, Outgoing, Weights, send_part
@@ -30,7 +30,7 @@ class Sender:
         self._node = ray.get_runtime_context().get_node_id()
         self._nodes = mesh.everyone(self._node)
         self._plans = dict[tuple[Any, ...], Plan]()
-        self._rings = dict[int, tuple[str, Ring | None]]()
+        self._rings: dict[int, tuple[str, Ring | None]] = {}
         """By number of the engine, and which actor that is; None for one that gets its buckets through Ray's object store."""
         self._bucket_bytes = 0
 
