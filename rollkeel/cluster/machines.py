@@ -34,6 +34,7 @@ from rollkeel.record.live import LiveView
 from rollkeel.record.runfolder import RunFolder
 from rollkeel.record.stopping import StopFlag
 from rollkeel.sync.proof import Probes
+from rollkeel.sync.shared import engine_drops
 from rollkeel.train.checkpoint import Written, versions
 from rollkeel.train.unfinished import Unfinished
 from rollkeel.types import Rollout
@@ -54,6 +55,11 @@ class RayMachines:
         self._told: dict[str, Any] = {}
         with ExitStack() as made:
             self.policy = skeleton(config.model)
+            if config.memory.offload != "none":
+                from rollkeel.loop.resident import settled, tell
+
+                self._config = config = settled(config, self.policy.model.config, device_of(config))
+                tell(config, self.policy.model.config, folder.events)
             actors = config.train.mesh.size + (config.cluster.engines or 1)
             if start.connect(config, config.run.threads * actors):
                 made.callback(start.disconnect)
@@ -98,6 +104,11 @@ class RayMachines:
     def precision(self) -> dict[str, Any]:
         return self._told["precision"]
 
+    def enter(self, phase: str) -> dict[str, float]:
+        if self._config.memory.offload == "none":
+            return {}
+        return self._ranks.call("enter", phase, [part.place for part in self._engine.parts])
+
     def record(self, path: Path, rollouts: Sequence[Rollout], about: Mapping[str, Any]) -> None:
         self._ranks.call("record", str(path), ray.put(list(rollouts)), about)
 
@@ -141,7 +152,7 @@ class RayMachines:
         config, hf_config = self._config, self.policy.model.config
         count, device = config.cluster.engines or 1, "cuda" if self._gpus else "cpu"
         places = [{**self._places.engine(i), **self._surroundings(f"engine-{i}")} for i in range(count)]
-        about = {"device": device, "max_length": None, "lora": self.policy.lora}
+        about = {"device": device, "max_length": None, "lora": self.policy.lora, "offload": engine_drops(config)}
         return ActorEngine(hf_config, config.engine, places, threads=config.run.threads, **about)
 
     def _surroundings(self, name: str) -> dict[str, Any]:

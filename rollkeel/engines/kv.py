@@ -136,6 +136,16 @@ class PagedCache:
         self._experts: torch.Tensor | None = None
         """`[num_blocks * block_size, layers, k]` int16: experts of tokens whose keys are here."""
 
+    def tensors(self) -> list[torch.Tensor]:
+        """What holds keys and values. Zeros in it are as good as new."""
+        return [*self._keys.values(), *self._values.values()]
+
+    def clear(self) -> None:
+        """Have no memory until something is written. Nobody may hold blocks, or addresses of this memory."""
+        for held in (self._keys, self._values, self._buffers):
+            held.clear()
+        self._experts = None
+
     def arrays(self, layer: int, kv_heads: int, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Key and value blocks of a layer as float32 arrays that share its memory (CPU only)."""
         for store in (self._keys, self._values):

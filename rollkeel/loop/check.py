@@ -66,6 +66,13 @@ def validate(config: Config) -> None:
     if refill_rounds(config):
         _check_refill(config)
     _check_memory(config)
+    if config.memory.offload in ("optimizer", "all"):
+        from rollkeel.loop.resident import alone
+
+        if why := alone(config):
+            raise BadInput(
+                f"memory.offload={config.memory.offload}: nothing can leave with {why}, or memory.offload=none"
+            )
     _check_parity(config)
     if plugins.is_own(config.run.loop):
         plugins.maker(config.run.loop, "run.loop", OWN_FEED)

@@ -24,8 +24,6 @@ from rollkeel import host
 from rollkeel.errors import RunStopped
 from rollkeel.train.mesh import local
 
-LEAST = 4096
-"""Bytes below which a storage stays: counters, and what has no whole page."""
 Named = MutableMapping[str, torch.Tensor]
 
 
@@ -49,7 +47,7 @@ class InFile:
         self.bytes, self._folder, self._file = sum(size for _, size in self._spans), folder, None
 
     def leave(self) -> None:
-        file, done = tempfile.TemporaryFile(dir=self._folder), 0
+        file, done = tempfile.TemporaryFile(dir=self._folder), 0  # noqa: SIM115
         try:
             for address, size in self._spans:
                 host.write_pages(file.fileno(), done, address, size)
@@ -190,6 +188,10 @@ class Moves:
 
         self._start(away, away.back, again)
 
+    def away(self, name: str) -> bool:
+        """Whether these tensors are away, or on their way there."""
+        return name in self._away
+
     def settle(self) -> None:
         """Wait until all is where it was sent. Raises what went wrong on the way."""
         began, pending = time.perf_counter(), self._pending
@@ -233,9 +235,9 @@ class Moves:
 
 
 def _storages(groups: Iterable[Named]) -> dict[int, torch.UntypedStorage]:
-    """Those that are worth a move, by address."""
+    """By address."""
     found = (local(tensor).untyped_storage() for group in groups for tensor in group.values())
-    return {storage.data_ptr(): storage for storage in found if storage.nbytes() >= LEAST}
+    return {storage.data_ptr(): storage for storage in found if storage.nbytes()}
 
 
 def _now(device: torch.device) -> Any:

@@ -116,7 +116,9 @@ def residency(config: Config, shape: Shape, level: str, setting: Setting = Setti
     if config.clustered and not two_copies(config):  # an actor shares nothing
         sizes["engine's weights"] += shape.parameters * SIZES.get(config.engine.dtype, 4)
     fixed = stays(config)
-    places = {p: {name: "device" if name in fixed else place(name, p, level) for name in sizes} for p in PHASES}
+    places: dict[str, dict[str, Place]] = {
+        phase: {name: "device" if name in fixed else place(name, phase, level) for name in sizes} for phase in PHASES
+    }
     return Residency(level, places, sizes)
 
 

@@ -31,3 +31,10 @@ def two_copies(config: Config) -> str:
     if config.experiment.rounding != "none":
         return "experiment.rounding writes over the trainer's weights for the time of a pass"
     return ""
+
+
+def engine_drops(config: Config) -> str:
+    """`memory.offload` as the embedded engine of this run follows it: its weights stay where it shares them, and beside adapters, which
+    alone are published."""
+    alone = (config.clustered or two_copies(config)) and not config.train.lora.rank
+    return "optimizer" if config.memory.offload == "all" and not alone else config.memory.offload
