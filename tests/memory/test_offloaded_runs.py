@@ -1,0 +1,120 @@
+"""A run whose memory moves is the run whose memory stays: the same numbers, to the bit, also after a kill, and its page says what it planned
+and what it held.
+
+Whole runs on a CPU. Not covered: a GPU; a run over several ranks (tests/cluster/test_colocated.py).
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from tiny_run import TINY, assert_same, events, killed_in, rows, start
+
+from rollkeel.config import EngineConfig
+from rollkeel.engines.resting import RestingLocal
+from rollkeel.errors import EngineFailure
+from rollkeel.loop.job import train
+from rollkeel.memory.residency import PHASES
+from rollkeel.models.names import checkpoint_views
+from rollkeel.recipe import load
+from rollkeel.report.memory import memory
+from tests.engines.engine_kit import drain, full_update, model_of, prompts_of, requests_of
+
+SHORT = [*TINY, "run.steps=5", "eval.every=2"]
+RUNS = {
+    "two copies": ["engine.dtype=bf16"],
+    "one copy": ["run.loop=budgeted", "rollout.budget.tokens=60", "rollout.budget.capacity=24", "engine.kv=keep"],
+    "dense, int8 moments": ["model.path=preset:tiny-qwen3", "train.moments=int8", "engine.dtype=int8"],
+    "adapters": ["model.path=preset:tiny-qwen3", "train.lora.rank=4", "engine.dtype=bf16"],
+    "bfloat16": ["model.path=preset:tiny-qwen3", "model.dtype=bfloat16", "engine.processes=1"],
+}
+
+
+def run_of(folder: Path, *words: str) -> Path:
+    return train(load("default", [*SHORT, *words, f"run.dir={folder}"]))
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "two copies" else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+)
+def test_the_run_is_the_same_to_the_bit(name: str, tmp_path: Path) -> None:
+    stayed = run_of(tmp_path / "stayed", *RUNS[name])
+    moved = run_of(tmp_path / "moved", *RUNS[name], "memory.offload=all")
+    assert_same(moved, stayed)
+    keys = {key for row in rows(moved, volatile=True) for key in row}
+    for phase in PHASES:
+        assert {f"memory/{phase}/{what}" for what in ("held_mb", "peak_mb", "moved_mb", "moved_s", "waited_s")} <= keys
+    assert {key for row in rows(stayed, volatile=True) for key in row if key.startswith("memory/")} == {"memory/rss_mb"}
+    total = sum(row.get("memory/update/moved_mb", 0.0) for row in rows(moved, volatile=True))
+    assert total > 0
+    assert "Memory by phase" in (moved / "report.html").read_text()
+    assert "Memory by phase" not in (stayed / "report.html").read_text()
+    assert [e["offload"] for e in events(moved) if e["event"] == "residency"] == ["all"]
+    assert list(moved.glob("tmp*")) == []
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
+    words = [*SHORT, "engine.dtype=bf16", "memory.offload=all"]
+    whole = run_of(tmp_path / "whole", "engine.dtype=bf16")
+    for stage in ("rollout", "update", "checkpoint"):
+        run = killed_in(tmp_path / stage, words, stage, 3, 0.0)
+        resumed = start("train", "--resume", run)
+        assert resumed.communicate()[1] == ""
+        assert resumed.returncode == 0
+        assert_same(run, whole)
+
+
+@pytest.mark.parametrize("config", [{}, {"forward": "fast"}, {"dtype": "int8"}], ids=str)
+def test_an_engine_that_rested_samples_the_same(config: dict[str, str]) -> None:
+    model = model_of()
+    engine = RestingLocal(model.config, EngineConfig(**config), max_length=96, weights=True)  # type: ignore[arg-type]
+    mode = engine.capabilities.dtype
+    update = full_update(checkpoint_views(model).items(), 0, mode)
+    requests = requests_of(prompts_of(6), max_new_tokens=8, seed=1)
+    said = []
+    for _ in range(2):
+        engine.update_weights(update)
+        engine.submit(requests)
+        with pytest.raises(EngineFailure, match="requests are in flight, it cannot rest"):
+            engine.rest()
+        said.append({i: (s.span.token_ids.tolist(), s.span.logprobs.tolist()) for i, s in drain(engine).items()})
+        engine.rest()
+        assert engine.version == -1
+        largest = max(engine.weights.values(), key=lambda t: t.numel()).flatten()
+        assert largest.numel() > 4096
+        assert not largest[1024:-1024].any()
+    assert said[0] == said[1]
+    engine.submit(requests)
+    with pytest.raises(EngineFailure, match="publish weights"):
+        drain(engine)
+
+
+def test_the_table_of_the_page() -> None:
+    plan = {
+        "rollout": {"device": {"KV blocks": 100.0, "x": 0.1}, "host": {"moments": 40.0}},
+        "update": {"device": {"moments": 40.0}},
+    }
+    row = {
+        "memory/rollout/peak_mb": 90.0,
+        "memory/update/peak_mb": 65.0,
+        "memory/update/moved_mb": 40.0,
+        "memory/update/moved_s": 0.5,
+        "memory/update/waited_s": 0.25,
+    }
+    found = memory([{"event": "residency", "offload": "all", "phases": plan}], [row, {"memory/update/peak_mb": 50.0}])
+    assert found is not None
+    rollout, update = found.phases
+    assert (rollout.device, rollout.away, rollout.planned, rollout.peak) == ("KV blocks 100", "moments 40", 100.1, 90.0)
+    assert (update.planned, update.peak, update.moved, update.seconds, update.waited) == (40.0, 65.0, 40.0, 0.5, 0.25)
+    assert found.beside == 25.0
+    assert math.isnan(rollout.moved)
+    assert memory([], [row]) is None
+    unknown = memory([{"event": "residency", "offload": "all"}], [row])
+    assert unknown is not None
+    assert math.isnan(unknown.phases[0].planned)
+    damaged = memory([{"event": "residency", "phases": {"update": {"device": []}}}], [{"memory/update/peak_mb": "x"}])
+    assert damaged is not None
+    assert list(damaged.phases) == []
