@@ -18,6 +18,7 @@ from rollkeel.config import Config
 from rollkeel.errors import BadInput
 from rollkeel.events import EventLog
 from rollkeel.memory.moves import Moves
+from rollkeel.memory.plan import RESERVED
 from rollkeel.memory.residency import Residency, chosen, place, residency, stays
 from rollkeel.memory.shapes import shape_from
 from rollkeel.train.mesh import Mesh
@@ -148,7 +149,7 @@ class Resident:
 
 def _space(device: torch.device) -> int:
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        return int(torch.cuda.get_device_properties(device).total_memory * (1 - RESERVED))
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -73,15 +73,30 @@ def plan(config: Config, shape: Shape, setting: Setting = Setting()) -> Plan:
 def beside(config: Config, fields: Mapping[str, Any]) -> int:
     """Bytes that training holds while a server samples on its device, with a model whose config has these `fields`.
 
-    Where the server sleeps while weights are trained, that is what stays between two steps. Raises `BadInput` for an architecture whose sizes are not known here.
+    Where the server sleeps while weights are trained, that is what stays between two steps, and does not leave by `memory.offload`. Raises `BadInput` for an architecture whose sizes are not known here.
     """
     try:
         parts = plan(config, shape_from(fields, config.model.path)).parts
     except BadInput as error:
         raise BadInput(f"{error}; set gpu_memory_utilization in engine.server.options") from None
-    if config.run.loop != "async":
-        return sum(parts[name] for name in ("weights", "master remainder", "moments", "reference model"))
-    return sum(parts.values())
+    if config.run.loop == "async":
+        return sum(parts.values())
+    from rollkeel.memory.residency import ENGINE, place
+
+    def held(phase: str) -> int:
+        kept = ("weights", "master remainder", "moments", "reference model")
+        return sum(parts[name] for name in kept if place(name, phase, config.memory.offload) == "device")
+
+    return max(map(held, ENGINE))
+
+
+def needed(config: Config, shape: Shape, setting: Setting = Setting()) -> int:
+    """Bytes of the device: everything at once, or with `memory.offload` the largest phase, for `auto` of the smallest kind."""
+    if (level := config.memory.offload) == "none":
+        return plan(config, shape, setting).total
+    from rollkeel.memory.residency import residency
+
+    return residency(config, shape, "all" if level == "auto" else level, setting).peak
 
 
 def activations(config: Config, shape: Shape, setting: Setting, tokens: int) -> dict[str, int]:
@@ -141,7 +156,7 @@ def most_tokens(config: Config, shape: Shape, space: int, setting: Setting = Set
     """The largest `train.micro_batch_tokens` with which the run fits into `space` bytes; 0 if not even one sequence does."""
 
     def fits(tokens: int) -> bool:
-        return plan(with_values(config, "train", micro_batch_tokens=tokens), shape, setting).total <= space
+        return needed(with_values(config, "train", micro_batch_tokens=tokens), shape, setting) <= space
 
     if not fits(1):
         return 0
@@ -176,11 +191,12 @@ def answer(config: Config, device: str, setting: Setting = Setting()) -> dict[st
     shape = shape_of(config.model.path, config.model.overrides)
     space = int(DEVICES[device] * (1 - RESERVED)) if device in DEVICES else _host()
     made = plan(config, shape, setting)
-    fits = made.total <= space
+    total = needed(config, shape, setting)
+    fits = total <= space
     return {
         "device": device,
         "bytes": {name: count for name, count in made.parts.items() if count},
-        "total": made.total,
+        "total": total,
         "available": space,
         "fits": fits,
         "micro_batch_tokens": made.tokens,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rollkeel.config import Config
-from rollkeel.memory.plan import RESERVED, SIZES, Setting, plan
+from rollkeel.memory.plan import SIZES, Setting, plan
 from rollkeel.memory.shapes import Shape
 from rollkeel.sync.shared import two_copies
 
@@ -127,4 +127,4 @@ def chosen(config: Config, shape: Shape, space: int, setting: Setting = Setting(
     if config.memory.offload != "auto":
         return config.memory.offload
     plans = [residency(config, shape, level, setting) for level in LEVELS]
-    return next((one.level for one in plans if one.peak <= (1 - RESERVED) * space), "all")
+    return next((one.level for one in plans if one.peak <= space), "all")

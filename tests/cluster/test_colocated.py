@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from cluster_kit import TWO, run_of
 from tiny_run import assert_same, events, rows
