@@ -51,6 +51,8 @@ def resident(pid: int | None = None) -> tuple[int, int]:
     except OSError:
         return 0, 0
     size = {name: int(text.split()[0]) << 10 for name, text in found.items()}
+    if "RssAnon" not in size:
+        return 0, 0
     return size["RssAnon"], max(size["RssAnon"], size["VmHWM"] - size["RssFile"] - size["RssShmem"])
 
 

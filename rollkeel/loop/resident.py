@@ -100,7 +100,8 @@ class Resident:
             self._moves.settle()  # first out, then in: both together may not fit
         for name in coming:
             self._moves.back(name)
-        if any(name != LATE for name in coming):
+        # Behind an update other work comes first, and publications say once more that they begin.
+        if any(name != LATE for name in coming) or (phase == "publish" and self._phase != "update"):
             self._moves.settle()
         self._suspend(place("communicators", phase, self._level) != "device")
         self._phase = phase
