@@ -1,12 +1,12 @@
 """What `memory.offload` saves on one machine: a colocated run whose memory stays, and the same whose memory moves.
 
     python -m benchmarks.residency                                                # one rank and one engine on two quiet cores: minutes
-    python -m benchmarks.residency --model tiny --steps 1 --width 0               # does it run
+    python -m benchmarks.residency --model tiny --steps 2 --prompts 4 --tokens 4  # does it run
 
 Memory is what the two processes hold themselves (files that are mapped and what is shared are left out), looked at every 5 ms. `rollouts`:
 the median in the second half of each step's rollouts; `peak`: the most of the sum, from the first step on. Targets: the trainer holds at
 least 90 % of its moments and gradients less during rollouts; the peak is within 10 % of the largest phase that the plan foresees, beside
-what processes hold without any tensor; the same bits.
+what processes hold without large tensors: a run of the tiny model, of whose peak its own largest phase is taken off; the same bits.
 """
 
 from __future__ import annotations
@@ -69,13 +69,12 @@ def events_of(run: Path) -> list[dict[str, Any]]:
 
 def measure(args: argparse.Namespace, level: str, run: Path) -> dict[str, Any]:
     """Megabytes and seconds of a run."""
-    model = {**MODELS[args.model], **({"hidden_size": args.width} if args.width else {})}
     config = load(
         None,
         [
             f"run.steps={args.steps}",
             f"run.dir={run}",
-            f"model.overrides={json.dumps(model)}",
+            f"model.overrides={json.dumps(MODELS[args.model])}",
             "cluster.trainers=1",
             "cluster.engines=1",
             "cluster.placement=colocated",
@@ -83,9 +82,10 @@ def measure(args: argparse.Namespace, level: str, run: Path) -> dict[str, Any]:
             f"rollout.prompts={args.prompts}",
             f"sampling.max_new_tokens={args.tokens}",
             f"train.micro_batch_tokens={args.micro}",
+            f"reward.overlong.buffer={args.tokens}",  # rewards of an untrained model vary
             "train.updates_per_step=1",
             "train.warmup_steps=0",
-            "engine.kv_memory_gb=0.1",
+            f"engine.kv_memory_gb={args.kv}",
             "sft.steps=0",
             "eval.every=0",
             "eval.items=8",
@@ -119,34 +119,38 @@ def measure(args: argparse.Namespace, level: str, run: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", choices=tuple(MODELS), default="wide", help="see benchmarks/c3po.py")
-    parser.add_argument("--width", type=int, default=0, help="of its hidden states, where another one is asked for")
     parser.add_argument("--prompts", type=int, default=16, help="prompts of a step")
     parser.add_argument("--tokens", type=int, default=32, help="most tokens of an answer")
     parser.add_argument("--micro", type=int, default=1024, help="tokens of a pass")
+    parser.add_argument("--kv", type=float, default=0.1, help="GiB of KV")
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
+    tiny = argparse.Namespace(model="tiny", prompts=4, tokens=8, micro=64, kv=0.01, steps=2)
     with tempfile.TemporaryDirectory(dir=os.getcwd()) as folder:
+        small = measure(tiny, "all", Path(folder) / "tiny")
         found = {level: measure(args, level, Path(folder) / level) for level in LEVELS}
+    beside = small["peak"] - max(p.planned for p in small["table"].phases)
     for level, seen in found.items():
         told = "  ".join(f"{name} {seen[name]:,.0f} MB" for name in ("trainer", "engine", "peak"))
         print(f"{level:10} rollouts: {told}  step {seen['step']:.2f} s, waited {seen['waited']:.3f} s", flush=True)
     moved, stayed = found["all"], found["none"]
     table = moved["table"]
-    print(f"{'phase':12}{'planned':>10}{'measured':>10}  MB, measured less {table.beside:,.0f}")
-    for phase in table.phases:
-        print(f"{phase.name:12}{phase.planned:10,.0f}{phase.peak - table.beside:10,.0f}  moved {phase.moved:,.0f}")
+    print(
+        f"{'phase':12}{'planned':>10}{'held':>10}{'peak':>10}  MB, the last two less {beside:,.0f} of the processes themselves"
+    )
+    for p in table.phases:
+        seen = (p.held - beside, p.peak - beside)
+        print(f"{p.name:12}{p.planned:10,.0f}{seen[0]:10,.0f}{seen[1]:10,.0f}  moved {p.moved:,.0f}")
     sizes = {name: mb for places in moved["plan"]["update"].values() for name, mb in places.items()}
     leaves = sizes["moments"] + sizes["gradients"]
-    less = {level: stayed["trainer"] - found[level]["trainer"] for level in LEVELS[1:]}
-    for level, mb in less.items():
-        print(
-            f"{level}: trainer holds {mb:,.0f} MB less in rollouts, {mb / leaves:.0%} of moments and gradients (target {FALL:.0%})"
-        )
+    for level in LEVELS[1:]:
+        less = stayed["trainer"] - found[level]["trainer"]
+        share = f"{less / leaves:.0%} of moments and gradients (target {FALL:.0%})"
+        print(f"{level}: trainer holds {less:,.0f} MB less in rollouts, {share}")
     largest = max(p.planned for p in table.phases)
-    over = (moved["peak"] - table.beside) / largest - 1
-    print(
-        f"peak over the largest planned phase: {over:+.1%} (target {OVER:.0%}); all components together: {sum(sizes.values()) / largest - 1:+.0%}"
-    )
+    over = [(one["peak"] - beside) / largest - 1 for one in (moved, stayed)]
+    print(f"peak over the largest planned phase: {over[0]:+.1%} (target {OVER:.0%}), without moves {over[1]:+.1%}")
+    print(f"all components together over it: {sum(sizes.values()) / largest - 1:+.1%}")
     print(f"same bits: {all(one['rows'] == stayed['rows'] for one in found.values())}")
 
 

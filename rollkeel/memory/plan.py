@@ -90,13 +90,20 @@ def beside(config: Config, fields: Mapping[str, Any]) -> int:
     return max(map(held, ENGINE))
 
 
-def needed(config: Config, shape: Shape, setting: Setting = Setting()) -> int:
-    """Bytes of the device: everything at once, or with `memory.offload` the largest phase, for `auto` of the smallest kind."""
+def phases(config: Config, shape: Shape, setting: Setting = Setting()) -> dict[str, int]:
+    """Bytes of the device in each phase with `memory.offload`, for `auto` the fewest that there can be; empty without."""
     if (level := config.memory.offload) == "none":
-        return plan(config, shape, setting).total
-    from rollkeel.memory.residency import residency
+        return {}
+    from rollkeel.memory.residency import PHASES, residency
 
-    return residency(config, shape, "all" if level == "auto" else level, setting).peak
+    found = residency(config, shape, "all" if level == "auto" else level, setting)
+    return {phase: found.held(phase) for phase in PHASES}
+
+
+def needed(config: Config, shape: Shape, setting: Setting = Setting()) -> int:
+    """Bytes of the device: of the largest phase, or of everything where nothing leaves it."""
+    held = phases(config, shape, setting)
+    return max(held.values()) if held else plan(config, shape, setting).total
 
 
 def activations(config: Config, shape: Shape, setting: Setting, tokens: int) -> dict[str, int]:
@@ -196,6 +203,7 @@ def answer(config: Config, device: str, setting: Setting = Setting()) -> dict[st
     return {
         "device": device,
         "bytes": {name: count for name, count in made.parts.items() if count},
+        "phases": phases(config, shape, setting),
         "total": total,
         "available": space,
         "fits": fits,
@@ -208,7 +216,10 @@ def answer(config: Config, device: str, setting: Setting = Setting()) -> dict[st
 def lines(found: Mapping[str, Any]) -> list[str]:
     """An `answer` for people."""
     out = [f"{name:18} {count / GB:10.2f} GB" for name, count in found["bytes"].items()]
-    out.append(f"{'together':18} {found['total'] / GB:10.2f} GB of {found['available'] / GB:.0f} on {found['device']}")
+    out += [f"in {phase:15} {count / GB:10.2f} GB" for phase, count in found["phases"].items()]
+    out.append(
+        f"{'at most' if found['phases'] else 'together':18} {found['total'] / GB:10.2f} GB of {found['available'] / GB:.0f} on {found['device']}"
+    )
     if found["fits"]:
         return [*out, f"fits; train.micro_batch_tokens may be {found['most_micro_batch_tokens']:,}"]
     return [*out, f"does not fit: {found['advice']}"]

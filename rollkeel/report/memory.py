@@ -21,10 +21,12 @@ class Phase:
     away: str
     """Those in host memory, or in a file."""
     planned: float
+    held: float
+    """What the processes held at its end, on the median."""
     peak: float
-    """Most that was measured."""
+    """Most that they held in it."""
     moved: float
-    """In a step, on the median."""
+    """Of one step, on the median."""
     seconds: float
     waited: float
 
@@ -69,5 +71,6 @@ def _phase(name: str, planned: Any, rows: Sequence[Mapping[str, Any]]) -> Phase:
 
     device = places.get("device")
     total = sum(device.values()) if isinstance(device, dict) else float("nan")
-    middle = {what: seen(what)[len(seen(what)) // 2] for what in ("moved_mb", "moved_s", "waited_s")}
-    return Phase(name, named("device"), named("host"), total, seen("peak_mb")[-1], *middle.values())
+    middle = {what: seen(what)[len(seen(what)) // 2] for what in ("held_mb", "moved_mb", "moved_s", "waited_s")}
+    held, *moves = middle.values()
+    return Phase(name, named("device"), named("host"), total, held, seen("peak_mb")[-1], *moves)

@@ -5,13 +5,16 @@ Real actors on a local Ray, one machine without GPUs. Not covered: NCCL's commun
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from cluster_kit import TWO, run_of
 from tiny_run import assert_same, events, rows
 
+from benchmarks.residency import measure
 from rollkeel.loop.resident import Resident, _suspendable
 from rollkeel.memory.residency import PHASES
 from rollkeel.recipe import load
@@ -28,6 +31,21 @@ def test_ranks_whose_memory_moves_have_the_same_bits(whole: Path, tmp_path: Path
     for phase in PHASES:
         assert found[f"memory/{phase}/peak_mb"] >= found[f"memory/{phase}/held_mb"] * 0.9 > 0
     assert found["memory/update/moved_mb"] > 0
+
+
+@pytest.mark.slow
+def test_a_wide_run_holds_its_largest_phase_and_not_the_sum(ray_cluster: None, tmp_path: Path) -> None:
+    about: dict[str, Any] = {"prompts": 16, "tokens": 16, "micro": 1024, "kv": 0.1, "steps": 3}
+    small = measure(Namespace(model="tiny", prompts=4, tokens=8, micro=64, kv=0.01, steps=2), "all", tmp_path / "tiny")
+    stayed, moved = (measure(Namespace(model="wide", **about), level, tmp_path / level) for level in ("none", "all"))
+    assert moved["rows"] == stayed["rows"]
+    assert all(row["optimizer/grad_norm"] > 0 for row in moved["rows"][1:])
+    sizes = {name: mb for places in moved["plan"]["update"].values() for name, mb in places.items()}
+    assert sizes["moments"] > 200  # MB
+    assert stayed["trainer"] - moved["trainer"] >= 0.9 * (sizes["moments"] + sizes["gradients"])
+    largest, beside = (max(p.planned for p in one["table"].phases) for one in (moved, small))
+    beside = small["peak"] - beside
+    assert moved["peak"] - beside <= 1.1 * largest < sum(sizes.values())
 
 
 class Backend:

@@ -38,6 +38,7 @@ def test_the_run_is_the_same_to_the_bit(name: str, tmp_path: Path) -> None:
     stayed = run_of(tmp_path / "stayed", *RUNS[name])
     moved = run_of(tmp_path / "moved", *RUNS[name], "memory.offload=all")
     assert_same(moved, stayed)
+    assert any(row.get("optimizer/grad_norm", 0) > 0 for row in rows(moved))
     keys = {key for row in rows(moved, volatile=True) for key in row}
     for phase in PHASES:
         assert {f"memory/{phase}/{what}" for what in ("held_mb", "peak_mb", "moved_mb", "moved_s", "waited_s")} <= keys
