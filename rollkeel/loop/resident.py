@@ -66,7 +66,9 @@ def planned(config: Config, model: Any) -> Residency | None:
 
 
 def tell(config: Config, model: Any, events: EventLog) -> None:
-    """Note the plan of a `settled` run."""
+    """Note the plan of a `settled` run whose memory moves."""
+    if config.memory.offload == "none":
+        return
     if (found := planned(config, model)) is not None:
         events.emit("residency", offload=found.level, phases=found.table())
     else:
