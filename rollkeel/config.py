@@ -323,6 +323,14 @@ class AlarmConfig(Node):
     """`warn` says it, `checkpoint` saves the state as well, `stop` ends the run behind that (exit code 3)."""
 
 
+class SyncConfig(Node):
+    """How weights come to an engine that has a copy of its own, see docs/engines.md."""
+
+    kind: Literal["full", "delta", "auto"] = "full"
+    """What is sent: all weights, the elements that changed since the last publication (which costs a copy of the served weights), or with
+    `auto` that where few did. For the embedded engine, without adapters, in one process or `engine.processes`."""
+
+
 class TraceConfig(Node):
     """Tensors of the trainer on the first two rollouts of a step, for `rollkeel analyze`: `tensors/step_000012.safetensors`. Metrics
     and tokens are `report`'s."""
@@ -369,6 +377,7 @@ class Config(Node):
     report: ReportConfig = ReportConfig()
     alarms: AlarmConfig = AlarmConfig()
     trace: TraceConfig = TraceConfig()
+    sync: SyncConfig = SyncConfig()
     experiment: ExperimentConfig = ExperimentConfig()
     cluster: ClusterConfig = ClusterConfig()
     memory: MemoryConfig = MemoryConfig()

@@ -53,6 +53,7 @@ class RayMachines:
         self._gpus = int(device_of(config).type == "cuda")
         self._trainer: RemoteTrainer | None = None
         self._told: dict[str, Any] = {}
+        self._phase = ""
         with ExitStack() as made:
             self.policy = skeleton(config.model)
             if config.memory.offload != "none":
@@ -99,6 +100,8 @@ class RayMachines:
         assert engine is self._engine
         stream, trainer = StreamPublisher(self._engine, self._trainer), self._trainer
         adapters = self._config.train.lora.rank > 0
+        if self._config.run.loop != "async":  # there the trainer's weights may have changed since
+            self._engine.again = lambda to: self._again(stream, to)
         return lambda: stream.publish(None, trainer.version, adapters)
 
     def precision(self) -> dict[str, Any]:
@@ -107,6 +110,7 @@ class RayMachines:
     def enter(self, phase: str) -> dict[str, float]:
         if self._config.memory.offload == "none":
             return {}
+        self._phase = phase
         return self._ranks.call("enter", phase, [part.place for part in self._engine.parts])
 
     def record(self, path: Path, rollouts: Sequence[Rollout], about: Mapping[str, Any]) -> None:
@@ -153,7 +157,27 @@ class RayMachines:
         count, device = config.cluster.engines or 1, "cuda" if self._gpus else "cpu"
         places = [{**self._places.engine(i), **self._surroundings(f"engine-{i}")} for i in range(count)]
         about = {"device": device, "max_length": None, "lora": self.policy.lora, "offload": engine_drops(config)}
-        return ActorEngine(hf_config, config.engine, places, threads=config.run.threads, **about)
+        about |= {"renewals": config.cluster.restarts}
+        engine = ActorEngine(hf_config, config.engine, places, threads=config.run.threads, **about)
+        engine.tell = self._of_engine
+        return engine
+
+    def _again(self, stream: StreamPublisher, to: Sequence[Any]) -> None:
+        """Bring weights, which may be away, to engines in the middle of a phase."""
+        phase = self._phase
+        self.enter("publish")
+        stream.again(to)
+        self.enter(phase)
+
+    def _of_engine(self, what: str, part: Any) -> None:
+        """Note what became of an engine, in the log and for people."""
+        if what == "lost":
+            self._folder.events.emit("engine_lost", name=f"engine-{part.index}", why=part.dead)
+            self._view.note(f"{part.dead}; another one takes its place")
+        else:
+            host, pid = part.place
+            self._folder.events.emit("actor", name=f"engine-{part.index}", host=host, pid=pid)
+            self._folder.events.emit(f"engine_{what}", name=f"engine-{part.index}")
 
     def _surroundings(self, name: str) -> dict[str, Any]:
         """Ray's option with what the actor `name` needs of this process's environment, wherever it is."""

@@ -34,6 +34,7 @@ from rollkeel.record.run_config import changes_on_resume, nothing_to_do
 from rollkeel.record.runfolder import RunFolder
 from rollkeel.record.stopping import StopFlag
 from rollkeel.rewards.trial import trial
+from rollkeel.sync.shared import no_deltas
 from rollkeel.tasks.source import problems_of
 from rollkeel.train import checkpoint
 from rollkeel.train.unfinished import Unfinished
@@ -181,6 +182,8 @@ def _reinforce(run: Run, first: int) -> None:
     events.emit("weights", copies=1 + bool(run.apart), reason=run.apart)
     where = f"twice: {run.apart}" if run.apart else "once: trainer and engine compute with the same memory"
     run.view.note(f"weights {where}")
+    if (kind := run.config.sync.kind) != "full" and (why := no_deltas(run.config, run.apart)):
+        run.view.note(f"sync.kind={kind} sends no deltas: {why}")
     if about.max_length < (run.config.engine.max_length or run.policy.context):
         run.view.note(
             f"sequences end at {about.max_length} tokens, what engine.kv_memory_gb holds of the model's context"

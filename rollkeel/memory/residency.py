@@ -22,7 +22,7 @@ from typing import Any, Literal
 from rollkeel.config import Config
 from rollkeel.memory.plan import SIZES, Setting, plan
 from rollkeel.memory.shapes import Shape
-from rollkeel.sync.shared import two_copies
+from rollkeel.sync.shared import engine_drops, two_copies
 
 PHASES = ("rollout", "score", "update", "publish", "evaluate", "checkpoint")
 LEVELS = ("none", "optimizer", "all")
@@ -69,10 +69,11 @@ def place(component: str, phase: str, level: str) -> Place:
 
 
 def stays(config: Config) -> set[str]:
-    """Components that no level moves: weights that trainer and engine share, those beside an engine's adapters, and what engines in
-    worker processes hold, which do not rest."""
-    out = set() if config.clustered or two_copies(config) else {"weights", "engine's weights"}
-    if config.train.lora.rank:
+    """Components that no level moves: weights that trainer and engine share, those of an engine that `engine_drops` keeps, and what
+    engines in worker processes hold, which do not rest."""
+    out = set() if config.clustered or two_copies(config) else {"weights"}
+    memory = config.memory.model_copy(update={"offload": "all"})
+    if engine_drops(config.model_copy(update={"memory": memory})) != "all":
         out.add("engine's weights")
     return out | ({"engine's weights", "KV blocks"} if config.engine.processes else set())
 

@@ -44,6 +44,9 @@ with the reason; event `weights` in `events.jsonl`). The rule is `rollkeel/sync/
 `train.processes` above 1 and `experiment.rounding` keep two. While such a run is opened on a GPU its weights wait in host memory, so that
 they never lie there twice.
 
+**The last publication.** `sync.kind=delta` and `auto` keep the weights as they were served last, and up to a quarter of their bytes
+of deltas, in host memory. `--device cpu` counts them ("last publication"); beside a GPU they are in no sum.
+
 `train.lora` counts as the config says it; `--lora RANK` is rank RANK on every projection, experts too.
 
 GB, with `{" ".join(SETTINGS[:4])}
@@ -66,7 +69,7 @@ MOVED = """* **Where to.** From a GPU to pinned host memory, on a stream of its 
 * **Dropped.** KV is computed again, or belongs to unfinished rollouts, which take it along (`engine.kv=keep`). The engine's weights come with
   the next publication. A vLLM server sleeps at level 2 ([engines](engines.md)) and may take what training gives away. NCCL communicators
   give their buffers away where torch offers it (NCCL 2.29).
-* **What stays.** Weights that trainer and engine share; an engine's weights beside adapters; engines in worker processes.
+* **What stays.** Weights that trainer and engine share; an engine's weights where adapters or deltas come on top of them; engines in worker processes.
 * **Checkpoints** read moments and reference from where they wait. A resumed run has the bits of the undisturbed one, and a run that moves
   those of one that does not.
 * **If it fails** (no room for the file, no memory on the way back), everything is where it was, and the run stops with the reason.

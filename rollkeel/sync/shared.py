@@ -1,4 +1,4 @@
-"""When trainer and engine compute with one copy of the weights, and when with two."""
+"""When trainer and engine compute with one copy of the weights, and when with two; and when changes alone can be sent between two."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from rollkeel.config import Config
 
 EXACT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """By `model.dtype`, the `engine.dtype` that holds the same numbers."""
+KEPT = 0.25
+"""Most bytes of kept deltas (`sync.history`), over those of the served weights."""
 
 
 def two_copies(config: Config) -> str:
@@ -34,7 +36,22 @@ def two_copies(config: Config) -> str:
 
 
 def engine_drops(config: Config) -> str:
-    """`memory.offload` as the embedded engine of this run follows it: its weights stay where it shares them, and beside adapters, which
-    alone are published."""
-    alone = (config.clustered or two_copies(config)) and not config.train.lora.rank
+    """`memory.offload` as the embedded engine of this run follows it: its weights stay where it shares them, and where adapters or
+    deltas are published, which come on top of them."""
+    apart = "actors" if config.clustered else two_copies(config)
+    deltas = config.sync.kind != "full" and not no_deltas(config, apart)
+    alone = apart and not config.train.lora.rank and not deltas
     return "optimizer" if config.memory.offload == "all" and not alone else config.memory.offload
+
+
+def no_deltas(config: Config, apart: str) -> str:
+    """Why `sync.kind` changes nothing in this run; empty where it does. `apart`: why the engine has weights of its own, if it has."""
+    if config.clustered:
+        return "engine actors take all weights"
+    if not apart:
+        return "trainer and engine compute with one copy, so that nothing is sent"
+    if config.engine.kind == "vllm":
+        return "engine.kind=vllm takes all weights"
+    if config.train.lora.rank:
+        return "adapters alone are sent, as they are"
+    return ""

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cluster_kit import TINY, TWO, kill_when, pid_of, run_of
 from tiny_run import assert_same, events, rows, wait_for, weights
@@ -90,11 +91,13 @@ def test_ctrl_c_in_a_terminal_reaches_all_processes_and_ends_with_a_checkpoint(w
     assert_same(run, whole)
 
 
-def test_a_killed_engine_is_told_and_the_resumed_run_is_the_undisturbed_one(whole: Path, tmp_path: Path) -> None:
+def test_a_killed_engine_that_is_not_replaced_is_told_and_the_resumed_run_is_the_undisturbed_one(
+    whole: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     killer = kill_when(run, "engine-0", "update", 2)
     with pytest.raises(RunStopped, match="engine") as stopped:
-        run_of(run, *TWO)
+        run_of(run, *TWO, "cluster.restarts=0")
     killer.join()
     assert "\n" not in str(stopped.value)
     train(load(run / "config.yaml"), resume=run)
@@ -203,3 +206,46 @@ def test_two_nodes(loop: str, placement: str, two_nodes: str, whole: Path, tmp_p
     if loop == "sync":
         assert rows(run) == rows(whole)
         assert weights(run) == weights(whole)
+
+
+ACCURACY, SEEDS = "eval/runsum/avg@k", (0, 1, 2)
+LOOPS = {"budgeted": ["rollout.budget.tokens=1280", "rollout.budget.capacity=128"]}
+
+
+def learnt(folder: Path, loop: str, *words: str) -> list[float]:
+    """Held-out accuracy of the default recipe, the mean of its last three evaluations, of each seed."""
+    out = []
+    for seed in SEEDS:
+        run = folder / str(seed)
+        process = begin(
+            "default", f"run.seed={seed}", f"run.loop={loop}", *LOOPS.get(loop, ()), *words, f"run.dir={run}"
+        )
+        _, err = process.communicate(timeout=1200)
+        assert (process.returncode, err) == (0, "")
+        seen = [row[ACCURACY] for row in rows(run) if ACCURACY in row]
+        out.append(sum(seen[-3:]) / 3)
+    return out
+
+
+@pytest.fixture(scope="module")
+def learnt_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    return {loop: learnt(tmp_path_factory.mktemp(loop), loop) for loop in ("sync", "budgeted", "async")}
+
+
+PAIRS = [
+    ("sync", "colocated"), ("sync", "disaggregated"), ("budgeted", "colocated"), ("budgeted", "disaggregated"),
+    ("async", "disaggregated"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loop", "placement"), PAIRS)
+def test_two_nodes_learn_what_one_process_learns(
+    loop: str, placement: str, two_nodes: str, learnt_alone: dict[str, list[float]], tmp_path: Path
+) -> None:
+    """Within 2 standard errors over three seeds, or of what an evaluation of 512 samples can tell."""
+    words = [f"cluster.address={two_nodes}", f"cluster.placement={placement}", *TWO]
+    there, here = np.array(learnt(tmp_path, loop, *words)), np.array(learnt_alone[loop])
+    print(f"{loop} {placement}: {there.round(3)} over two nodes, {here.round(3)} in one process")
+    spread = (there.var(ddof=1) + here.var(ddof=1)) / len(SEEDS) + 2 * 0.9 * 0.1 / (512 * 3 * len(SEEDS))
+    assert abs(there.mean() - here.mean()) <= 2 * spread**0.5
+    assert there.mean() > 0.8

@@ -65,6 +65,21 @@ def test_a_killed_rank_is_named_and_the_resumed_run_is_the_undisturbed_one(whole
     assert_same(run, whole)
 
 
+@pytest.mark.parametrize("stage", ["rollout", *(pytest.param(s, marks=pytest.mark.slow) for s in ("update", "sync"))])
+def test_a_killed_engine_is_replaced_and_the_run_is_the_undisturbed_one(
+    stage: str, whole: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    killer = kill_when(run, "engine-0", stage, 2)
+    run_of(run, *TWO)
+    killer.join()
+    assert_same(run, whole)
+    seen = [e for e in events(run) if e.get("name") == "engine-0"]
+    assert [e["event"] for e in seen[:3]] == ["actor", "engine_lost", "actor"]
+    assert seen[3]["event"] in ("engine_renewed", "engine_joined")
+    assert seen[0]["pid"] != seen[2]["pid"]
+
+
 @pytest.mark.slow
 def test_one_process_goes_on_with_what_two_ranks_saved(whole: Path, alone: Path, tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", *TWO, "run.steps=2")
