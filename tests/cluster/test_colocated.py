@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cluster_kit import TWO, run_of
+from cluster_kit import TWO, kill_when, run_of
 from tiny_run import assert_same, events, rows
 
 from benchmarks.residency import measure
@@ -23,6 +23,7 @@ from rollkeel.train.mesh import Mesh
 MOVED = [*TWO, "cluster.placement=colocated", "memory.offload=all"]
 
 
+@pytest.mark.slow
 def test_ranks_whose_memory_moves_have_the_same_bits(whole: Path, tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", *MOVED)
     assert_same(run, whole)
@@ -31,6 +32,18 @@ def test_ranks_whose_memory_moves_have_the_same_bits(whole: Path, tmp_path: Path
     for phase in PHASES:
         assert found[f"memory/{phase}/peak_mb"] >= found[f"memory/{phase}/held_mb"] * 0.9 > 0
     assert found["memory/update/moved_mb"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["rollout", "update"])
+def test_an_engine_that_dies_gets_weights_that_are_away(stage: str, whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    killer = kill_when(run, "engine-0", stage, 2)
+    run_of(run, *MOVED)
+    killer.join()
+    assert_same(run, whole)
+    seen = [e["event"] for e in events(run) if e.get("name") == "engine-0"]
+    assert seen[:2] == ["actor", "engine_lost"]
 
 
 @pytest.mark.slow
