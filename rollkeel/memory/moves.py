@@ -114,6 +114,8 @@ class InHost:
                     group[name] = copies[key].as_strided(part.size(), part.stride(), part.storage_offset())
         for flat in self._flat.values():
             flat.untyped_storage().resize_(0)
+        if pinned:
+            torch.cuda.empty_cache()  # it is for other processes, too
 
     def begin_back(self) -> None:
         """Allocate: on the caller's stream, whose memory it is."""

@@ -27,7 +27,7 @@ from rollkeel.train.state import load_state, save_state
 from rollkeel.train.trainer import LocalTrainer
 from tests.train.test_replay import make_batch
 
-DEVICES = pytest.mark.parametrize("device", ["cpu", DEVICE])
+CUDA = (pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
 
 
 def group(device: str = "cpu", numbers: int = 100_000) -> dict[str, torch.Tensor]:
@@ -48,7 +48,7 @@ def assert_equal(named: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(tensor.detach().cpu(), expected[name]), name
 
 
-@DEVICES
+@pytest.mark.parametrize("device", ["cpu", DEVICE, pytest.param("cuda", marks=CUDA)])
 def test_what_comes_back_is_what_left(device: str, tmp_path: Path) -> None:
     named, moves = group(device), Moves(tmp_path)
     before, objects = copies(named), dict(named)
