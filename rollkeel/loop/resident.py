@@ -111,7 +111,7 @@ class Resident:
         return told
 
     def close(self) -> None:
-        """Everything is back."""
+        """Move nothing any more; see `Moves.close`. Nobody trains behind a run."""
         self._suspend(False)
         self._moves.close()
 

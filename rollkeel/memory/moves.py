@@ -215,12 +215,15 @@ class Moves:
         return out
 
     def close(self) -> None:
-        """Bring everything back."""
-        self.settle()
-        for name in list(self._away):
-            self.back(name)
-        self.settle()
-        self._worker.shutdown()
+        """End the thread. What is in host memory stays there; what is in files comes back, or the allocator would hand out their pages
+        when the tensors are gone."""
+        try:
+            self.settle()
+            for name in [name for name, away in self._away.items() if isinstance(away, InFile)]:
+                self.back(name)
+            self.settle()
+        finally:
+            self._worker.shutdown()
 
     def _start(self, away: Away, move: Any, undo: Any) -> None:
         def moved() -> None:

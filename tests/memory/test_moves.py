@@ -116,6 +116,7 @@ def test_a_full_disk_leaves_everything_in_memory(tmp_path: Path, monkeypatch: py
     before["first"].add_(1)
     moves.out("some", [named])
     moves.close()
+    assert not moves.away("some")
     assert_equal(named, before)
 
 
@@ -131,7 +132,9 @@ def test_a_failed_return_leaves_everything_away(tmp_path: Path, monkeypatch: pyt
             moves.settle()
     assert moves.away("some")
     assert_equal(named, before)
+    moves.back("some")
     moves.close()
+    assert not moves.away("some")
     assert_equal(named, before)
 
 
@@ -156,7 +159,9 @@ def test_memory_that_lacks_on_the_way_back_is_told_and_nothing_is_lost(
             moves.back("some")
     assert moves.away("some")
     assert_equal(named, before)
+    moves.back("some")
     moves.close()
+    assert not moves.away("some")
     assert_equal(named, before)
 
 
@@ -202,6 +207,7 @@ def trained(
         rows.append(trainer.update(batch, objective, ref_logprobs=ref, old_is_current=True).metrics)
         resident.enter("publish")
         rows.append({"weights": sum(float(w.double().sum().cpu()) for _, w in trainer.named_weights())})
+    resident.enter("checkpoint")
     resident.close()
     return rows, trainer.state_dict()
 
