@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -90,10 +89,8 @@ class RestingLocal(LocalEngine):
         return super().retire()
 
     def _open(self, text: Any, config: EngineConfig, lora: LoraConfig | None) -> Pieces:
+        if self._saver is None or not self._drops:
+            return super()._open(text, config, lora)
         # With a copy on the host: what stands beside the weights does not come with a publication.
-        kept = self._saver is not None and self._drops
-        region: AbstractContextManager[Any] = (
-            self._saver.region(tag=WEIGHTS, enable_cpu_backup=True) if kept else nullcontext()
-        )
-        with region:
+        with self._saver.region(tag=WEIGHTS, enable_cpu_backup=True):
             return super()._open(text, config, lora)
