@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from rollkeel.errors import RunStopped
+from rollkeel.errors import RankLost, RunStopped
 
 BEAT_S = 1.0
 """Between two questions to a rank whether it lives, while it computes."""
@@ -75,7 +75,7 @@ class Ranks:
         if errors:
             self.failed = self.failed or f"{what} failed on the ranks"
             # A rank whose neighbour died tells of a broken connection; the death says more.
-            raise next((e for e in errors if isinstance(e, RunStopped)), errors[0])
+            raise next((e for kind in (RankLost, RunStopped) for e in errors if isinstance(e, kind)), errors[0])
         return [answers[i] for i in asked]
 
     def close(self) -> None:
@@ -93,10 +93,10 @@ class Ranks:
             return None, RunStopped(f"{self.names[rank]}: {what}: {_reason(broke)}")
         return value, error
 
-    def _lost(self, why: str) -> RunStopped:
+    def _lost(self, why: str) -> RankLost:
         self.failed = why
         self._tell(("events", "emit", ("actor_lost",), {"reason": why}))
-        return RunStopped(f"{why}; resume the run with rollkeel train --resume")
+        return RankLost(f"{why}; resume the run with rollkeel train --resume")
 
     def _look(self, ranks: Sequence[int], what: str, stop: bool, silent_s: float) -> None:
         """Ask ranks that compute whether they live. Raises `RunStopped` for one that has been silent too long."""

@@ -11,7 +11,7 @@ import torch
 from rollkeel import plugins
 from rollkeel.analyzer.record import check_layers
 from rollkeel.config import Config
-from rollkeel.errors import BAD_INPUTS, REFUSALS, BadInput, Corrupt, Interrupted, OwnCodeBroke, RunStopped
+from rollkeel.errors import BAD_INPUTS, REFUSALS, BadInput, Corrupt, Interrupted, OwnCodeBroke, RankLost, RunStopped
 from rollkeel.events import EventLog
 from rollkeel.loop.assemble import (
     assemble,
@@ -57,7 +57,7 @@ def train(config: Config, *, view: LiveView | None = None, resume: str | Path | 
         with view, StopFlag(view) as stop:
             if resume is None:
                 plugins.record(config.model_dump(), folder.path)
-            (_begin if resume is None else _resume)(config, folder, view, stop)
+            _until_done(config, folder, view, stop, fresh=resume is None)
     except BaseException as error:
         if not folder.announced:
             folder.close()
@@ -72,6 +72,22 @@ def train(config: Config, *, view: LiveView | None = None, resume: str | Path | 
         raise
     finish(folder, "done")
     return folder.path
+
+
+def _until_done(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag, *, fresh: bool) -> None:
+    """Begin, or go on; and go on again, with actors that are all new, when ranks of the trainer were lost."""
+    left = config.cluster.restarts
+    while True:
+        try:
+            (_begin if fresh else _resume)(config, folder, view, stop)
+            return
+        except RankLost as lost:
+            if not left or stop():
+                raise
+            why = str(lost).partition("; resume")[0]
+        left, fresh = left - 1, False
+        view.note(f"{why}; the run goes on from its newest checkpoint")
+        folder.events.emit("restarted", reason=why)
 
 
 def finish(folder: RunFolder, status: str, detail: str = "") -> None:

@@ -123,44 +123,31 @@ def test_a_rank_that_is_stopped_is_told_within_a_deadline(
     assert_gone(run)
 
 
-def test_twenty_kills_at_random_moments(whole: Path, tmp_path: Path) -> None:
-    """One run that is killed and resumed again and again: any rank, the engine, at any moment after they have started."""
-    steps, draw, run = "run.steps=8", random.Random(20), tmp_path / "run"
-    longer = run_of(tmp_path / "longer", *TWO, steps)
-    fell: list[str] = []
+def test_twenty_kills_at_random_moments(ray_cluster: None, tmp_path: Path) -> None:
+    """One run that goes on by itself whoever dies, any rank or the engine, at any moment after they have started."""
+    words, draw, run = [*TWO, "run.steps=30"], random.Random(20), tmp_path / "run"
+    fell, over = list[str](), threading.Event()
 
-    def killer(name: str, delay_s: float, seen: int) -> None:
-        end = time.monotonic() + DEADLINE_S
-        while time.monotonic() < end:
-            if sum(e["event"] == "actor" and e["name"] == "engine-0" for e in events(run)) > seen:
-                time.sleep(delay_s)
-                if living([pid_of(run, name)]):
-                    os.kill(pid_of(run, name), signal.SIGKILL)
-                    fell.append(name)
-                return
-            time.sleep(0.01)
+    def killer() -> None:
+        while len(fell) < 20 and not over.is_set():
+            seen = len(events(run)) if run.is_dir() else 0
+            time.sleep(draw.uniform(0.0, 6.0))
+            name = draw.choice(("trainer-0", "trainer-1", "engine-0"))
+            if seen and any(e["event"] == "stage" for e in events(run)[seen:]) and living([pid_of(run, name)]):
+                os.kill(pid_of(run, name), signal.SIGKILL)
+                fell.append(name)
 
-    for _ in range(20):
-        name = draw.choice(("trainer-0", "trainer-1", "engine-0"))
-        seen = sum(e["event"] == "actor" and e["name"] == "engine-0" for e in events(run))
-        thread = threading.Thread(target=killer, args=(name, draw.uniform(0.0, 4.0), seen), daemon=True)
-        thread.start()
-        try:
-            if (run / "config.yaml").is_file():
-                train(load(run / "config.yaml"), resume=run)
-            else:
-                run_of(run, *TWO, steps)
-        except RunStopped:
-            pass
+    thread = threading.Thread(target=killer, daemon=True)
+    thread.start()
+    try:
+        run_of(run, *words, "cluster.restarts=40")
+    finally:
+        over.set()
         thread.join()
-        if (run / "model").is_dir():  # it came to its end: another one
-            assert_same(run, longer)
-            run = tmp_path / f"run{len(fell)}"
     print(f"kills: {fell}")
     assert len(fell) >= 15
-    if run.is_dir():
-        train(load(run / "config.yaml"), resume=run)
-        assert_same(run, longer)
+    assert len(set(fell)) == 3
+    assert_same(run, run_of(tmp_path / "longer", *words))
 
 
 NODES = """
