@@ -7,12 +7,14 @@ Whole runs on a CPU. Not covered: a GPU; a run over several ranks (tests/cluster
 from __future__ import annotations
 
 import math
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 from tiny_run import TINY, assert_same, events, killed_in, rows, start
 
 from rollkeel.loop.job import train
+from rollkeel.loop.resident import Resident
 from rollkeel.memory.residency import PHASES
 from rollkeel.recipe import load
 from rollkeel.report.memory import memory
@@ -34,10 +36,15 @@ def run_of(folder: Path, *words: str) -> Path:
 @pytest.mark.parametrize(
     "name", [name if name == "two copies" else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
 )
-def test_the_run_is_the_same_to_the_bit(name: str, tmp_path: Path) -> None:
+def test_the_run_is_the_same_to_the_bit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, enter = list[str](), Resident.enter
+    monkeypatch.setattr(Resident, "enter", lambda self, phase: entered.append(phase) or enter(self, phase))
     stayed = run_of(tmp_path / "stayed", *RUNS[name])
     moved = run_of(tmp_path / "moved", *RUNS[name], "memory.offload=all")
     assert_same(moved, stayed)
+    step = ["rollout", "score", "update", "publish"]
+    order = ["publish", "evaluate", "checkpoint", *step, "checkpoint", *step, "evaluate", "checkpoint"]
+    assert [phase for phase, _ in groupby(entered)][: len(order)] == order
     assert any(row.get("optimizer/grad_norm", 0) > 0 for row in rows(moved))
     keys = {key for row in rows(moved, volatile=True) for key in row}
     for phase in PHASES:
