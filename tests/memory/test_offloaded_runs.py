@@ -17,6 +17,7 @@ from rollkeel.loop.job import train
 from rollkeel.loop.resident import Resident
 from rollkeel.memory.residency import PHASES
 from rollkeel.recipe import load
+from rollkeel.record.glossary import meaning
 from rollkeel.report.memory import memory
 
 SHORT = [*TINY, "run.steps=5", "eval.every=2"]
@@ -47,6 +48,7 @@ def test_the_run_is_the_same_to_the_bit(name: str, tmp_path: Path, monkeypatch: 
     assert [phase for phase, _ in groupby(entered)][: len(order)] == order
     assert any(row.get("optimizer/grad_norm", 0) > 0 for row in rows(moved))
     keys = {key for row in rows(moved, volatile=True) for key in row}
+    assert [key for key in sorted(keys) if not meaning(key)] == []
     for phase in PHASES:
         assert {f"memory/{phase}/{what}" for what in ("held_mb", "peak_mb", "moved_mb", "moved_s", "waited_s")} <= keys
     assert {key for row in rows(stayed, volatile=True) for key in row if key.startswith("memory/")} == {"memory/rss_mb"}
