@@ -65,3 +65,12 @@ class SyncConfig(Node):
     """How weights travel over a cluster: memory that rank and engine share (`shm`), Ray's object store, or the first on one host."""
     buffer_mb: float = Field(default=64.0, gt=0)
     """Most memory of a rank of a cluster for weights on their way, MB."""
+
+
+class MemoryConfig(Node):
+    """What leaves the device of trainer and engine while the other one computes, see docs/memory.md."""
+
+    offload: Literal["none", "optimizer", "all", "auto"] = "none"
+    """What waits in host memory, or of a CPU in a file, while nobody needs it: nothing, moments and float32 masters (`optimizer`), or the
+    weights of who does not compute and the reference model too (`all`); both also drop KV between rollouts. `auto` takes the least of
+    them with which the run fits its device. Bits of a run do not change."""

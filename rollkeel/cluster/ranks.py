@@ -60,6 +60,7 @@ class Rank:
         self._policy: Policy | None = None
         self._trainer: LocalTrainer | None = None
         self._sender: Any = None
+        self._resident: Any = None
 
     # -- the second thread ---------------------------------------------------------------------------------------------
 
@@ -184,6 +185,13 @@ class Rank:
             return self._sender.send(head, sinks)
         except EngineFailure as error:
             return error
+
+    def _enter(self, phase: str, engines: Sequence[tuple[str, int]]) -> dict[str, float]:
+        """See `Resident.enter`. `engines`: host and process of each; the one of this rank's number shares its device."""
+        from rollkeel.loop.resident import Resident
+
+        self._resident = self._resident or Resident(self._config, self._made, self._folder)
+        return self._resident.enter(phase, [pid for _, pid in engines[self._rank : self._rank + 1] if pid])
 
     def _record(self, path: str, rollouts: Sequence[Rollout], about: Mapping[str, Any]) -> None:
         """Write the trainer's tensors of a few rollouts; the first rank holds the whole model for that."""

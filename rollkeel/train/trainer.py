@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -83,7 +83,7 @@ class LocalTrainer:
         for name, p in self.model.named_parameters():
             frozen = ADAPTER not in name if policy.lora else is_frozen(name, config.freeze_router)
             p.requires_grad_(not frozen)
-        self._mesh = mesh
+        self._mesh = self.mesh = mesh
         check_ranks(mesh, config, policy, rounding, parity)
         how: dict[str, Any] = {"checkpointing": config.checkpointing, "compiled": config.compile, "parity": parity}
         self._pieces = pieces_of(self.model) if mesh.in_step else ()
@@ -120,6 +120,8 @@ class LocalTrainer:
         self._views, self._places = dict[str, torch.Tensor](), list[int]()
         about: dict[str, Any] = {"mesh": mesh, "tree": self._tree, "replay": replay, "pair": pair}
         self._passes = Passes(config.micro_batch_tokens, temperature, helpers=self._helpers, **about)
+        self.settle: Callable[[], None] = lambda: None
+        """Called before an update looks at moments and masters: they may still be on their way from where they waited."""
 
     def _started(self, processes: int, how: dict[str, Any]) -> list[Helper]:
         if processes > 1 and self.device.type != "cpu":
@@ -260,6 +262,7 @@ class LocalTrainer:
             for helper in self._helpers:
                 helper.add_gradients()
             self._add_gradients()
+            self.settle()
             before = self._changed.look()
             metrics = self._stepper.step()
             return {**metrics, "optimizer/changed_share": self._changed.since(before)}
@@ -280,6 +283,10 @@ class LocalTrainer:
         passes = Passes(tokens, 1.0, mesh=self._mesh, tree=self._tree)
         trained = replace(self._trained, stepper=stepper, reference=None)
         return Supervised(self._forward, passes, stepper, trained, self._add_gradients)
+
+    def held(self) -> dict[str, list[dict[str, torch.Tensor]]]:
+        """See `Trained.held`."""
+        return self._trained.held()
 
     def start_here(self) -> None:
         """The reference is the model as it is now."""

@@ -104,8 +104,9 @@ def test_one_process_goes_on_with_what_two_ranks_saved(whole: Path, alone: Path,
 def test_one_rank_and_one_engine_have_the_bits_of_one_process(ray_cluster: None, tmp_path: Path) -> None:
     words = ["run.loop=budgeted", "rollout.budget.tokens=60", "rollout.budget.capacity=24", "run.steps=2"]
     alone, run = run_of(tmp_path / "alone", *words), tmp_path / "run"
-    run_of(run, *words, *ONE, "cluster.placement=colocated")
+    run_of(run, *words, *ONE, "cluster.placement=colocated", "memory.offload=all")
     assert_same(run, alone)
+    assert sum(row.get("memory/update/moved_mb", 0.0) for row in rows(run, volatile=True)) > 0
 
 
 def test_sampling_overlaps_with_training(ray_cluster: None, tmp_path: Path) -> None:
