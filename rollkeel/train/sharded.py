@@ -77,10 +77,11 @@ class Layout:
         return part_shape(self.mesh if name in self.dealt else Mesh(), name, self.shapes[name])
 
 
-def pieces_of(model: Any) -> Pieces:
-    """What a model's checkpoint tensors are, asked while it is whole."""
+def pieces_of(model: Any, mesh: Mesh | None = None) -> Pieces:
+    """What a model's checkpoint tensors are, asked while it is whole; empty for one that stays so on `mesh`."""
     names = {id(t): name for name, t in tensors_of(model).items()}
-    return [(name, names[id(owner)], piece) for name, owner, piece in checkpoint_pieces(model)]
+    pieces = checkpoint_pieces(model) if mesh is None or mesh.in_step else ()
+    return [(name, names[id(owner)], piece) for name, owner, piece in pieces]
 
 
 class Sharded:

@@ -86,8 +86,7 @@ class LocalTrainer:
         self._mesh = self.mesh = mesh
         check_ranks(mesh, config, policy, rounding, parity)
         how: dict[str, Any] = {"checkpointing": config.checkpointing, "compiled": config.compile, "parity": parity}
-        self._pieces = pieces_of(self.model) if mesh.in_step else ()
-        self._deal, pair = Deal.of(self.model, mesh), pair_cost(self.model)
+        self._pieces, self._deal, pair = pieces_of(self.model, mesh), Deal.of(self.model, mesh), pair_cost(self.model)
         self._tree = Tree(mesh) if config.reduce == "tree" else None
         self._rounding = Rounding(self.model, rounding)
         self._start: dict[str, torch.Tensor] = {}
