@@ -181,6 +181,8 @@ class _Actor(Part):
 
     def _lives(self) -> bool:
         """Whether its process has answered, in a thread that does nothing else, for as long as it may take for that."""
+        if not self.place[1]:
+            return True  # it has not begun yet
         now = time.monotonic()
         if self.ping is not None and ray.wait([self.ping], timeout=0)[0]:
             self.ping = None
