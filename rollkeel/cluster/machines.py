@@ -72,9 +72,9 @@ class RayMachines:
         return [*self._findings, *unreached(self.policy.model)]
 
     def warm_start(self, view: LiveView, stop: StopFlag, events: EventLog, kept: Unfinished) -> None:
-        """On the first rank, as one process does it and with its bits; the others get its weights."""
-        self._ranks.first("warm_start", stop=stop)
-        self._ranks.call("share")
+        """On the ranks; one alone has the bits of one process."""
+        _ = self._engine.capabilities  # a model that engines refuse is refused now, and not behind it
+        self._ranks.call("warm_start", stop=stop)
 
     def trainer(self) -> RemoteTrainer:
         self._told = self._ranks.call("begin")

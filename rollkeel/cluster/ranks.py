@@ -31,8 +31,9 @@ from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import precision
 from rollkeel.record.checks import too_small
 from rollkeel.train.checkpoint import TRAINER, Written, versions
-from rollkeel.train.mesh import Mesh, join
+from rollkeel.train.mesh import Mesh, join, local
 from rollkeel.train.sharded import check_ranks
+from rollkeel.train.together import UnfinishedTogether
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.train.unfinished import Unfinished
 from rollkeel.types import Rollout
@@ -117,36 +118,37 @@ class Rank:
         config = self._config
         torch.set_num_threads(config.run.threads)
         quiet_transformers()
-        self._policy = load_policy(config.model, device_of(config), lora=config.train.lora)
+        alone = self._world == 1
+        self._policy = load_policy(config.model, device_of(config), lora=config.train.lora, whole=alone)
         check_ranks(self._mesh, config.train, self._policy, config.experiment.rounding, config.run.parity)
-        return too_small([p for p in self._policy.model.parameters() if p.requires_grad], config.train.lr)
+        if not alone:  # only a trainer gives ranks their parts
+            self._make()
+        weights = [local(p) for p in self._policy.model.parameters() if p.requires_grad]
+        return too_small(weights, config.train.lr, self._mesh.everyone)
 
     def _warm_start(self) -> bool:
-        """See `rollkeel.loop.warm_start`; for the first rank alone, whose weights `share` gives to the others."""
+        """See `rollkeel.loop.warm_start`: of one rank as one process does it, of several together."""
         assert self._policy is not None
-        kept = Unfinished(self._folder / "warm_start", warm_start_key(self._config))
-        view: Any = _Teller(self._told, "view", ("phase", "step", "note", "error"))
-        events: Any = _Teller(self._told, "events", ("emit",))
+        at, told = (self._folder / "warm_start", warm_start_key(self._config)), self._told
+        kept = Unfinished(*at) if self._trainer is None else UnfinishedTogether(*at, self._mesh)
+        if self._rank > 0:  # the first one speaks for all
+            told = deque[Any](maxlen=0)
+        view: Any = _Teller(told, "view", ("phase", "step", "note", "error"))
+        events: Any = _Teller(told, "events", ("emit",))
         stop: Any = lambda: self._stop  # noqa: E731
-        return warm_start(self._policy, self._config, view, stop, events, kept)
-
-    def _share(self) -> None:
-        """The first rank's weights for all."""
-        assert self._policy is not None
-        if self._world > 1:
-            import torch.distributed as dist
-
-            with torch.no_grad():
-                for tensor in self._policy.model.state_dict().values():
-                    dist.broadcast(tensor, 0)
+        return warm_start(self._policy, self._config, view, stop, events, kept, self._trainer)
 
     def _begin(self) -> dict[str, Any]:
-        """Make the trainer, whose ranks keep their parts of the model. Returns what does not change in a run."""
+        """The start weights are there. Returns what does not change in a run."""
+        if self._trainer is None:
+            self._make()
+        return {"padded": self._made.padded, "precision": precision(self._made.model)}
+
+    def _make(self) -> None:
+        """The trainer, whose ranks hold their parts of the model."""
         assert self._policy is not None
-        config, device = self._config, device_of(self._config)
-        options = trainer_options(config)
-        self._trainer = LocalTrainer(self._policy, config.train, device=device, mesh=self._mesh, **options)
-        return {"padded": self._trainer.padded, "precision": precision(self._trainer.model)}
+        options = {"device": device_of(self._config), "mesh": self._mesh, **trainer_options(self._config)}
+        self._trainer = LocalTrainer(self._policy, self._config.train, **options)
 
     def _score(self, batch: dict[str, Any], experts: bool) -> dict[str, Any]:
         return wire.scores_out(self._made.score(wire.batch_in(batch), experts=experts))
@@ -185,10 +187,15 @@ class Rank:
         return 0
 
     def _record(self, path: str, rollouts: Sequence[Rollout], about: Mapping[str, Any]) -> None:
-        """Write the trainer's tensors of a few rollouts; the first rank holds the whole model for that."""
-        whole = self._whole()
-        if whole is not None:
-            record_tensors(Path(path), whole.model, rollouts, **about)
+        """Write the trainer's tensors of a few rollouts, which all ranks compute; operations that lie in parts (`tensor`), the first
+        rank with the whole model."""
+        to = Path(path) if self._rank == 0 else None
+        if self._mesh.tensor > 1:
+            whole = self._whole()
+            if whole is not None:
+                record_tensors(to, whole.model, rollouts, **about)
+        elif self._mesh.in_step or to is not None:
+            self._made.look(lambda: record_tensors(to, self._made.model, rollouts, **about))
 
     def _save_model(self, folder: str) -> None:
         self._made.save_model(folder)
@@ -210,9 +217,6 @@ class Rank:
 
     def _whole(self) -> Policy | None:
         """The policy with all its weights, on the first rank; elsewhere None. Collective."""
-        assert self._policy is not None
-        if not self._mesh.in_step:
-            return self._policy if self._rank == 0 else None
         whole = load_policy(self._config.model) if self._rank == 0 else None
         views = checkpoint_views(whole.model) if whole is not None else {}
         for name, weight in self._made.named_weights():

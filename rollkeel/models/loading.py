@@ -48,8 +48,8 @@ class Policy:
 
     @property
     def vocab_size(self) -> int:
-        """Number of rows of the embedding table."""
-        return int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[index,union-attr]
+        """Number of rows of the embedding table, wherever its parts lie."""
+        return int(self.model.config.get_text_config().vocab_size)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -80,10 +81,8 @@ class LocalTrainer:
         self.model = (policy.model if policy.source else policy.model.to(self.device)).eval()  # type: ignore[arg-type]
         if (policy.lora or LoraConfig()) != config.lora:
             raise BadInput("train.lora: expected a policy with these adapters; load it with lora=config.train.lora")
-        for name, p in self.model.named_parameters():
-            frozen = ADAPTER not in name if policy.lora else is_frozen(name, config.freeze_router)
-            p.requires_grad_(not frozen)
         self._mesh = mesh
+        self._freeze()
         check_ranks(mesh, config, policy, rounding, parity)
         how: dict[str, Any] = {"checkpointing": config.checkpointing, "compiled": config.compile, "parity": parity}
         self._pieces, self._deal, pair = pieces_of(self.model, mesh), Deal.of(self.model, mesh), pair_cost(self.model)
@@ -113,8 +112,7 @@ class LocalTrainer:
         beside = None if start is None else self._start or tensors_of(start)
         self._trained = Trained(layout, self.model, self._stepper, beside, policy.base)
         self._changed = ChangedShare(self._stepper.adamw, mesh, self._stepper.counted)
-        if self._tree is not None:
-            self._tree.parameters = [p for _, p in self._stepper.named]
+        self._in_tree(self._stepper)
         self._helpers = self._started(config.processes, how)
         self._views, self._places = dict[str, torch.Tensor](), list[int]()
         about: dict[str, Any] = {"mesh": mesh, "tree": self._tree, "replay": replay, "pair": pair}
@@ -122,11 +120,21 @@ class LocalTrainer:
 
     def _started(self, processes: int, how: dict[str, Any]) -> list[Helper]:
         if processes > 1 and self.device.type != "cpu":
-            told = f"train.processes={processes}: helper processes share CPU memory, the device is {self.device}"
-            raise BadInput(told)
+            raise BadInput(
+                f"train.processes={processes}: helper processes share CPU memory, the device is {self.device}"
+            )
         if processes > 1:
             self.model.share_memory()
         return [Helper(i, self.model, torch.get_num_threads(), how) for i in range(1, processes)]
+
+    def _freeze(self) -> None:
+        for name, p in self.model.named_parameters():
+            frozen = ADAPTER not in name if self.policy.lora else is_frozen(name, self.config.freeze_router)
+            p.requires_grad_(not frozen)
+
+    def _in_tree(self, stepper: Stepper) -> None:
+        if self._tree:
+            self._tree.parameters = [p for _, p in stepper.named]
 
     def _kept_reference(self) -> Any:
         """The model that the reference computes with."""
@@ -191,11 +199,8 @@ class LocalTrainer:
         log-prob, loss or gradient that is NaN or infinite: weights and optimizer state are then untouched.
         """
         batch = batch.to(self.device)
-        shared: dict[str, Any] = {
-            "old_logprobs": old_logprobs,
-            "old_topk_logprobs": old_topk_logprobs,
-            "ref_logprobs": ref_logprobs,
-        }
+        shared: dict[str, Any] = {"old_logprobs": old_logprobs, "old_topk_logprobs": old_topk_logprobs}
+        shared["ref_logprobs"] = ref_logprobs
         self._prepare(batch, objective, shared, old_is_current)
         sheet = ScoreSheet(batch, experts=experts and self._forward.packed.num_moe_layers > 0)
         if old_is_current:
@@ -258,31 +263,45 @@ class LocalTrainer:
                     raise NonFinite(f"update {self.version}: loss is {loss}; weights left untouched")
             for helper in self._helpers:
                 helper.add_gradients()
-            self._add_gradients()
+            self._add_gradients(self._stepper)
             before = self._changed.look()
             metrics = self._stepper.step()
             return {**metrics, "optimizer/changed_share": self._changed.since(before)}
         finally:
             self._stepper.zero_grad()
 
-    def _add_gradients(self) -> None:
+    def _add_gradients(self, stepper: Stepper) -> None:
         if self._tree is not None:
             self._tree.finish()
         else:
-            add_gradients(self._stepper.named, self._mesh, self._deal.adds)
+            add_gradients(stepper.named, self._mesh, self._deal.adds)
 
     def supervised(self, config: SftConfig, steps: int, tokens: int) -> Supervised:
-        """What supervised training on these ranks works with; `tokens`: of a pass. Raises `BadInput` if routers are frozen."""
-        if len(self._stepper.named) < len(list(self.model.parameters())):
-            raise BadInput("train.freeze_router: a warm start on several ranks trains routers too; set it to none")
+        """What supervised training on these ranks works with, which trains frozen routers too; `tokens`: of a pass."""
+        if not self.policy.lora:
+            self.model.requires_grad_(True)
         stepper = supervised(self.model, config, steps, self.config.weight_decay, **self._held)
+        self._in_tree(stepper)
         passes = Passes(tokens, 1.0, mesh=self._mesh, tree=self._tree)
         trained = replace(self._trained, stepper=stepper, reference=None)
-        return Supervised(self._forward, passes, stepper, trained, self._add_gradients)
+        return Supervised(self._forward, passes, stepper, trained, partial(self._add_gradients, stepper))
+
+    @property
+    def start(self) -> Trained:
+        """Of a trainer that has made no update: the weights that it starts from."""
+        return replace(self._trained, reference=None)
 
     def start_here(self) -> None:
-        """The reference is the model as it is now."""
+        """Supervised training is over: the reference is the model as it is now."""
+        self.model.zero_grad()
+        self._freeze()
+        self._in_tree(self._stepper)
         self._trained.start_here()
+
+    def look(self, call: Callable[[], Any]) -> Any:
+        """`call()`, which runs the model without gradients: inside, it has the weights that passes compute with. Collective."""
+        with self.computing():
+            return self._sharded.once(call)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face checkpoint name, view of the live weight): experts one by one, tied tensors once."""

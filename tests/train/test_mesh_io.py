@@ -25,7 +25,7 @@ from rollkeel.train import checkpoint
 from rollkeel.train.mesh import SIZES, Mesh
 from rollkeel.train.parts import Box
 from rollkeel.train.saved_parts import Parts
-from tests.train.mesh_io_ranks import BUFFER, SFT, Job, update
+from tests.train.mesh_io_ranks import BUFFER, Job, update
 from tests.train.mesh_ranks import Case, trainer, weights_of
 from tests.train.test_mesh import Found, distance, run
 
@@ -48,6 +48,7 @@ WATCHED = [
 ]
 TAUGHT = [Job(shard=2, expert=2, what="supervised", parts=True), Job(replicate=2, shard=2, what="supervised", **KEPT)]
 TAUGHT += [Job(shard=2, what="supervised", model="tiny-qwen3-tied", options={"reduce": "tree"})]
+TAUGHT += [Job(expert=2, what="supervised", options={"freeze_router": "router"})]
 TAUGHT_AGAIN = [replace(TAUGHT[0], source="taught")]
 
 
@@ -341,9 +342,6 @@ def test_supervised_training_that_was_stopped_goes_on_to_the_same_bits(job: Job,
     assert ours["metrics"] == undisturbed["metrics"]
 
 
-def test_frozen_routers_and_adapters_are_refused() -> None:
-    frozen = trainer(Case(options={"freeze_router": "router"}), Mesh())
-    with pytest.raises(BadInput, match=r"train\.freeze_router: .*; set it to none"):
-        frozen.supervised(SFT, 4, 100)
+def test_adapters_are_refused() -> None:
     with pytest.raises(BadInput, match=r"train\.lora: .*; set rank=0"):
         load_policy(ModelConfig(path="preset:tiny-qwen3"), lora=LoraConfig(rank=2), whole=False)
