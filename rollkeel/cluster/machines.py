@@ -78,7 +78,8 @@ class RayMachines:
 
     def trainer(self) -> RemoteTrainer:
         self._told = self._ranks.call("begin")
-        self._trainer = RemoteTrainer(self._ranks, self._told["padded"], self._config.cluster.deadline_s)
+        about = {"replays": self._config.rollout.routing == "replay"}
+        self._trainer = RemoteTrainer(self._ranks, self._told["padded"], self._config.cluster.deadline_s, **about)
         return self._trainer
 
     def engine(self, folder: RunFolder) -> tuple[Engine, str]:

@@ -7,6 +7,7 @@ that is busy.
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import traceback
 from collections import deque
@@ -19,6 +20,7 @@ import torch
 
 from rollkeel import plugins
 from rollkeel.analyzer.record import record_tensors
+from rollkeel.batch.build import TrainingBatch
 from rollkeel.cluster import logs, wire
 from rollkeel.config import Config
 from rollkeel.errors import BadInput
@@ -60,6 +62,9 @@ class Rank:
         self._objective = build_objective(config)
         self._policy: Policy | None = None
         self._trainer: LocalTrainer | None = None
+        self._whole: TrainingBatch | None = None
+        """The batch that came last, and in `_scored` what passes said about it."""
+        self._scored: dict[str, Any] = {}
 
     # -- the second thread ---------------------------------------------------------------------------------------------
 
@@ -150,30 +155,42 @@ class Rank:
         options = {"device": device_of(self._config), "mesh": self._mesh, **trainer_options(self._config)}
         self._trainer = LocalTrainer(self._policy, self._config.train, **options)
 
-    def _score(self, batch: dict[str, Any], experts: bool) -> dict[str, Any]:
-        return wire.scores_out(self._made.score(wire.batch_in(batch), experts=experts))
+    def _batch(self, whole: bytes | None, told: bytes) -> tuple[TrainingBatch, dict[str, Any]]:
+        """The batch that a call is about, of the one that is here or of another `whole` one, and what else was told."""
+        if whole is not None:
+            self._whole, self._scored = wire.batch_in(pickle.loads(whole)), {}
+        assert self._whole is not None  # the first call brings one
+        about = pickle.loads(told)
+        return wire.part_in(self._whole, about.pop("part")), about
 
-    def _ref_logprobs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return wire.tensors_out({"logprobs": self._made.ref_logprobs(wire.batch_in(batch))})
+    def _score(self, *told: Any) -> bytes:
+        batch, about = self._batch(*told)
+        scores = self._made.score(batch, experts=about["experts"])
+        if batch is self._whole:
+            self._scored |= {"old_logprobs": scores.logprobs, "old_topk_logprobs": scores.topk_logprobs}
+        return pickle.dumps(wire.scores_out(scores))
 
-    def _update(
-        self, batch: dict[str, Any], state: Mapping[str, Any], tensors: dict[str, Any], flags: Mapping[str, bool]
-    ) -> dict[str, Any]:
-        """An update, with the objective in `state`; what it came to, the objective's state behind it, and the version."""
-        self._objective.load_state_dict(state)
-        told, name = wire.batch_in(batch), self._config.objective.name
-        about: dict[str, Any] = {**wire.tensors_in(tensors), **flags}
+    def _ref_logprobs(self, *told: Any) -> bytes:
+        batch, _ = self._batch(*told)
+        found = self._made.ref_logprobs(batch)
+        if batch is self._whole:
+            self._scored["ref_logprobs"] = found
+        return pickle.dumps(wire.tensors_out({"ref_logprobs": found}))
+
+    def _update(self, *told: Any) -> bytes:
+        """An update, with the objective in the state that was told; what it came to, the objective's state behind it, and the version."""
+        batch, said = self._batch(*told)
+        self._objective.load_state_dict(said["state"])
+        name, about = self._config.objective.name, wire.tensors_in(said["tensors"]) | said["flags"]
+        about |= {key: self._scored[key][slice(*rows)] for key, rows in said["known"].items()}
 
         def updated() -> Any:
-            return self._made.update(told, self._objective, **about)
+            return self._made.update(batch, self._objective, **about)
 
         own = plugins.is_own(name)
         output = plugins.tried(updated, f"objective.name {name!r}", between=True) if own else updated()
-        return {
-            "output": wire.output_out(output),
-            "objective": self._objective.state_dict(),
-            "version": self._made.version,
-        }
+        state, version = self._objective.state_dict(), self._made.version
+        return pickle.dumps({"output": wire.output_out(output), "objective": state, "version": version})
 
     def _stream(self, head: Any, sinks: Sequence[Any], deadline_s: float) -> int:
         """Send the weights, or what is trained beside them, to engines."""
@@ -191,7 +208,7 @@ class Rank:
         rank with the whole model."""
         to = Path(path) if self._rank == 0 else None
         if self._mesh.tensor > 1:
-            whole = self._whole()
+            whole = self._gathered()
             if whole is not None:
                 record_tensors(to, whole.model, rollouts, **about)
         elif self._mesh.in_step or to is not None:
@@ -215,7 +232,7 @@ class Rank:
         assert self._trainer is not None  # begun before anything is asked of it
         return self._trainer
 
-    def _whole(self) -> Policy | None:
+    def _gathered(self) -> Policy | None:
         """The policy with all its weights, on the first rank; elsewhere None. Collective."""
         whole = load_policy(self._config.model) if self._rank == 0 else None
         views = checkpoint_views(whole.model) if whole is not None else {}

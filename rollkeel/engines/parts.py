@@ -19,6 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from rollkeel.engines.messages import requests_in, requests_out, segments_in, segments_out
 from rollkeel.engines.requests import check_requests
 from rollkeel.errors import BadInput, EngineFailure, RollkeelError
 from rollkeel.models.checksum import MASK
@@ -122,7 +123,7 @@ class PartedEngine(ABC, Generic[P]):
                 continue
             mine = list(requests[start:end])
             part.flying.update({r.id: r for r in mine})
-            self._send(part, ("submit", mine, part.free))
+            self._send(part, ("submit", requests_out(mine), part.free))
             asked.append(part)
         # Requests of a part that died come back as failures, so its silence is no error here.
         self._answers(asked, self._deadline_s, "to take requests", may_die=True)
@@ -162,7 +163,8 @@ class PartedEngine(ABC, Generic[P]):
             part.free = False
             self._send(part, ("advance", steps[part.index]))
         what = f"to decode {max(steps)} steps"
-        for segments in self._answers(asked, self._deadline_s, what, may_die=True):
+        for told in self._answers(asked, self._deadline_s, what, may_die=True):
+            segments = segments_in(told)
             self._done += segments
             ended = {segment.request_id for segment in segments}
             for part in asked:
@@ -251,10 +253,11 @@ class PartedEngine(ABC, Generic[P]):
             return None
         kind, value, part.steps = message
         if kind == "segments":
-            for segment in value:
+            segments = segments_in(value)
+            for segment in segments:
                 part.flying.pop(segment.request_id, None)
             part.free = part.free and bool(part.flying)
-            self._done += value
+            self._done += segments
             return None
         if kind == "error":
             raise value
@@ -317,7 +320,7 @@ def serve(engine: Any, channel: Channel, act: Callable[[Any, tuple[Any, ...]], A
         segments = engine.poll(0)
         free = engine.busy
         if segments:
-            channel.send(("segments", segments, engine.steps))
+            channel.send(("segments", segments_out(segments), engine.steps))
 
 
 def _stays_free(message: tuple[Any, ...], free: bool) -> bool:
@@ -327,9 +330,9 @@ def _stays_free(message: tuple[Any, ...], free: bool) -> bool:
 
 def _answer(engine: Any, message: tuple[Any, ...], act: Callable[[Any, tuple[Any, ...]], Any]) -> Any:
     if message[0] == "submit":
-        engine.submit(message[1])
+        engine.submit(requests_in(message[1]))
     elif message[0] == "advance":
-        return engine.advance(message[1])
+        return segments_out(engine.advance(message[1]))
     elif message[0] == "progress":
         return engine.progress()
     elif message[0] == "interrupt":

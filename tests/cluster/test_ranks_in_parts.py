@@ -62,9 +62,8 @@ def ranks(folder: Path, *words: str) -> list[dict[str, Any]]:
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-@pytest.mark.parametrize(
-    "size", ["shard", *(pytest.param(size, marks=pytest.mark.slow) for size in ("expert", "tensor"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("size", MESHES)
 def test_no_rank_ever_holds_the_whole_model(size: str, tmp_path: Path) -> None:
     model = ModelConfig(path=f"preset:{MESHES[size]}", overrides=DEEP)
     first, second = ranks(
