@@ -45,19 +45,19 @@ HANDED = ("PYTHONPATH", "ROLLKEEL_CACHE", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN
 class RayMachines:
     """Ranks and engines as actors. Weights never come to this process."""
 
-    def __init__(self, config: Config, folder: RunFolder, view: LiveView) -> None:
-        """Start everything and load the start model on the ranks."""
+    def __init__(self, config: Config, folder: RunFolder, view: LiveView, *, sampling: bool = True) -> None:
+        """Start everything and load the start model on the ranks. `sampling`: without, there are no engines."""
         self._config = config = ranked(config)
+        self._count = (config.cluster.engines or 1) if sampling else 0
         self._folder, self._view = folder, view
         self._gpus = int(device_of(config).type == "cuda")
         self._trainer: RemoteTrainer | None = None
         self._told: dict[str, Any] = {}
         with ExitStack() as made:
             self.policy = skeleton(config.model)
-            actors = config.train.mesh.size + (config.cluster.engines or 1)
-            if start.connect(config, config.run.threads * actors):
+            if start.connect(config, config.run.threads * (config.train.mesh.size + self._count)):
                 made.callback(start.disconnect)
-            self._places = start.Places(config, self._gpus)
+            self._places = start.Places(config, self._count, self._gpus)
             made.callback(self._places.remove)
             self._ranks = Ranks(self._actors(), self._say)
             made.callback(self._ranks.close)
@@ -75,6 +75,12 @@ class RayMachines:
         """On the ranks; one alone has the bits of one process."""
         _ = self._engine.capabilities  # a model that engines refuse is refused now, and not behind it
         self._ranks.call("warm_start", stop=stop)
+
+    def sft(self, stop: StopFlag) -> dict[str, float]:
+        """Supervised training alone, without a cache; see `rollkeel.loop.warm_start.sft`."""
+        metrics = self._ranks.call("sft", stop=stop)
+        self._ranks.call("begin")
+        return metrics
 
     def trainer(self) -> RemoteTrainer:
         self._told = self._ranks.call("begin")
@@ -140,8 +146,8 @@ class RayMachines:
 
     def _engines(self) -> ActorEngine:
         config, hf_config = self._config, self.policy.model.config
-        count, device = config.cluster.engines or 1, "cuda" if self._gpus else "cpu"
-        places = [{**self._places.engine(i), **self._surroundings(f"engine-{i}")} for i in range(count)]
+        device = "cuda" if self._gpus else "cpu"
+        places = [{**self._places.engine(i), **self._surroundings(f"engine-{i}")} for i in range(self._count)]
         about = {"device": device, "max_length": None, "lora": self.policy.lora}
         return ActorEngine(hf_config, config.engine, places, threads=config.run.threads, **about)
 
@@ -165,10 +171,8 @@ class RayMachines:
                 )
         host, port = ranks.first("address")
         ranks.call("join", host, port, self._config.cluster.deadline_s)
-        engines = self._config.cluster.engines or 1
-        self._view.note(
-            f"cluster: {len(ranks.actors)} trainer ranks, {engines} engines, {self._config.cluster.placement}"
-        )
+        placement = self._config.cluster.placement
+        self._view.note(f"cluster: {len(ranks.actors)} trainer ranks, {self._count} engines, {placement}")
 
     def _say(self, said: tuple[Any, ...]) -> None:
         """What a rank says to the view or the log of the run."""

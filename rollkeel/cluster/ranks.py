@@ -27,7 +27,7 @@ from rollkeel.errors import BadInput
 from rollkeel.host import keep_freed_memory
 from rollkeel.loop.assemble import build_objective, device_of
 from rollkeel.loop.machines import trainer_options
-from rollkeel.loop.warm_start import warm_start, warm_start_key
+from rollkeel.loop.warm_start import sft, warm_start, warm_start_key
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import precision
@@ -133,15 +133,25 @@ class Rank:
 
     def _warm_start(self) -> bool:
         """See `rollkeel.loop.warm_start`: of one rank as one process does it, of several together."""
+        view, stop, events, kept = self._surroundings()
         assert self._policy is not None
+        return warm_start(self._policy, self._config, view, stop, events, kept, self._trainer)
+
+    def _sft(self) -> dict[str, float]:
+        """The same without a cache; what it came to."""
+        view, stop, _, kept = self._surroundings()
+        assert self._policy is not None
+        return sft(self._policy, self._config, view, stop, kept, self._trainer)
+
+    def _surroundings(self) -> tuple[Any, ...]:
+        """What stands in for the view, the stop flag and the event log of the controller, and where a warm start is kept."""
         at, told = (self._folder / "warm_start", warm_start_key(self._config)), self._told
         kept = Unfinished(*at) if self._trainer is None else UnfinishedTogether(*at, self._mesh)
         if self._rank > 0:  # the first one speaks for all
             told = deque[Any](maxlen=0)
         view: Any = _Teller(told, "view", ("phase", "step", "note", "error"))
         events: Any = _Teller(told, "events", ("emit",))
-        stop: Any = lambda: self._stop  # noqa: E731
-        return warm_start(self._policy, self._config, view, stop, events, kept, self._trainer)
+        return view, lambda: self._stop, events, kept
 
     def _begin(self) -> dict[str, Any]:
         """The start weights are there. Returns what does not change in a run."""

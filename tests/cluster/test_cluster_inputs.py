@@ -8,12 +8,15 @@ from __future__ import annotations
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollkeel.cluster.check import check_cluster, ranked, refuse_others
 from rollkeel.errors import BadInput
+from rollkeel.evals.run import run_benchmarks
 from rollkeel.loop.job import train
+from rollkeel.loop.stages import merge_stage, reward_model_stage
 from rollkeel.recipe import load
 
 
@@ -84,3 +87,16 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_plain_run_asks_for_no_cluster() -> None:
     assert not load(None, []).clustered
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda config, out: merge_stage(config, out), "rollkeel merge"),
+        (lambda config, out: reward_model_stage(config, out / "pairs.jsonl", out), "rollkeel reward-model"),
+        (lambda config, out: run_benchmarks(config, [], out), "benchmarks"),
+    ],
+)
+def test_what_one_process_does_alone(call: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=rf"^cluster, train\.mesh: {said} .* one process; leave them out$"):
+        call(load(None, ["cluster.trainers=2"]), tmp_path / "out")
