@@ -51,7 +51,7 @@ def check_cluster(config: Config) -> None:
         what = f"{ranks} ranks"
         refused |= {
             "train.compile=true": config.train.compile,
-            f"train.lora.rank={config.train.lora.rank}": config.train.lora.rank > 0,
+            f"train.lora.rank={config.train.lora.rank}": config.train.lora.rank > 0 and mesh.expert * mesh.tensor > 1,
             "run.parity=true": config.run.parity,
             f"experiment.rounding={config.experiment.rounding}": config.experiment.rounding != "none",
             f"model.dtype={config.model.dtype}": config.model.dtype != "float32",

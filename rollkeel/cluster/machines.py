@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ class RayMachines:
         self._trainer: RemoteTrainer | None = None
         self._told: dict[str, Any] = {}
         with ExitStack() as made:
-            self.policy = skeleton(config.model)
+            lora = config.train.lora if config.train.lora.rank else None
+            self.policy = replace(skeleton(config.model), lora=lora)
             if start.connect(config, config.run.threads * (config.train.mesh.size + self._count)):
                 made.callback(start.disconnect)
             self._places = start.Places(config, self._count, self._gpus)

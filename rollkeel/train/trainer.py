@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,37 +17,27 @@ from rollkeel.batch.build import TrainingBatch
 from rollkeel.batch.packing import MicroBatch
 from rollkeel.config import LoraConfig, SftConfig, TrainConfig
 from rollkeel.errors import BadInput, NonFinite, RunStopped
-from rollkeel.models.adapters import holding, named_adapters, parameters
+from rollkeel.models.adapter_files import checksum_of
+from rollkeel.models.adapters import holding, parameters
 from rollkeel.models.loading import Policy, save_policy
 from rollkeel.models.lora import ADAPTER
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.routers import is_frozen
 from rollkeel.train.balance import pair_cost
 from rollkeel.train.logprobs import PolicyForward
-from rollkeel.train.mesh import Mesh, add_gradients
+from rollkeel.train.mesh import Mesh, add_gradients, local
 from rollkeel.train.optimizer import ChangedShare, Schedule, Stepper, supervised
 from rollkeel.train.parallel import Helper, LossOf
 from rollkeel.train.parts import Deal
 from rollkeel.train.passes import Passes
 from rollkeel.train.rounding import Rounding
-from rollkeel.train.scores import Scores, ScoreSheet, UpdateOutput
-from rollkeel.train.sharded import Layout, Sharded, check_ranks, gathered, pieces_of, tensors_of
+from rollkeel.train.scores import Scores, ScoreSheet, TrainableObjective, UpdateOutput
+from rollkeel.train.sharded import Layout, Sharded, all_adapters, check_ranks, gathered, pieces_of, tensors_of
 from rollkeel.train.trained import Supervised, Trained, load_trained, save_model, save_trained
 from rollkeel.train.tree import Tree
-from rollkeel.types import TokenBatch
 
 PREPASS = "prepare"
 """In `objective.needs`: `prepare` must see log-probs of the current weights, not a stand-in."""
-
-
-class TrainableObjective(Protocol):
-    """What the trainer asks of an objective."""
-
-    @property
-    def needs(self) -> frozenset[str]: ...
-    def prepare(self, batch: TokenBatch) -> Any: ...
-    def loss(self, tokens: TokenBatch) -> torch.Tensor: ...
-    def __call__(self, tokens: TokenBatch) -> Any: ...
 
 
 class LocalTrainer:
@@ -88,14 +78,18 @@ class LocalTrainer:
         self._pieces, self._deal, pair = pieces_of(self.model, mesh), Deal.of(self.model, mesh), pair_cost(self.model)
         self._tree = Tree(mesh) if config.reduce == "tree" else None
         self._rounding = Rounding(self.model, rounding)
-        self._start: dict[str, torch.Tensor] = {}
-        """The reference's adapters, beside the policy's own weights."""
         start = self._kept_reference() if config.keeps_reference else None
         layout = Layout(self.model, mesh)
         self._sharded = Sharded(self.model, mesh, self._tree, policy.source, self.device)
         self._forward = self._sharded.forward(self.model, **how)
         replay = self._sharded.once(self._forward.packed.replayable) if replay_routing else None
-        self._frozen = Sharded(start, mesh, self._tree, policy.source, self.device) if start is not None else None
+        self._start: dict[str, torch.Tensor] = {}
+        """The reference's adapters, beside the policy's own weights."""
+        if start is self.model:
+            self._start = {name: local(p.detach()).clone() for name, p in parameters(self.model).items()}
+        self._frozen = self._sharded if self._start else None
+        if start is not None and not self._start:
+            self._frozen = Sharded(start, mesh, self._tree, policy.source, self.device)
         self._reference = self._frozen.forward(start) if self._frozen is not None else None
         self._sharded.share(self._forward, self._reference)
         schedule = Schedule(lr=config.lr, warmup_steps=config.warmup_steps, kind=config.schedule, total=total_updates)
@@ -117,6 +111,8 @@ class LocalTrainer:
         self._views, self._places = dict[str, torch.Tensor](), list[int]()
         about: dict[str, Any] = {"mesh": mesh, "tree": self._tree, "replay": replay, "pair": pair}
         self._passes = Passes(config.micro_batch_tokens, temperature, helpers=self._helpers, **about)
+        if policy.lora and "checksum" not in policy.base:
+            policy.base["checksum"] = checksum_of(self.named_weights())
 
     def _started(self, processes: int, how: dict[str, Any]) -> list[Helper]:
         if processes > 1 and self.device.type != "cpu":
@@ -139,7 +135,6 @@ class LocalTrainer:
     def _kept_reference(self) -> Any:
         """The model that the reference computes with."""
         if self.policy.lora:
-            self._start = {name: p.detach().clone() for name, p in parameters(self.model).items()}
             return self.model
         with self.computing():
             return copy.deepcopy(self.model).requires_grad_(False)
@@ -315,7 +310,7 @@ class LocalTrainer:
 
     def named_adapters(self) -> dict[str, torch.Tensor]:
         """PEFT's name → live tensor of what is trained beside `named_weights`; empty where those are trained themselves."""
-        return named_adapters(self.model)
+        return all_adapters(self.model, self._deal)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a bit-identical resume needs: weights by parameter name, moments, update count, reference weights;
@@ -342,10 +337,11 @@ class LocalTrainer:
 
     def save_model(self, folder: str | Path) -> None:
         """Write the Hugging Face folder that one process would write; every rank calls it and holds one parameter whole at a time."""
-        if self._mesh.in_step:
+        if self._mesh.in_step and not self.policy.lora:
             save_model(Path(folder), self.policy, self._trained.layout, self._pieces, self.named_weights())
         else:
-            self._mesh.attempt(lambda: save_policy(self.policy, folder) if self._mesh.rank == 0 else None)
+            adapters = self.named_adapters()
+            self._mesh.attempt(lambda: save_policy(self.policy, folder, adapters) if self._mesh.rank == 0 else None)
 
     def close(self) -> None:
         """End the helper processes, if there are any."""

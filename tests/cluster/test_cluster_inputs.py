@@ -29,7 +29,7 @@ from rollkeel.recipe import load
         ),
         ("train.mesh.shard=2 train.mesh.replicate=2 cluster.trainers=2", "replicate=2 × shard=2, got 2"),
         ("cluster.trainers=2 train.processes=2", "train.processes=2: does not run on 2 ranks yet"),
-        ("cluster.trainers=2 train.lora.rank=4", "train.lora.rank=4: "),
+        ("train.mesh.tensor=2 train.lora.rank=4", "train.lora.rank=4: "),
         ("cluster.trainers=2 model.dtype=bfloat16", "model.dtype=bfloat16: "),
         ("train.mesh.expert=2 train.reduce=tree", "train.reduce=tree: "),
         ("cluster.engines=2 engine.processes=2", "engine.processes=2: does not run on a cluster yet"),

@@ -104,7 +104,8 @@ def trainer(case: Case, mesh: Mesh) -> LocalTrainer:
     options: dict[str, Any] = {"lr": 1e-3, "warmup_steps": 0, "clip_norm": 0.5, "micro_batch_tokens": 48}
     config = TrainConfig(**(options | case.options))
     path = case.model if "/" in case.model else f"preset:{case.model}"
-    policy = load_policy(ModelConfig(path=path, overrides=case.overrides), whole=not case.parts)
+    model = ModelConfig(path=path, overrides=case.overrides)
+    policy = load_policy(model, lora=config.lora, whole=not case.parts)
     about: dict[str, Any] = {"temperature": 1.0, "total_updates": 10, "replay_routing": case.replay}
     made = LocalTrainer(policy, config, mesh=mesh, **about)
     packed: Any = made._forward.packed
@@ -113,8 +114,8 @@ def trainer(case: Case, mesh: Mesh) -> LocalTrainer:
 
 
 def weights_of(t: LocalTrainer) -> dict[str, torch.Tensor]:
-    """By checkpoint name."""
-    return {name: w.clone() for name, w in t.named_weights()}
+    """By checkpoint name; adapters alone, if there are any."""
+    return {name: w.clone() for name, w in t.named_adapters().items() or t.named_weights()}
 
 
 class Failing:

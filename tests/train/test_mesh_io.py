@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollkeel.config import LoraConfig, ModelConfig
+from rollkeel.config import ModelConfig
 from rollkeel.errors import BadInput, Corrupt
 from rollkeel.models.loading import load_policy, save_policy
 from rollkeel.train import checkpoint
@@ -49,6 +49,10 @@ WATCHED = [
 TAUGHT = [Job(shard=2, expert=2, what="supervised", parts=True), Job(replicate=2, shard=2, what="supervised", **KEPT)]
 TAUGHT += [Job(shard=2, what="supervised", model="tiny-qwen3-tied", options={"reduce": "tree"})]
 TAUGHT += [Job(expert=2, what="supervised", options={"freeze_router": "router"})]
+LORA: dict[str, Any] = {"lora": {"rank": 4, "experts": True}}
+TAUGHT += [Job(shard=2, what="supervised", parts=True, options=LORA)]
+ADAPTED = Job(shard=2, what="saved", source="adapted", parts=True, options=LORA | KEPT["options"])
+ADAPTED_AGAIN = replace(ADAPTED, what="resumed", shard=1, replicate=2)
 TAUGHT_AGAIN = [replace(TAUGHT[0], source="taught")]
 
 
@@ -75,7 +79,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Found:
     """What a rank of a job came to."""
-    of = run([*ORDER, *DRAWN, WRITTEN, *AGAIN, ONE, *WATCHED, *TAUGHT, *TAUGHT_AGAIN, *read_from(folder)], folder)
+    of = run(
+        [
+            *ORDER,
+            *DRAWN,
+            WRITTEN,
+            *AGAIN,
+            ONE,
+            *WATCHED,
+            *TAUGHT,
+            *TAUGHT_AGAIN,
+            ADAPTED,
+            ADAPTED_AGAIN,
+            *read_from(folder),
+        ],
+        folder,
+    )
 
     def sound(case: Case, rank: int = 0) -> dict[str, Any]:
         result = of(case, rank)
@@ -342,6 +361,17 @@ def test_supervised_training_that_was_stopped_goes_on_to_the_same_bits(job: Job,
     assert ours["metrics"] == undisturbed["metrics"]
 
 
-def test_adapters_are_refused() -> None:
-    with pytest.raises(BadInput, match=r"train\.lora: .*; set rank=0"):
-        load_policy(ModelConfig(path="preset:tiny-qwen3"), lora=LoraConfig(rank=2), whole=False)
+def test_adapters_of_ranks_are_those_of_one_process(found: Found, folder: Path, tmp_path: Path) -> None:
+    first, ours = found(ADAPTED), found(ADAPTED_AGAIN)
+    one = trainer(Case(options=ADAPTED.options), Mesh())
+    assert one.load(folder / "adapted") == ours["lacking"] == []
+    for weights in (ours["weights"], weights_of(one)):
+        assert_same(first["weights"], weights)
+    assert_near(ours["metrics"], first["metrics"])
+    one.save_model(tmp_path)
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (folder / "adapted-model" / path.name).read_bytes(), path.name
+    load_policy(ModelConfig(path=str(folder / "adapted-model")))  # its base is told
+    other = trainer(Case(model="tiny-qwen3", options=ADAPTED.options | {"lora": {"rank": 4}}), Mesh())
+    with pytest.raises(BadInput, match="its adapters stand beside"):
+        other.load(folder / "adapted")
