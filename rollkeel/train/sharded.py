@@ -18,7 +18,7 @@ from rollkeel.models.names import checkpoint_pieces, piece_of
 from rollkeel.models.sources import Source
 from rollkeel.train.expert_parallel import check_experts, send_to_experts
 from rollkeel.train.logprobs import PolicyForward
-from rollkeel.train.mesh import Mesh, gather_into, local, spread, spread_like
+from rollkeel.train.mesh import Mesh, gather_into, keep_float32, local, spread, spread_like
 from rollkeel.train.parts import Box, Deal, boxes, part_shape
 from rollkeel.train.tree import Tree, reduce_scatter
 
@@ -28,6 +28,9 @@ Pieces = Sequence[tuple[str, str, torch.Tensor]]
 
 def check_ranks(mesh: Mesh, config: TrainConfig, policy: Policy, rounding: str, parity: bool) -> None:
     """Raises `BadInput` for what does not run on several ranks yet."""
+    dtypes = {p.dtype for name, p in policy.model.named_parameters() if ADAPTER not in name}
+    # Partial sums of these sizes would be rounded before they are added.
+    rounded = () if mesh.over("expert", "context", "tensor") > 1 else (torch.bfloat16,)
     asked = {
         "train.processes": config.processes > 1,
         "train.compile": config.compile,
@@ -35,7 +38,7 @@ def check_ranks(mesh: Mesh, config: TrainConfig, policy: Policy, rounding: str, 
         "train.moments": config.moments == "int8",
         "run.parity": parity,
         "experiment.rounding": rounding != "none",
-        "model.dtype": policy.model.dtype != torch.float32,
+        "model.dtype": len(dtypes) > 1 or not dtypes <= {torch.float32, *rounded},
         "train.reduce": config.reduce == "tree" and mesh.size > mesh.over("replicate", "shard"),
     }
     if mesh.size > 1:
@@ -120,6 +123,7 @@ class Sharded:
         forward.vocabulary = self._vocabulary
         if self._root is not None:
             forward.score = partial(self, forward.score)  # type: ignore[method-assign]
+            keep_float32(self._root)
         return forward
 
     def share(self, *forwards: PolicyForward | None) -> None:
