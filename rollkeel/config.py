@@ -323,6 +323,14 @@ class AlarmConfig(Node):
     """`warn` says it, `checkpoint` saves the state as well, `stop` ends the run behind that (exit code 3)."""
 
 
+class SyncConfig(Node):
+    """How weights come to an engine that has a copy of its own, see docs/engines.md."""
+
+    kind: Literal["full", "delta", "auto"] = "full"
+    """What is sent: all weights, the elements that changed since the last publication (which costs a copy of the served weights), or with
+    `auto` that where few did. For the embedded engine, without adapters, in one process or `engine.processes`."""
+
+
 class TraceConfig(Node):
     """Tensors of the trainer on the first two rollouts of a step, for `rollkeel analyze`: `tensors/step_000012.safetensors`. Metrics
     and tokens are `report`'s."""
@@ -369,6 +377,7 @@ class Config(Node):
     report: ReportConfig = ReportConfig()
     alarms: AlarmConfig = AlarmConfig()
     trace: TraceConfig = TraceConfig()
+    sync: SyncConfig = SyncConfig()
     experiment: ExperimentConfig = ExperimentConfig()
     cluster: ClusterConfig = ClusterConfig()
 
@@ -376,6 +385,12 @@ class Config(Node):
     def clustered(self) -> bool:
         """Whether trainer and engines are actors of a Ray cluster, and not this process."""
         return self.cluster.asked or self.train.mesh.size > 1
+
+    @property
+    def silence_s(self) -> float:
+        """Longest silence of the engine: where it replaces parts of itself, each with a deadline of its own, that takes as long."""
+        deadline_s = self.engine.deadline_s
+        return deadline_s * (1 + (3 * self.cluster.restarts if self.clustered else 0))
 
     def to_yaml(self) -> str:
         """The tree as YAML that `load` reads back to an equal tree."""

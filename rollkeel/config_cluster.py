@@ -44,6 +44,8 @@ class ClusterConfig(Node):
     placement: Literal["colocated", "disaggregated"] = "disaggregated"
     """`disaggregated` gives ranks and engines places of their own; `colocated` puts engines in the places of ranks, and they take turns
     (not with `run.loop=async`)."""
+    restarts: int = Field(default=3, ge=0)
+    """How many lost engines a run replaces, and how often it goes on from its newest checkpoint after a rank was lost."""
     deadline_s: float = Field(default=600.0, gt=0)
     """Longest wait of ranks for each other, and of a run for places, actors and weights."""
 

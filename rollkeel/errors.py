@@ -49,6 +49,14 @@ class EngineFailure(RunStopped):
     """An engine died, hung past its deadline or could not prove the weights it serves."""
 
 
+class DeltaRefused(EngineFailure):
+    """A delta does not lead from the weights that an engine holds to those that were published; a full update does."""
+
+
+class RankLost(RunStopped):
+    """A rank of the trainer died or fell silent; the run can go on from its newest checkpoint with other ranks."""
+
+
 class GraderFailure(RunStopped):
     """Graders broke more often than the failure budget allows. Never a reward of 0."""
 

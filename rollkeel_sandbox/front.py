@@ -135,7 +135,7 @@ class Front:
                 return reply(view(id, "done", entry.result) if kept else Answer(200, entry.result))
         elif path == "/v1/batch" and isinstance(asked.get("jobs"), list):
             named = [job.get("id") for job in asked["jobs"] if isinstance(job, dict)]
-            ids = [name for name in named if isinstance(name, str) and ID.fullmatch(name)]
+            ids = list(dict.fromkeys(name for name in named if isinstance(name, str) and ID.fullmatch(name)))
         fresh = bool(ids) and ids[0] not in self._entries
         allowed_s = OPEN_S if kept or not weight else allowed(asked)
         order = Order(

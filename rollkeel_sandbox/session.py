@@ -33,6 +33,9 @@ done
 start about a terminal that is none goes nowhere."""
 HELLO = (b"set +o history +o histexpand\n", b'exec 2>&5 5>&-; echo "shell $$" >&4\n')
 """The first line is an error, and without effect, where there are no such options."""
+DONE = b'(command echo done %b "$?") >&4\n'
+"""In a process of its own: an interrupted shell prints the rest of its own buffer where the next command prints. What is left of
+the line when its beginning was dropped is an error, and does not reach into the next one."""
 FIONREAD = 0x541B
 NO_TERMINAL = b"] tcsetattr: Inappropriate ioctl for device"
 """End of a line that an interactive bash prints about itself whenever a signal ends a process."""
@@ -57,6 +60,7 @@ class _Command:
     cpu_s: float
     """CPU of the whole session before it."""
     stopping: bool = False
+    asked_again: bool = False
 
 
 @dataclass
@@ -166,7 +170,7 @@ class _Session:
         )
         quoted = b"'" + blobs[0].replace(b"'", b"'\\''") + b"'"
         self.outgoing.append(b"eval %b </dev/null 4>&-\n" % quoted)
-        self.outgoing.append(b"command printf 'done %b %%s\\n' \"$?\" >&4\n" % token)
+        self.outgoing.append(DONE % token)
 
     def _may_send(self) -> bool:
         """A line may be sent, or more of the one that is on its way."""
@@ -233,6 +237,13 @@ class _Session:
         if late >= GIVE_UP_S:
             return Status.TIMEOUT, "a command could not be stopped"
         if command.stopping and late < INTERRUPT_S:
+            return None
+        past = command.asked_again or (not self.outgoing and self._may_send())
+        if past and late < KILL_S:
+            # The shell has left the command: an interrupt could only cut off what it says about it, as one of before may have.
+            if late >= INTERRUPT_S and not command.asked_again:
+                command.asked_again = True
+                self.outgoing.append(DONE % command.token)
             return None
         # The shell first: only then does it take a child's end by the same signal for its own and drop the rest of the line.
         for process in self._members():

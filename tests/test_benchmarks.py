@@ -36,6 +36,7 @@ PROGRAMS: dict[str, tuple[list[str], str]] = {
         "bytes through the controller",
     ),
     "data": (["--rows", "500"], "near duplicate"),
+    "deltas": (["--elements", "20000", "--rounds", "1"], "10 steps 1e-06 bfloat16"),
     "engines": (["--concurrent", "2", "--tokens", "2", "--rounds", "1"], "| 2 |"),
     "healthy": (["--only", "toy", "--seeds", "1", "--steps", "1"], "toy                seed 0"),
     "lab": (["--only", "toy", "--seeds", "1", "--out", "{folder}/lab"], "### `toy`"),

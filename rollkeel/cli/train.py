@@ -175,6 +175,26 @@ def simulate_sync(
     print(json.dumps(found) if as_json else "\n".join(lines(scenario, found)))
 
 
+@app.command(name="simulate-goodput")
+def simulate_goodput(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[FILE] [KEY=VALUE]...", help="A scenario (file or name), overrides.")
+    ] = None,
+    gpus: Annotated[
+        list[int] | None, typer.Option(min=2, help="A number of GPUs; may be repeated. The scenario's by default.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate a month with faults: the share of time that is kept, with and without each mechanism against them."""
+    from rollkeel.cluster.goodput import GoodputScenario, compared, lines
+    from rollkeel.rollout.scenario import read_scenario
+
+    words = list(words or [])
+    scenario = read_scenario(GoodputScenario, words.pop(0) if words and "=" not in words[0] else None, words)
+    found = compared(scenario, gpus or [scenario.gpus])
+    print(json.dumps(found) if as_json else "\n".join(lines(scenario, found)))
+
+
 @app.command()
 def plan(
     words: Words = None,

@@ -9,12 +9,14 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from rollkeel.errors import RunStopped
+from rollkeel.cluster import logs
+from rollkeel.cluster.patience import Patience
+from rollkeel.errors import RankLost, RunStopped
 
 BEAT_S = 1.0
 """Between two questions to a rank whether it lives, while it computes."""
 SILENT_S = 60.0
-"""A rank that answers none of them for so long counts as stopped."""
+"""A rank that answers none of them for so long counts as stopped; less once it is known how long it takes, see `Patience`."""
 GRACE_S = 2.0
 """For the other ranks to tell their error, after the first has told one."""
 CONTROL = "control"
@@ -27,6 +29,9 @@ class Ranks:
     def __init__(self, actors: Sequence[Any], tell: Callable[[tuple[Any, ...]], None]) -> None:
         """`tell`: is given what a rank says while it computes."""
         self.actors, self._tell = list(actors), tell
+        self.pids = list[int]()
+        """Processes of the ranks, once they are known."""
+        self._patience = dict[str, Patience]()
         self.names = [f"trainer rank {i}" for i in range(len(actors))]
         """As messages call them; nodes are added when they are known."""
         self.failed, self.doing = "", ""
@@ -69,13 +74,13 @@ class Ranks:
             if errors and end == float("inf"):
                 end = time.monotonic() + GRACE_S
             if not done and not errors:
-                self._look(list(waiting.values()), what, stop(), max(SILENT_S, patience_s))
+                self._look(list(waiting.values()), what, stop(), patience_s)
         self._drain(asked)
         self.doing = ""
         if errors:
             self.failed = self.failed or f"{what} failed on the ranks"
             # A rank whose neighbour died tells of a broken connection; the death says more.
-            raise next((e for e in errors if isinstance(e, RunStopped)), errors[0])
+            raise next((e for kind in (RankLost, RunStopped) for e in errors if isinstance(e, kind)), errors[0])
         return [answers[i] for i in asked]
 
     def close(self) -> None:
@@ -93,23 +98,27 @@ class Ranks:
             return None, RunStopped(f"{self.names[rank]}: {what}: {_reason(broke)}")
         return value, error
 
-    def _lost(self, why: str) -> RunStopped:
+    def _lost(self, why: str) -> RankLost:
         self.failed = why
         self._tell(("events", "emit", ("actor_lost",), {"reason": why}))
-        return RunStopped(f"{why}; resume the run with rollkeel train --resume")
+        return RankLost(f"{why}; resume the run with rollkeel train --resume")
 
-    def _look(self, ranks: Sequence[int], what: str, stop: bool, silent_s: float) -> None:
-        """Ask ranks that compute whether they live. Raises `RunStopped` for one that has been silent too long."""
+    def _look(self, ranks: Sequence[int], what: str, stop: bool, patience_s: float) -> None:
+        """Ask ranks that compute whether they live. Raises `RankLost` for one that has been silent too long."""
         now = time.monotonic()
+        patience = self._patience.setdefault(what, Patience(SILENT_S))
         for rank in ranks:
             if self._asked[rank] is not None and ray.wait([self._asked[rank]], timeout=0)[0]:
                 self._say(rank)
+                patience.heard(now - self._heard[rank])
                 self._heard[rank] = now
             if self._asked[rank] is None:
                 status = self.actors[rank].status.options(concurrency_group=CONTROL)
                 self._asked[rank] = status.remote(stop)
+            silent_s = max(patience.limit_s, patience_s)
             if now - self._heard[rank] > silent_s:
-                raise self._lost(f"{self.names[rank]} has said nothing for {silent_s:g} s while it did {what}")
+                why = logs.ask_for_stacks(self.pids)
+                raise self._lost(f"{self.names[rank]} has said nothing for {silent_s:.3g} s while it did {what}{why}")
 
     def _say(self, rank: int) -> None:
         ref, self._asked[rank] = self._asked[rank], None

@@ -5,7 +5,7 @@
     trainer's first rank ───────────────────────────── buckets of weights ─────────────┘
 
 Ray starts calls of one actor in any order, and answers them so. Messages carry numbers on both ways: what arrives, and in which
-order, is then what a pipe would bring. What is said stands in `engines.parts`.
+order, is then what a pipe would bring. What is said stands in `engines.part`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ import torch
 from ray.exceptions import RayError
 
 from rollkeel.cluster import logs
+from rollkeel.cluster.patience import Patience
 from rollkeel.cluster.stream import BUCKET_BYTES, Layout, Sink, send, unpacked
 from rollkeel.config import EngineConfig
 from rollkeel.engines.intake import Intake
 from rollkeel.engines.open import open_engine
-from rollkeel.engines.parts import Part, PartedEngine, serve, unknown
+from rollkeel.engines.part import Part, serve, unknown
+from rollkeel.engines.parts import START_S, PartedEngine
 from rollkeel.errors import BadInput, EngineFailure, RollkeelError
 from rollkeel.host import keep_freed_memory
 from rollkeel.protocols import RestingEngine
@@ -231,9 +233,18 @@ class _Actor(Part):
     """What it said, by number, and was not received yet."""
     received: int = 0
     heard: float = field(default_factory=time.monotonic)
+    patience: Patience = field(default_factory=lambda: Patience(float("inf")))
     end: str = "was killed"
     place: tuple[str, int] = ("", 0)
     """Its node's address and its process, once it has told them."""
+
+    def renew(self, handle: Any) -> None:
+        """Another actor in its place."""
+        self.handle, self.taking, self.place = handle, None, ("", 0)
+        self.sent, self.received, self.steps = 0, 0, 0
+        self.calls, self.came = [], {}
+        self.heard, self.end, self.dead = time.monotonic(), "was killed", ""
+        self.patience = Patience(float("inf"))
 
     def send(self, message: tuple[Any, ...]) -> None:
         self.calls.append(self.handle.send.remote(self.sent, pickle.dumps(message)))
@@ -287,12 +298,21 @@ class _Actor(Part):
             self.end = f"died ({type(error).__name__})"
             raise EOFError from None
         self.came |= dict(enumerate(said, first))
+        if self.free:
+            self.patience.heard(time.monotonic() - self.heard)
         self.heard = time.monotonic()
 
+    @property
+    def patience_s(self) -> float:
+        return self.patience.limit_s
+
     def hung(self, deadline_s: float) -> bool:
-        if late := self.free and bool(self.flying) and time.monotonic() - self.heard > deadline_s:
-            self.end = f"said nothing for {deadline_s:g} s and was killed"
-        return late
+        silent_s = time.monotonic() - self.heard
+        return self.free and bool(self.flying) and silent_s > min(self.patience_s, deadline_s)
+
+    def give_up(self, after_s: float) -> None:
+        self.end = f"said nothing for {after_s:.3g} s and was killed{logs.ask_for_stacks([self.place[1]])}"
+        self.kill()
 
     def kill(self) -> None:
         ray.kill(self.handle, no_restart=True)
@@ -303,7 +323,11 @@ class _Actor(Part):
 
 
 class ActorEngine(PartedEngine[_Actor]):
-    """One engine per actor. Requests of a dead actor come back as `Status.ENGINE_FAILURE`; it is not started again."""
+    """One engine per actor. Another one takes the place of an actor that dies, `renewals` times in all.
+
+    It does again what the dead one was told (`again`: brings it the weights that are served). Where they are not to be had while
+    others serve them, the others get its requests, and it joins at the next publication. Requests of the last actor come back
+    as `Status.ENGINE_FAILURE`."""
 
     noun = "engine actor"
 
@@ -314,6 +338,7 @@ class ActorEngine(PartedEngine[_Actor]):
         placements: Sequence[Mapping[str, Any]],
         *,
         threads: int = 1,
+        renewals: int = 0,
         **options: Any,
     ) -> None:
         """Start the actors; they load in parallel and are waited for at the first use.
@@ -323,25 +348,70 @@ class ActorEngine(PartedEngine[_Actor]):
         if config.kind != "local":
             raise BadInput(f"engine.kind={config.kind}: actors host the embedded engine alone; set engine.kind=local")
         super().__init__(int(hf_config.get_text_config().vocab_size), config.deadline_s)
-        self._attempt = 0
+        self._attempt, self._left, self._publishing = 0, renewals, False
+        self._hands_over = renewals > 0
+        self.again: Callable[[Sequence[_Actor]], None] | None = None
+        self.tell: Callable[[str, _Actor], None] = lambda what, actor: None
+        """Called with `lost`, `renewed` or `joined`."""
         own = config.model_copy(update={"processes": 0})
-        for index, placement in enumerate(placements):
-            kind: Any = ray.remote(**_options(placement, threads))(EngineActor)
-            handle = kind.remote(hf_config, own, options)
-            self.parts.append(_Actor(index, f"actor {index} (not placed yet)", handle=handle))
+        kinds: list[Any] = [ray.remote(**_options(placement, threads))(EngineActor) for placement in placements]
+        self._start = lambda index: kinds[index].remote(hf_config, own, options)
+        for index in range(len(placements)):
+            self.parts.append(_Actor(index, f"actor {index} (not placed yet)", handle=self._start(index)))
 
     def update_weights(self, update: WeightUpdate) -> Proof:
         """Send an update whose tensors this process holds, in whole slices; see `publish` for those of others."""
         head = replace(update, slices=(), checksum=0)
         return self.publish(head, lambda to: send(update.slices, update, to, BUCKET_BYTES, self._deadline_s))
 
-    def publish(self, head: WeightUpdate, feed: Callable[[Sequence[Sink]], int]) -> Proof:
+    def publish(
+        self, head: WeightUpdate, feed: Callable[[Sequence[Sink]], int], to: Sequence[_Actor] | None = None
+    ) -> Proof:
         """Serve `head.version` of weights that `feed` sends to the sinks, from wherever they are; it returns their checksum.
 
-        `head`: the update without slices and checksum. Whatever fails, nothing is served until the next publication."""
+        `head`: the update without slices and checksum. `to`: these alone, while the others serve that version already. Whatever
+        fails, nothing is served until the next publication; an actor that died is replaced before, and then it is tried again."""
         _ = self.capabilities
-        asked = self._living()
-        self._version = -1
+        if to is not None:
+            return self._publish(head, feed, to)
+        self._version, self._publishing = -1, True
+        try:
+            while True:
+                self._join()
+                asked = self._living()
+                try:
+                    return self._publish(head, feed, asked)
+                except EngineFailure:
+                    if not (self._left and any(p.dead for p in asked)):
+                        raise
+        finally:
+            self._publishing = False
+
+    def _join(self) -> None:
+        """Start others in the places of dead actors, as long as that may be done."""
+        dead = [p for p in self.parts if p.dead][: self._left]
+        for part in dead:
+            self._left -= 1
+            self.tell("lost", part)
+            part.renew(self._start(part.index))
+        self._answers(dead, START_S, "to start", may_die=True)
+        for part in dead:
+            if not part.dead:
+                self.tell("joined", part)
+
+    def _may_renew(self, part: _Actor) -> bool:
+        return bool(self._left) and self._version >= 0 and not self._publishing and self.again is not None
+
+    def _renew(self, part: _Actor) -> None:
+        assert self.again is not None
+        self._left -= 1
+        self.tell("lost", part)
+        part.renew(self._start(part.index))
+        self._answers([part], START_S, "to start")
+        self.again([part])
+        self.tell("renewed", part)
+
+    def _publish(self, head: WeightUpdate, feed: Callable[[Sequence[Sink]], int], asked: Sequence[_Actor]) -> Proof:
         self._attempt += 1
         for part in asked:
             self._send(part, ("begin", self._attempt, head))
@@ -359,6 +429,7 @@ class ActorEngine(PartedEngine[_Actor]):
         self._answers(asked, self._deadline_s, "to rest")
 
     def close(self) -> None:
+        self._left = 0
         living = [p for p in self.parts if not p.dead]
         for part in living:
             part.send(("close",))

@@ -1,15 +1,23 @@
-"""The output of an actor in the folder of its run: `actors/NAME.log`."""
+"""The output of an actor in the folder of its run: `actors/NAME.log`, with the stacks of its threads when it is asked for them."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from rollkeel.record.runfolder import ACTORS
 
 VARIABLE = "ROLLKEEL_ACTOR_LOG"
 """In an actor's environment: the file that its output goes to."""
+ASK = signal.SIGUSR1
+DUMP_S = 0.5
+"""For processes to write their stacks, before they are killed."""
 
 
 def variables(run: Path, name: str) -> dict[str, str]:
@@ -28,3 +36,23 @@ def write_there() -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    faulthandler.register(ASK, all_threads=True)
+
+
+def ask_for_stacks(pids: Iterable[int]) -> str:
+    """Have these actors, as far as they are on this machine, write where they stand into their logs, stopped ones too. Says of those
+    that are stopped that they are, for a message."""
+    asked, stopped = list[int](), list[int]()
+    for pid in pids:
+        with suppress(OSError, IndexError):
+            if not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
+                continue
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            os.kill(pid, ASK)
+            asked.append(pid)
+            if state == "T":
+                os.kill(pid, signal.SIGCONT)  # else it writes nothing; it is about to be killed
+                stopped.append(pid)
+    if asked:
+        time.sleep(DUMP_S)
+    return f"; process {', '.join(map(str, stopped))} was stopped by a signal" if stopped else ""

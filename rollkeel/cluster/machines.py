@@ -102,6 +102,8 @@ class RayMachines:
         assert engine is self._engine
         stream, trainer = StreamPublisher(self._engine, self._trainer), self._trainer
         adapters = self._config.train.lora.rank > 0
+        if self._config.run.loop != "async":  # there the trainer's weights may have changed since
+            self._engine.again = stream.again
         return lambda: stream.publish(None, trainer.version, adapters)
 
     def precision(self) -> dict[str, Any]:
@@ -150,8 +152,20 @@ class RayMachines:
         config, hf_config = self._config, self.policy.model.config
         device = "cuda" if self._gpus else "cpu"
         places = [{**self._places.engine(i), **self._surroundings(f"engine-{i}")} for i in range(self._count)]
-        about = {"device": device, "max_length": None, "lora": self.policy.lora}
-        return ActorEngine(hf_config, config.engine, places, threads=config.run.threads, **about)
+        about = {"device": device, "max_length": None, "lora": self.policy.lora, "renewals": config.cluster.restarts}
+        engine = ActorEngine(hf_config, config.engine, places, threads=config.run.threads, **about)
+        engine.tell = self._of_engine
+        return engine
+
+    def _of_engine(self, what: str, part: Any) -> None:
+        """Note what became of an engine, in the log and for people."""
+        if what == "lost":
+            self._folder.events.emit("engine_lost", name=f"engine-{part.index}", why=part.dead)
+            self._view.note(f"{part.dead}; another one takes its place")
+        else:
+            host, pid = part.place
+            self._folder.events.emit("actor", name=f"engine-{part.index}", host=host, pid=pid)
+            self._folder.events.emit(f"engine_{what}", name=f"engine-{part.index}")
 
     def _surroundings(self, name: str) -> dict[str, Any]:
         """Ray's option with what the actor `name` needs of this process's environment, wherever it is."""
@@ -163,6 +177,7 @@ class RayMachines:
         """Look at what the ranks are and let them meet. Raises `BadInput` for one that is not as this process."""
         ranks, own = self._ranks, versions()
         for i, about in enumerate(ranks.gather("about", patience_s=self._config.cluster.deadline_s)):
+            ranks.pids.append(about["pid"])
             ranks.names[i] = f"trainer rank {i} (node {about['host']}, process {about['pid']})"
             self._folder.events.emit("actor", name=f"trainer-{i}", host=about["host"], pid=about["pid"])
             refuse_others(ranks.names[i], about["versions"], own)

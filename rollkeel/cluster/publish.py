@@ -69,10 +69,19 @@ class StreamPublisher:
             self._bring("adapter", self._base, version)
         return {"time/sync_s": time.perf_counter() - start}
 
-    def _bring(self, kind: str, base: int | None, version: int) -> Proof:
+    def again(self, to: Sequence[Any]) -> None:
+        """Bring these actors the weights that the others serve, which must still be the source's."""
+        version, base = self.engine.version, self._base
+        if base is None:
+            self._bring("full", None, version, to)
+        else:
+            self._bring("full", None, base, to)
+            self._bring("adapter", base, version, to)
+
+    def _bring(self, kind: str, base: int | None, version: int, to: Sequence[Any] | None = None) -> Proof:
         mode = "fp32" if kind == "adapter" else self.engine.capabilities.dtype
         head = WeightUpdate(kind=kind, base_version=base, version=version, slices=(), checksum=0, mode=mode)
-        return self.engine.publish(head, lambda sinks: self._feed(head, sinks))
+        return self.engine.publish(head, lambda sinks: self._feed(head, sinks), to)
 
     def _feed(self, head: WeightUpdate, sinks: Sequence[Sink]) -> int:
         try:

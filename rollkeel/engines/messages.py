@@ -4,7 +4,7 @@ sequences of a message one behind the other."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,21 +38,26 @@ def requests_in(told: Packed) -> list[Request]:
     ]
 
 
-def segments_out(segments: Sequence[Segment]) -> Packed:
+class Segments(NamedTuple):
     """As `segments_in` takes them."""
+
+    told: Packed
+
+
+def segments_out(segments: Sequence[Segment]) -> Segments:
     if not segments:
-        return ()
+        return Segments(())
     ends, at = _distinct(segments, [(s.status, s.detail) for s in segments])
     kept = {i: s.kv for i, s in enumerate(segments) if s.kv is not None}
     ids = packed(np.array([s.request_id for s in segments]))
-    return ids, [(s.status.value, s.detail) for s in ends], at, _spans_out([s.span for s in segments]), kept
+    return Segments((ids, [(s.status.value, s.detail) for s in ends], at, _spans_out([s.span for s in segments]), kept))
 
 
-def segments_in(told: Packed) -> list[Segment]:
+def segments_in(sent: Segments) -> list[Segment]:
     """Those that were sent."""
-    if not told:
+    if not sent.told:
         return []
-    ids, ends, at, spans, kept = told
+    ids, ends, at, spans, kept = sent.told
     facts = zip(unpacked(ids).tolist(), (ends[i] for i in unpacked(at)), _spans_in(spans), strict=True)
     return [
         Segment(request_id=id, span=span, status=Status(status), detail=detail, kv=kept.get(i))

@@ -7,65 +7,27 @@
 A call to `submit` is cut into contiguous shares, one per part, which even out what is in flight. A part starts when it is
 first polled and then decodes on its own until it is empty; under `advance` it decodes the steps it is told and waits. So what
 runs beside what, and with it every bit of the result, depends on the order of messages and on decode steps, not on timing.
+
+That is also how a part which died comes to the same bits again: another one is told, from its last empty moment on, what it was told.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from rollkeel.engines.messages import requests_in, requests_out, segments_in, segments_out
+from rollkeel.engines.messages import Segments, requests_out, segments_in
+from rollkeel.engines.part import Part
 from rollkeel.engines.requests import check_requests
-from rollkeel.errors import BadInput, EngineFailure, RollkeelError
+from rollkeel.errors import EngineFailure, RollkeelError
 from rollkeel.models.checksum import MASK
 from rollkeel.types import Capabilities, Proof, Request, Segment, Status, TokenSpan
 
 START_S = 180.0
-
-
-@dataclass
-class Part(ABC):
-    """One part as its caller sees it, and the way to it and back. Messages arrive in the order in which they are sent."""
-
-    index: int
-    name: str
-    """As messages name it, for example `worker 0`."""
-    flying: dict[int, Request] = field(default_factory=dict)
-    free: bool = False
-    """Decodes on its own: from a poll until nothing is left in flight. Otherwise it waits for `advance`."""
-    steps: int = 0
-    """Its decode steps when it last sent anything."""
-    dead: str = ""
-    """Why it is gone; empty while it lives."""
-
-    @abstractmethod
-    def send(self, message: tuple[Any, ...]) -> None:
-        """Raises `OSError` if it is known to be gone."""
-
-    @abstractmethod
-    def ready(self, timeout_s: float) -> bool:
-        """True as soon as `receive` would not wait."""
-
-    @abstractmethod
-    def receive(self) -> tuple[str, Any, int] | None:
-        """Kind, value and decode steps of its next message; None for one that only says that it lives. Raises `EOFError` or
-        `OSError` if it is gone."""
-
-    def hung(self, deadline_s: float) -> bool:
-        """True if it should have said something within `deadline_s`, and has not."""
-        return False
-
-    @abstractmethod
-    def kill(self) -> None: ...
-
-    @abstractmethod
-    def fate(self) -> str:
-        """How it ended, behind its name in a message."""
 
 
 P = TypeVar("P", bound=Part)
@@ -85,6 +47,8 @@ class PartedEngine(ABC, Generic[P]):
         self._version = -1
         self._ready: Capabilities | None = None
         self._done: list[Segment] = []
+        self._hands_over, self._orphans = False, list[Request]()
+        """Whether others take over what a part had that nobody replaces; what they have not taken yet."""
 
     @abstractmethod
     def _wait(self, parts: Sequence[P], timeout_s: float) -> Sequence[P]:
@@ -122,6 +86,8 @@ class PartedEngine(ABC, Generic[P]):
             if start == end:
                 continue
             mine = list(requests[start:end])
+            if not part.flying:
+                part.begin()
             part.flying.update({r.id: r for r in mine})
             self._send(part, ("submit", requests_out(mine), part.free))
             asked.append(part)
@@ -140,14 +106,14 @@ class PartedEngine(ABC, Generic[P]):
                 self._send(part, ("run",))
             self._answers(paused, self._deadline_s, "to start decoding", may_die=True)
             left = max(0.0, deadline - time.monotonic())
-            ready = self._wait(busy, min(left, self._deadline_s))
+            ready = self._wait(busy, min(left, self._deadline_s, *(p.patience_s for p in busy)))
             for part in ready:
                 self._receive(part)
             hung = [p for p in busy if not p.dead and p.hung(self._deadline_s)]
             for part in hung:
-                part.kill()
+                part.give_up(min(part.patience_s, self._deadline_s))
                 self._bury(part)
-            if not ready and not hung and left <= self._deadline_s:
+            if not ready and not hung and time.monotonic() >= deadline:
                 break
         done, self._done = self._done, []
         return done
@@ -163,8 +129,7 @@ class PartedEngine(ABC, Generic[P]):
             part.free = False
             self._send(part, ("advance", steps[part.index]))
         what = f"to decode {max(steps)} steps"
-        for told in self._answers(asked, self._deadline_s, what, may_die=True):
-            segments = segments_in(told)
+        for segments in self._answers(asked, self._deadline_s, what, may_die=True):
             self._done += segments
             ended = {segment.request_id for segment in segments}
             for part in asked:
@@ -182,12 +147,16 @@ class PartedEngine(ABC, Generic[P]):
 
     def _busy(self) -> list[P]:
         """Living parts with something in flight. Raises `EngineFailure` when they have no weights to serve it with."""
+        while self._orphans:
+            self._place_orphans()
         busy = [p for p in self.parts if p.flying and not p.dead]
         if busy and self._version < 0:
             raise EngineFailure("engine local: no proven weights to serve; publish weights before polling")
         return busy
 
     def interrupt(self, ids: Sequence[int] | None = None) -> None:
+        while self._orphans:
+            self._place_orphans()
         asked = [p for p in self.parts if p.flying and not p.dead]
         for part in asked:
             self._send(part, ("interrupt", ids))
@@ -210,6 +179,9 @@ class PartedEngine(ABC, Generic[P]):
         return Proof(version=proofs[0].version, checksum=proofs[0].checksum & MASK)
 
     def _send(self, part: P, message: tuple[Any, ...]) -> None:
+        if message[0] in _REPEATED:
+            part.told.append(message)
+            part.owes += 1
         try:
             part.send(message)
         except OSError:
@@ -234,9 +206,12 @@ class PartedEngine(ABC, Generic[P]):
         end = time.monotonic() + deadline_s
         while not part.dead:
             if not part.ready(max(0.0, end - time.monotonic())):
-                part.kill()
+                name = part.name
+                part.give_up(deadline_s)
                 self._bury(part)
-                raise EngineFailure(f"engine {part.name}: waited {deadline_s:g} s for it {what}")
+                if part.dead:
+                    raise EngineFailure(f"engine {name}: waited {deadline_s:g} s for it {what}")
+                end = time.monotonic() + deadline_s
             answer = self._receive(part)
             if answer is not None:
                 return answer[0]
@@ -251,25 +226,91 @@ class PartedEngine(ABC, Generic[P]):
             return None
         if message is None:
             return None
-        kind, value, part.steps = message
+        kind, said, steps = message
+        part.steps = steps + part.before
+        value: Any = part.wanted(segments_in(said)) if isinstance(said, Segments) else said
         if kind == "segments":
-            segments = segments_in(value)
-            for segment in segments:
+            for segment in value:
                 part.flying.pop(segment.request_id, None)
             part.free = part.free and bool(part.flying)
-            self._done += segments
+            self._done += value
             return None
+        part.owes = max(0, part.owes - 1)
         if kind == "error":
             raise value
         return (value,)
 
+    def _may_renew(self, part: P) -> bool:
+        """Whether another one may take the place of this part, which died."""
+        return False
+
+    def _renew(self, part: P) -> None:
+        """Put another one there, which serves the same weights. Raises `EngineFailure` if it died, too."""
+        raise NotImplementedError
+
+    def _tell_again(self, part: P, owes: int) -> None:
+        """Have the one that took its place do what it was told since it last had nothing. The answer to the last message is left
+        to whoever waits for it, if anybody does."""
+        part.before, part.repeats = part.begun, part.given.copy()
+        for number, message in enumerate(part.told, 1 - len(part.told)):
+            part.send(message)
+            if number < 0 or not owes:
+                try:
+                    self._answer(part, self._deadline_s, "to begin again")
+                except RollkeelError:
+                    if part.dead:
+                        raise
+        part.owes = owes
+
     def _bury(self, part: P) -> None:
         part.dead = f"{part.name} {part.fate()}"
-        for request in part.flying.values():
-            self._done.append(
-                Segment(request_id=request.id, span=TokenSpan.empty(), status=Status.ENGINE_FAILURE, detail=part.dead)
-            )
+        if part.renewing:
+            return
+        if not part.flying:
+            part.told = part.told[-1:] if part.owes else []
+        part.renewing, owes = True, part.owes
+        while part.dead and self._may_renew(part):
+            try:
+                self._renew(part)
+                self._tell_again(part, owes)
+            except (RollkeelError, OSError):  # it is tried again as often as it may be
+                part.dead = part.dead or f"{part.name} {part.fate()}"
+        part.renewing = False
+        if not part.dead:
+            return
+        if self._hands_over and any(not p.dead for p in self.parts):
+            self._orphans += part.flying.values()
+        else:
+            self._fail(part.flying.values(), part.dead)
         part.flying.clear()
+
+    def _fail(self, requests: Iterable[Request], why: str) -> None:
+        for request in requests:
+            self._done.append(
+                Segment(request_id=request.id, span=TokenSpan.empty(), status=Status.ENGINE_FAILURE, detail=why)
+            )
+
+    def _place_orphans(self) -> None:
+        """Give what a part that is not replaced had in flight to the others, from where it stood when it was submitted."""
+        orphans, self._orphans = self._orphans, []
+        living = [p for p in self.parts if not p.dead]
+        if not living:
+            self._fail(orphans, "; ".join(p.dead for p in self.parts))
+            return
+        shares = even_shares([len(p.flying) for p in living], len(orphans))
+        ends = np.cumsum(shares)
+        asked = []
+        for part, start, end in zip(living, [0, *ends], ends, strict=False):
+            if start < end:
+                if not part.flying:
+                    part.begin()
+                part.flying.update({r.id: r for r in orphans[start:end]})
+                self._send(part, ("submit", requests_out(orphans[start:end]), part.free))
+                asked.append(part)
+        self._answers(asked, self._deadline_s, "to take requests of another", may_die=True)
+
+
+_REPEATED = ("submit", "advance", "run", "interrupt", "progress", "rest")
 
 
 def even_shares(loads: Sequence[int], count: int) -> list[int]:
@@ -279,69 +320,3 @@ def even_shares(loads: Sequence[int], count: int) -> list[int]:
         least = min(range(len(loads)), key=lambda i: (loads[i] + shares[i], i))
         shares[least] += 1
     return shares
-
-
-# -- the part's own side -----------------------------------------------------------------------------------------------
-
-
-class Channel(Protocol):
-    """What a part reads and writes, in order."""
-
-    def poll(self, timeout: float, /) -> bool:
-        """True if there is a message."""
-        ...
-
-    def recv(self) -> Any:
-        """The next message; None if what arrived was none for the engine. Raises `EOFError` or `ConnectionError` when the
-        caller is gone."""
-        ...
-
-    def send(self, message: Any, /) -> None: ...
-
-
-def serve(engine: Any, channel: Channel, act: Callable[[Any, tuple[Any, ...]], Any]) -> None:
-    """A part's life: answer messages, and decode one step whenever there is none. `act` answers the messages about weights."""
-    channel.send(("answer", engine.capabilities, 0))
-    free = False
-    while True:
-        # Without weights nothing can be sampled; the caller's poll says so.
-        if not (free and engine.busy and engine.version >= 0) or channel.poll(0):
-            message = channel.recv()
-            if message is None:
-                continue
-            if message[0] == "close":
-                return
-            free = _stays_free(message, free)
-            try:
-                channel.send(("answer", _answer(engine, message, act), engine.steps))
-            except RollkeelError as error:
-                channel.send(("error", error, engine.steps))  # the message was refused; the engine lives on
-            continue
-        segments = engine.poll(0)
-        free = engine.busy
-        if segments:
-            channel.send(("segments", segments_out(segments), engine.steps))
-
-
-def _stays_free(message: tuple[Any, ...], free: bool) -> bool:
-    """Whether the part decodes on its own after `message`. The caller decides: it may not know yet that all has ended."""
-    return {"run": True, "advance": False}.get(message[0], message[2] if message[0] == "submit" else free)
-
-
-def _answer(engine: Any, message: tuple[Any, ...], act: Callable[[Any, tuple[Any, ...]], Any]) -> Any:
-    if message[0] == "submit":
-        engine.submit(requests_in(message[1]))
-    elif message[0] == "advance":
-        return segments_out(engine.advance(message[1]))
-    elif message[0] == "progress":
-        return engine.progress()
-    elif message[0] == "interrupt":
-        engine.interrupt(message[1])
-    elif message[0] != "run":
-        return act(engine, message)
-    return True
-
-
-def unknown(message: tuple[Any, ...]) -> BadInput:
-    """What a part that gets a message of no known kind raises."""
-    return BadInput(f"engine: unknown message {message[0]!r}")

@@ -8,28 +8,30 @@ from typing import Protocol
 
 import torch
 
-from rollkeel.errors import EngineFailure
-from rollkeel.models.checksum import MASK
+from rollkeel.errors import DeltaRefused, EngineFailure
+from rollkeel.models.checksum import MASK, SIGNED
 from rollkeel.models.numerics import held_checksum, rounded, update_checksum
 from rollkeel.types import WeightSlice, WeightUpdate
 
 
 def apply_update(update: WeightUpdate, destinations: Mapping[str, torch.Tensor], mode: str) -> None:
     """Write every slice, rounded as `mode` rounds, to the view of its name; `prove` says whether it is there. Of a shared update
-    nothing is written: every slice must be that view already.
+    nothing is written: every slice must be that view already. Of a delta, slices of uint8 are encoded (`models.delta`).
 
     Raises `EngineFailure` for an unknown or missing name, a wrong shape, a name that comes twice, or shared memory that is not.
     """
-    check_kind(update)
     missing = dict.fromkeys(destinations)
     for piece in update.slices:
         view = destinations.get(piece.name)
-        if view is None or piece.tensor.shape != view.shape or piece.offset:
+        encoded = update.kind == "delta" and piece.tensor.dtype == torch.uint8
+        if view is None or not (encoded or piece.tensor.shape == view.shape) or piece.offset:
             raise misfit(piece, view, update.version)
         if piece.name not in missing:
             raise EngineFailure(f"weight update {update.version}: {piece.name} arrived twice")
         del missing[piece.name]
-        if not update.shared:
+        if encoded:
+            _add(view, piece.tensor)
+        elif not update.shared:
             view.copy_(rounded(piece.name, piece.tensor.to(view.device), mode))
         elif not _same_memory(piece.tensor, view):
             raise EngineFailure(
@@ -37,6 +39,22 @@ def apply_update(update: WeightUpdate, destinations: Mapping[str, torch.Tensor],
                 " gave one of them another tensor since the run began"
             )
     check_all_there(missing, update.version)
+
+
+def _add(view: torch.Tensor, encoded: torch.Tensor) -> None:
+    """Add an encoded delta to the weight that it was made for."""
+    from rollkeel.models import delta
+
+    flat, data = view.contiguous().view(-1), encoded.numpy()
+    if view.device.type == "cpu":
+        delta.apply(delta.bits_of(flat), data)
+    else:
+        bits = flat.view(SIGNED[view.element_size()])
+        for positions, differences in delta.decoded(data, len(bits), view.element_size()):
+            where, what = (torch.from_numpy(part).to(view.device) for part in (positions, differences))
+            bits[where] += what.to(bits.dtype)
+    if not view.is_contiguous():
+        view.copy_(flat.view_as(view))
 
 
 def check_kind(update: WeightUpdate) -> None:
@@ -74,15 +92,36 @@ class Memory(Protocol):
 
 def take(update: WeightUpdate, memory: Memory, mode: str, base: int) -> tuple[int, int]:
     """Apply and prove an update of all weights, which leaves adapters at zero, or of adapters beside the weights `base`, which no
-    mode rounds. Returns its checksum and the version of the weights. Raises `EngineFailure`; nothing may then be served."""
-    if update.kind != "adapter":
-        apply_update(update, memory.destinations, mode)
-        for tensor in memory.adapters.values():
-            tensor.zero_()
-        return prove(update, memory.destinations, mode), update.version
+    mode rounds. Returns its checksum and the version of the weights. Raises `EngineFailure`; nothing may then be served, and a
+    delta is `DeltaRefused` whatever is wrong with it."""
+    if update.kind == "delta":
+        try:
+            check_delta(update, mode, base)
+            return _whole(update, memory, mode)
+        except EngineFailure as error:
+            raise DeltaRefused(str(error)) from None
+    check_kind(update)
+    if update.kind == "full":
+        return _whole(update, memory, mode)
     check_base(update, memory, base)
     apply_update(update, memory.adapters, "fp32")
     return prove(update, memory.adapters, "fp32"), base
+
+
+def _whole(update: WeightUpdate, memory: Memory, mode: str) -> tuple[int, int]:
+    apply_update(update, memory.destinations, mode)
+    for tensor in memory.adapters.values():
+        tensor.zero_()
+    return prove(update, memory.destinations, mode), update.version
+
+
+def check_delta(update: WeightUpdate, mode: str, base: int) -> None:
+    """Raises `EngineFailure` unless this delta was made for what the engine holds."""
+    if base < 0 or (update.base_version, update.mode) != (base, mode):
+        raise EngineFailure(
+            f"weight update {update.version}: a delta of {update.mode} weights {update.base_version}, the engine has"
+            f" {f'{mode} weights {base}' if base >= 0 else 'none that are proven'}; publish all weights"
+        )
 
 
 def check_base(update: WeightUpdate, memory: Memory, base: int) -> None:
@@ -112,6 +151,11 @@ def prove_piece(piece: WeightSlice, held: torch.Tensor, update: WeightUpdate, mo
         piece = _restated(piece, update, mode)
     if held_checksum(piece.name, held, mode, piece.offset) == piece.checksum:
         return
+    if update.kind == "delta":
+        raise EngineFailure(
+            f"weight update {update.version}: the engine's memory of {piece.name} is not what was published; the delta is"
+            " damaged, or not of what the engine held"
+        )
     if update_checksum(piece.name, piece.tensor, mode, piece.offset) != piece.checksum:
         raise EngineFailure(f"weight update {update.version}: {piece.name} arrived with a wrong checksum")
     if not bool(torch.isfinite(piece.tensor).all()):

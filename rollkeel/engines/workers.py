@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from rollkeel.config import EngineConfig
-from rollkeel.engines.parts import Part, PartedEngine, serve, unknown
+from rollkeel.engines.part import Part, serve, unknown
+from rollkeel.engines.parts import PartedEngine
 from rollkeel.errors import RollkeelError
 from rollkeel.host import keep_freed_memory, signals_blocked
 from rollkeel.types import Proof, WeightSlice, WeightUpdate

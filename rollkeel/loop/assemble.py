@@ -202,7 +202,7 @@ def answers(
     """`samples` answers to each of the first `prompts` training prompts."""
     source = prompt_source(config, policy, "train")
     issued = issue(source.prompts(range(prompts)), samples, sampling, 0, engine)
-    return collect(engine, issued, policy.tokenizer, deadline_s=config.engine.deadline_s)
+    return collect(engine, issued, policy.tokenizer, deadline_s=config.silence_s)
 
 
 def _objective_for(config: Config, policy: Policy) -> Objective:
@@ -327,7 +327,7 @@ def _sampler(
         grader=open_graders(config),
         gather=gathered(config, policy.tokenizer),
         budget=FailureBudget(config.rollout.failure_budget),
-        deadline_s=config.engine.deadline_s,
+        deadline_s=config.silence_s,
         should_stop=stop,
         mixed=source.mixed,
     )
@@ -389,4 +389,4 @@ def overlapped(config: Config, sampler: Sampler, folder: RunFolder, after: int) 
     )
     file = config.experiment.schedule
     calls = Recorded(sampler.engine, folder.append_schedule) if file is None else Replayed(sampler.engine, file, after)
-    return OverlappedRollouts(gate, calls, source, deadline_s=config.engine.deadline_s)
+    return OverlappedRollouts(gate, calls, source, deadline_s=config.silence_s)

@@ -11,7 +11,7 @@ import torch
 from rollkeel import plugins
 from rollkeel.analyzer.record import check_layers
 from rollkeel.config import Config
-from rollkeel.errors import BAD_INPUTS, REFUSALS, BadInput, Corrupt, Interrupted, OwnCodeBroke, RunStopped
+from rollkeel.errors import BAD_INPUTS, REFUSALS, BadInput, Corrupt, Interrupted, OwnCodeBroke, RankLost, RunStopped
 from rollkeel.events import EventLog
 from rollkeel.loop.assemble import (
     assemble,
@@ -34,6 +34,7 @@ from rollkeel.record.run_config import changes_on_resume, nothing_to_do
 from rollkeel.record.runfolder import RunFolder
 from rollkeel.record.stopping import StopFlag
 from rollkeel.rewards.trial import trial
+from rollkeel.sync.shared import no_deltas
 from rollkeel.tasks.source import problems_of
 from rollkeel.train import checkpoint
 from rollkeel.train.unfinished import Unfinished
@@ -56,7 +57,7 @@ def train(config: Config, *, view: LiveView | None = None, resume: str | Path | 
         with view, StopFlag(view) as stop:
             if resume is None:
                 plugins.record(config.model_dump(), folder.path)
-            (_begin if resume is None else _resume)(config, folder, view, stop)
+            _until_done(config, folder, view, stop, fresh=resume is None)
     except BaseException as error:
         if not folder.announced:
             folder.close()
@@ -71,6 +72,22 @@ def train(config: Config, *, view: LiveView | None = None, resume: str | Path | 
         raise
     finish(folder, "done")
     return folder.path
+
+
+def _until_done(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag, *, fresh: bool) -> None:
+    """Begin, or go on; and go on again, with actors that are all new, when ranks of the trainer were lost."""
+    left = config.cluster.restarts
+    while True:
+        try:
+            (_begin if fresh else _resume)(config, folder, view, stop)
+            return
+        except RankLost as lost:
+            if not left or stop():
+                raise
+            why = str(lost).partition("; resume")[0]
+        left, fresh = left - 1, False
+        view.note(f"{why}; the run goes on from its newest checkpoint")
+        folder.events.emit("restarted", reason=why)
 
 
 def finish(folder: RunFolder, status: str, detail: str = "") -> None:
@@ -181,6 +198,8 @@ def _reinforce(run: Run, first: int) -> None:
     events.emit("weights", copies=1 + bool(run.apart), reason=run.apart)
     where = f"twice: {run.apart}" if run.apart else "once: trainer and engine compute with the same memory"
     run.view.note(f"weights {where}")
+    if (kind := run.config.sync.kind) != "full" and (why := no_deltas(run.config, run.apart)):
+        run.view.note(f"sync.kind={kind} sends no deltas: {why}")
     if about.max_length < (run.config.engine.max_length or run.policy.context):
         run.view.note(
             f"sequences end at {about.max_length} tokens, what engine.kv_memory_gb holds of the model's context"

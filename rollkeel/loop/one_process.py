@@ -21,6 +21,7 @@ from rollkeel.record.runfolder import RunFolder
 from rollkeel.record.stopping import StopFlag
 from rollkeel.sync.proof import Probes
 from rollkeel.sync.publish import DirectPublisher
+from rollkeel.sync.shared import no_deltas
 from rollkeel.train.checkpoint import TRAINER, Written
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.train.unfinished import Unfinished
@@ -52,7 +53,9 @@ class OneProcess:
         return own_engine(self._config, self.policy, folder, device_of(self._config))
 
     def publisher(self, engine: Engine, probes: Probes | None, *, shared: bool) -> Publish:
-        direct, trainer = DirectPublisher([engine], probes, shared=shared), self._made()
+        config, trainer = self._config, self._made()
+        kind = "full" if no_deltas(config, "two copies") else config.sync.kind
+        direct = DirectPublisher([engine], probes, shared=shared, kind=kind)
         return lambda: direct.publish(trainer.named_weights(), trainer.version, trainer.named_adapters())
 
     def precision(self) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def held_out(run: Run, step: int) -> dict[str, float]:
                 one.sampling,
                 samples=one.samples,
                 greedy=settings.greedy and one is own,
-                deadline_s=run.config.engine.deadline_s,
+                deadline_s=run.config.silence_s,
                 gather=run.gather if one is own else collect,
             )[0]
     return metrics

@@ -10,7 +10,7 @@ from typing import Any
 from rollkeel.config import Config, LoraConfig
 from rollkeel.errors import BadInput
 from rollkeel.memory.shapes import Shape, shape_from, shape_of
-from rollkeel.sync.shared import two_copies
+from rollkeel.sync.shared import KEPT, no_deltas, two_copies
 
 GB = 10**9
 DEVICES = {"h100": 80 * GB, "a100": 80 * GB, "h200": 141 * GB}
@@ -66,6 +66,7 @@ def plan(config: Config, shape: Shape, setting: Setting = Setting()) -> Plan:
         "reference model": reference if train.keeps_reference else 0,
         **activations(config, shape, setting, tokens),
         **(engine(config, shape, context, longest) if config.engine.kind == "local" else {}),
+        "last publication": published(config, shape) if setting.cpu else 0,
     }
     return Plan(parts, tokens)
 
@@ -135,6 +136,13 @@ def engine(config: Config, shape: Shape, context: int, longest: int) -> dict[str
         "KV blocks": copies * blocks * block,
         "engine's buffers": copies * (slots * slot + gathered),
     }
+
+
+def published(config: Config, shape: Shape) -> int:
+    """What `sync.kind` keeps in the host's memory: the weights as they were served last, and the newest deltas."""
+    if config.sync.kind == "full" or no_deltas(config, two_copies(config)):
+        return 0
+    return int((1 + KEPT) * SIZES.get(config.engine.dtype, 4) * shape.parameters)
 
 
 def most_tokens(config: Config, shape: Shape, space: int, setting: Setting = Setting()) -> int:

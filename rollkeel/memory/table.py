@@ -43,6 +43,9 @@ with the reason; event `weights` in `events.jsonl`). The rule is `rollkeel/sync/
 `train.processes` above 1 and `experiment.rounding` keep two. While such a run is opened on a GPU its weights wait in host memory, so that
 they never lie there twice.
 
+**The last publication.** `sync.kind=delta` and `auto` keep the weights as they were served last, and up to a quarter of their bytes
+of deltas, in host memory. `--device cpu` counts them ("last publication"); beside a GPU they are in no sum.
+
 `train.lora` counts as the config says it; `--lora RANK` is rank RANK on every projection, experts too.
 
 GB, with `{" ".join(SETTINGS[:4])}

@@ -16,7 +16,8 @@ PART = 2**19
 """Elements at one time: what a part needs beside the weights stays below 32 MB, and in the processor's caches."""
 PART_OF_KERNEL = 2**27
 """The same on a GPU: one launch for most tensors."""
-_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by bytes per element, that every device computes with."""
 _LOW, _STEP, _HIGH, _FLIP = 2**32 - 1, 0x9E3779B1, 0x85EBCA77, 0x5BD1E995
 
 
@@ -34,7 +35,7 @@ _COMPILED = {
     width: entry(f"uint{8 * width}[::1]", "uint32", "uint64[::1]")(_sum) for width in ((1, 2, 4, 8) if FOUND else ())
 }
 """By bytes per element."""
-_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 def tensor_checksum(name: str, tensor: torch.Tensor, offset: int = 0, dtype: torch.dtype | None = None) -> int:
@@ -55,10 +56,10 @@ def tensor_checksum(name: str, tensor: torch.Tensor, offset: int = 0, dtype: tor
         if kernel:
             from rollkeel.models.gpu.checksum import block_sums
 
-            on_device += block_sums(plain.view(_WIDTH[dtype.itemsize]), offset, base, _STEP, _HIGH, _FLIP).sum()
+            on_device += block_sums(plain.view(SIGNED[dtype.itemsize]), offset, base, _STEP, _HIGH, _FLIP).sum()
         elif compiled is not None and (offset & _LOW) + len(part) <= _LOW:
             first = (base + (offset & _LOW) * _STEP + (offset >> 32) * _HIGH) & _LOW
-            compiled(plain.view(_UNSIGNED[dtype.itemsize]).numpy(), first, on_host)
+            compiled(plain.view(UNSIGNED[dtype.itemsize]).numpy(), first, on_host)
         else:
             on_device += _plain_sum(plain, base, offset)
         offset += len(part)
@@ -77,7 +78,7 @@ def _parts(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
 
 def _plain_sum(part: torch.Tensor, base: int, offset: int) -> torch.Tensor:
     size = part.element_size()
-    bits = part.view(_WIDTH[size]).to(torch.int64)
+    bits = part.view(SIGNED[size]).to(torch.int64)
     position = torch.arange(offset, offset + len(part), device=part.device)
     x = (base + (position & _LOW) * _STEP + (position >> 32) * _HIGH) & _LOW
     # int64 products and sums wrap modulo 2**64, which is the arithmetic wanted here.

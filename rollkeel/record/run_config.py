@@ -21,7 +21,7 @@ FREE = (
     "eval.every", "checkpoint", "report", "alarms", "trace",
     "engine.processes", "engine.slots", "engine.kv_memory_gb", "engine.deadline_s", "engine.server",
     "train.processes", "train.micro_batch_tokens", "reward.graders", "rollout.failure_budget",
-    "cluster.address", "cluster.placement", "cluster.deadline_s",
+    "cluster.address", "cluster.placement", "cluster.restarts", "cluster.deadline_s",
 )  # fmt: skip
 """Sections and leaves that say how long, where and how fast: nobody needs to be told that they changed."""
 

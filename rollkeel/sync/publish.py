@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from rollkeel.errors import EngineFailure
+from rollkeel.errors import DeltaRefused, EngineFailure
 from rollkeel.models.checksum import MASK
 from rollkeel.models.numerics import update_checksum
 from rollkeel.protocols import Engine, ProbedEngine
 from rollkeel.sync.proof import Probes
 from rollkeel.types import WeightSlice, WeightUpdate
+
+if TYPE_CHECKING:
+    from rollkeel.sync.history import History
 
 
 def full_update(
@@ -45,13 +49,18 @@ def adapter_update(adapters: Mapping[str, torch.Tensor], version: int, base_vers
 
 
 class DirectPublisher:
-    """Hands full updates to engines and refuses to go on unless each proves the version and checksum it serves."""
+    """Hands updates to engines and refuses to go on unless each proves the version and checksum it serves."""
 
-    def __init__(self, engines: Sequence[Engine], probes: Probes | None = None, *, shared: bool = False) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], probes: Probes | None = None, *, shared: bool = False, kind: str = "full"
+    ) -> None:
         """`probes`: also asked of every engine that is a `ProbedEngine`, after each publication. `shared`: the engines compute with
-        the very weights that are published."""
+        the very weights that are published. `kind`: `sync.kind`, for engines that prove their memory and do not share it."""
         self.engines, self.probes, self.shared = tuple(engines), probes, shared
         self._base: int | None = None
+        self._kind = "full" if shared else kind
+        self._histories: dict[str | None, History] = {}
+        """By numeric mode, with `kind` other than full."""
 
     def publish(
         self,
@@ -77,12 +86,47 @@ class DirectPublisher:
         for engine in self.engines:
             about = engine.capabilities
             mode = about.dtype if about.proves_memory else None
-            update = updates[mode] = updates.get(mode) or full_update(weights, version, mode, shared=self.shared)
-            self._bring(engine, update)
+            if mode not in updates:
+                updates[mode] = full_update(weights, version, mode, shared=self.shared)
+                if self._kind != "full" and mode is not None:
+                    self._note(updates[mode], mode)
+            update = updates[mode]
+            if mode in self._histories:
+                for key, value in self._catch_up(engine, update, self._histories[mode]).items():
+                    metrics[key] = metrics.get(key, 0.0) + value
+                if (changed := self._histories[mode].changed) is not None:
+                    metrics["sync/changed"] = changed
+            else:
+                self._bring(engine, update)
             if self.probes is not None and isinstance(engine, ProbedEngine):
                 for key, value in self._probe(engine, update, self.probes).items():
                     metrics[key] = max(value, metrics.get(key, 0.0))
         return {"time/sync_s": time.perf_counter() - start, **metrics}
+
+    def _note(self, update: WeightUpdate, mode: str) -> None:
+        from rollkeel.sync.history import History
+
+        if mode not in self._histories:
+            self._histories[mode] = History(self._kind, mode)
+        self._histories[mode].advance(update)
+
+    def _catch_up(self, engine: Engine, full: WeightUpdate, history: History) -> dict[str, float]:
+        """Bring an engine the least that it needs, and all weights where it refuses that."""
+        from rollkeel.sync.history import nbytes
+
+        update, sent, refused = history.update(full, engine.version), 0, False
+        try:
+            sent += nbytes(update)
+            self._bring(engine, update)
+        except DeltaRefused:
+            refused = True
+            sent += nbytes(full)
+            self._bring(engine, full)
+        return {
+            "sync/bytes": sent,
+            "sync/deltas": float(update.kind == "delta"),
+            "sync/deltas_refused": float(refused),
+        }
 
     def _probe(self, engine: ProbedEngine, update: WeightUpdate, probes: Probes) -> dict[str, float]:
         verdict = probes.judge(engine)

@@ -1,4 +1,4 @@
-"""When trainer and engine compute with one copy of the weights, and when with two."""
+"""When trainer and engine compute with one copy of the weights, and when with two; and when changes alone can be sent between two."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from rollkeel.config import Config
 
 EXACT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """By `model.dtype`, the `engine.dtype` that holds the same numbers."""
+KEPT = 0.25
+"""Most bytes of kept deltas (`sync.history`), over those of the served weights."""
 
 
 def two_copies(config: Config) -> str:
@@ -30,4 +32,17 @@ def two_copies(config: Config) -> str:
         return f"train.processes={train.processes} has helpers, which hold the trainer's memory"
     if config.experiment.rounding != "none":
         return "experiment.rounding writes over the trainer's weights for the time of a pass"
+    return ""
+
+
+def no_deltas(config: Config, apart: str) -> str:
+    """Why `sync.kind` changes nothing in this run; empty where it does. `apart`: why the engine has weights of its own, if it has."""
+    if config.clustered:
+        return "engine actors take all weights"
+    if not apart:
+        return "trainer and engine compute with one copy, so that nothing is sent"
+    if config.engine.kind == "vllm":
+        return "engine.kind=vllm takes all weights"
+    if config.train.lora.rank:
+        return "adapters alone are sent, as they are"
     return ""

@@ -64,15 +64,41 @@ def test_every_actor_has_a_log_and_a_line(whole: Path) -> None:
     assert sorted(file.stem for file in (whole / "actors").iterdir()) == sorted(names)
 
 
+def test_a_run_goes_on_without_a_killed_rank_as_if_it_had_not_been(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    killer = kill_when(run, "trainer-1", "update", 2)
+    run_of(run, *TWO)
+    killer.join()
+    assert_same(run, whole)
+    (told,) = [e for e in events(run) if e["event"] == "restarted"]
+    assert "trainer rank 1 (node" in told["reason"]
+
+
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_resumed_run_is_the_undisturbed_one(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     killer = kill_when(run, "trainer-1", "update", 2)
     with pytest.raises(RunStopped, match=r"trainer rank 1 \(node \S+, process \d+\) died while it did .*--resume$"):
-        run_of(run, *TWO)
+        run_of(run, *TWO, "cluster.restarts=0")
     killer.join()
     assert events(run)[-1]["status"] == "stopped"
     train(load(run / "config.yaml"), resume=run)
     assert_same(run, whole)
+
+
+@pytest.mark.parametrize("stage", ["rollout", *(pytest.param(s, marks=pytest.mark.slow) for s in ("update", "sync"))])
+def test_a_killed_engine_is_replaced_and_the_run_is_the_undisturbed_one(
+    stage: str, whole: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    killer = kill_when(run, "engine-0", stage, 2)
+    run_of(run, *TWO)
+    killer.join()
+    assert_same(run, whole)
+    seen = [e for e in events(run) if e.get("name") == "engine-0"]
+    assert [e["event"] for e in seen[:3]] == ["actor", "engine_lost", "actor"]
+    assert seen[3]["event"] in ("engine_renewed", "engine_joined")
+    assert seen[0]["pid"] != seen[2]["pid"]
 
 
 @pytest.mark.slow

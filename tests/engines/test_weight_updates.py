@@ -1,7 +1,7 @@
 """A token stamped with a version must come from that version's weights; an engine that cannot prove them must not sample.
 
 Every way an update can be wrong, updates while sequences are on their way, tied embeddings, diverged weights. Not covered:
-transport between machines; deltas, which this engine refuses; adapters (test_adapters.py).
+transport between machines; deltas (`sync/test_deltas.py`); adapters (test_adapters.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ WRONG: dict[str, tuple[Callable[[WeightUpdate], WeightUpdate], str]] = {
     "offset": (lambda u: swap_first(u, offset=64), "at offset 64"),
     "flipped bit": (flip_byte, "arrived with a wrong checksum"),
     "other dtype": (lambda u: swap_first(u, tensor=u.slices[0].tensor.bfloat16()), "wrong checksum"),
-    "delta": (lambda u: replace(u, kind="delta", base_version=0), "expected all weights or adapters, got 'delta'"),
+    "delta of no mode": (
+        lambda u: replace(u, kind="delta", base_version=0),
+        "a delta of None weights 0, the engine has fp32",
+    ),
+    "other kind": (lambda u: replace(u, kind="patch"), "expected all weights or adapters, got 'patch'"),
     "wrong total": (lambda u: replace(u, checksum=u.checksum ^ 1), "expected"),
     "twice": (lambda u: replace(u, slices=[*u.slices, u.slices[0]]), "arrived twice"),
 }

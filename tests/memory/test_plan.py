@@ -30,8 +30,12 @@ from rollkeel.memory.shapes import PUBLIC, Shape, shape_of
 from rollkeel.memory.table import markdown
 from rollkeel.models.adapters import parameters
 from rollkeel.models.loading import Policy, load_policy
+from rollkeel.models.names import checkpoint_views
 from rollkeel.recipe import load
 from rollkeel.record.runfolder import RunFolder
+from rollkeel.sync.history import History
+from rollkeel.sync.publish import full_update
+from rollkeel.sync.shared import KEPT
 from rollkeel.train import eight_bit, logprobs
 from rollkeel.train.trainer import LocalTrainer
 from tests.models.test_checkpointing import kept_on_meta
@@ -122,6 +126,20 @@ def test_weights_lie_there_as_often_as_planned(preset: str, words: list[str], tm
     assert bool(engines[0][1]) == (words == ["engine.dtype=bf16"])
     parts = plan(config, shape_of(config.model.path, config.model.overrides), Setting(cpu=True, prompt=16)).parts
     assert sum(parts[name] for name in ("weights", "engine's weights")) == pytest.approx(held, rel=0.02)
+
+
+def test_what_deltas_need_is_planned_where_it_lies() -> None:
+    """The weights as they were served last, and deltas up to a bound."""
+    words = ["model.path=preset:tiny-qwen3-moe", "engine.dtype=bf16"]
+    config = load(None, [*words, "sync.kind=delta"])
+    shape, history = shape_of(config.model.path, {}), History("delta", "bf16")
+    history.advance(full_update(checkpoint_views(load_policy(config.model).model).items(), 0, "bf16"))
+    held = sum(t.numel() * t.element_size() for t in history._base.values())
+    parts = plan(config, shape, Setting(cpu=True)).parts
+    assert parts["last publication"] == pytest.approx((1 + KEPT) * held, rel=0.02)
+    assert plan(config, shape).parts["last publication"] == 0  # in host memory, beside a GPU
+    for others in (words, [words[0], "sync.kind=auto"], [*words, "sync.kind=delta", "train.lora.rank=2"]):
+        assert plan(load(None, others), shape, Setting(cpu=True)).parts["last publication"] == 0
 
 
 def test_parity_keeps_keys_and_values_in_float32() -> None:

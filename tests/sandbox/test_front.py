@@ -317,6 +317,14 @@ def test_it_is_a_serve_to_its_clients(real: Front) -> None:
     assert 'rollkeel_sandbox_front_answers_total{status="200"}' in text
 
 
+def test_a_batch_that_names_an_id_twice_is_answered_as_its_node_answers(real: Front) -> None:
+    once = {"source": "print(1)", "id": "twin"}
+    refused = {"jobs": [once, once, {"source": "", "limits": {"scratch_mb": 0.5}}]}
+    assert real.ask("POST", "/v1/batch", refused)[0] == 422
+    status, told = real.ask("POST", "/v1/batch", {"jobs": [once, once]})
+    assert status == 422 or len(told["jobs"]) == 2
+
+
 def test_its_tools_for_models_are_those_of_its_nodes(real: Front) -> None:
     async def session() -> None:
         async with (

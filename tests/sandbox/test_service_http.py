@@ -224,7 +224,7 @@ def fuzz(server: Server | Front, requests: int) -> Counter[int]:
 
     @given(case=st.one_of(*[schema.as_strategy()] * len(wrong), *wrong))
     @settings(
-        max_examples=requests // 3,
+        max_examples=-(-requests // 3),
         deadline=None,
         database=None,
         phases=[Phase.generate],

@@ -1,0 +1,65 @@
+"""What may break, in which part, and what then happens: the table that docs/faults.md shows, each row with the test that injects it.
+
+Imports nothing of what it is about, so that it can be read where Ray is not installed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+FAULTS = ("crash", "hang", "wrong answer", "broken publication", "full disk", "interrupt")
+PARTS = ("controller", "trainer rank", "engine", "engine server", "grader", "environment", "sandbox node", "storage")
+
+
+class Row(NamedTuple):
+    """A fault of a part. Every text is one sentence, or a part of one."""
+
+    fault: str
+    part: str
+    noticed: str
+    """How."""
+    within: str
+    """Longest time until then, by the setting that says it."""
+    done: str
+    """What the run does."""
+    kept: str
+    """What is not lost."""
+    test: str
+    """The test that injects it."""
+
+
+TABLE = (
+    Row("crash", "controller", "its actors and workers see that it is gone", "at once", "everything ends; `--resume` goes on", "the newest checkpoint", "tests/cluster/test_cluster_faults.py::test_a_killed_controller_leaves_nothing_and_the_run_goes_on"),
+    Row("interrupt", "controller", "Ctrl-C, SIGTERM", "the end of the step", "a checkpoint, exit code 130", "everything", "tests/cluster/test_cluster_faults.py::test_ctrl_c_in_a_terminal_reaches_all_processes_and_ends_with_a_checkpoint"),
+    Row("crash", "trainer rank", "Ray says so to the call that waits", "seconds", "all actors begin anew from the newest checkpoint, `cluster.restarts` times; then exit code 3", "the newest checkpoint; in `sync` and `budgeted` every bit", "tests/cluster/test_cluster_runs.py::test_a_run_goes_on_without_a_killed_rank_as_if_it_had_not_been"),
+    Row("hang", "trainer rank", "its second thread does not answer", "twice its longest silence so far and 10 s, at most 60 s; a wait of ranks for each other `cluster.deadline_s`", "as for a crash", "as for a crash", "tests/cluster/test_cluster_faults.py::test_who_is_stopped_is_told_within_a_deadline_with_his_stack"),
+    Row("crash", "engine", "the call that waits for it fails", "seconds", "another one does again what it was told, `cluster.restarts` times; in `async` the other engines take over", "in `sync` and `budgeted` every bit; in `async` every request", "tests/cluster/test_cluster_runs.py::test_a_killed_engine_is_replaced_and_the_run_is_the_undisturbed_one"),
+    Row("hang", "engine", "it says nothing while it decodes", "twice its longest silence so far and 10 s, at most `engine.deadline_s`", "it is killed; then as for a crash", "as for a crash", "tests/cluster/test_cluster_faults.py::test_who_is_stopped_is_told_within_a_deadline_with_his_stack"),
+    Row("broken publication", "engine", "checksums over its own memory", "before a token", "nothing is served; exit code 3", "the newest checkpoint", "tests/cluster/test_publications.py::test_no_token_is_stamped_with_a_version_whose_stream_went_wrong"),
+    Row("crash", "engine server", "its process ended or its streams broke", "seconds", "it is started again, gets proven weights, and goes on from the tokens that came", "every token", "tests/engines/test_served.py::test_a_server_killed_in_the_middle_costs_no_rollout"),
+    Row("hang", "engine server", "no token of any request", "a fifth of `engine.deadline_s`", "it is killed; then as for a crash", "every token", "tests/engines/test_served.py::test_a_hanging_server_is_killed_and_its_work_goes_on"),
+    Row("wrong answer", "engine server", "its log-probs of fixed prompts", "before a token", "nothing is sampled; exit code 3", "the newest checkpoint", "tests/engines/test_served.py::test_a_restart_with_wrong_weights_is_noticed"),
+    Row("crash", "grader", "its process is gone", "at the next answer", "another process grades it", "every reward", "tests/rewards/test_grader_workers.py::test_a_worker_that_died_between_gradings_is_replaced"),
+    Row("hang", "grader", "no verdict", "`reward.graders.deadline_s`", "its process is killed; the rollout counts as failed, never as a reward of 0", "the other rollouts", "tests/rewards/test_grader_workers.py::test_a_hanging_one_holds_nobody_up_and_is_killed"),
+    Row("wrong answer", "grader", "it raises an error", "at once", "the rollout counts as failed, never as a reward of 0; above `rollout.failure_budget` exit code 3", "the newest checkpoint", "tests/test_loop.py::test_broken_graders_stop_the_run_and_never_score_zero"),
+    Row("crash", "environment", "it raises an error, or its terminal is lost", "at once", "the rollout counts as failed", "the other rollouts", "tests/rollout/test_episodes.py::test_a_broken_environment_is_no_reward_and_stops_nobody"),
+    Row("crash", "sandbox node", "its connections break", "a second", "its jobs are run on other nodes, once more at most", "one result for every job", "tests/sandbox/test_front.py::test_three_thousand_jobs_while_nodes_are_killed_and_frozen"),
+    Row("hang", "sandbox node", "checks miss deadlines that follow its measured times", "seconds", "it is isolated; then as for a crash", "one result for every job", "tests/sandbox/test_front.py::test_three_thousand_jobs_while_nodes_are_killed_and_frozen"),
+    Row("full disk", "storage", "a write fails", "at once", "exit code 2, in one line", "what was written before, unharmed", "tests/test_cli.py::test_full_disk_leaves_nothing_half_written"),
+)  # fmt: skip
+
+
+def markdown() -> str:
+    """docs/faults.md."""
+    head = ("fault", "part", "noticed by", "within", "what is done", "what is kept", "injected by")
+    lines = [
+        "# Faults",
+        "",
+        "What may break in a run, how it is noticed, and what then happens. `rollkeel/cluster/faults.py` holds this table and prints this",
+        "page; every row names the test that injects the fault. What is not in it (slow parts, a network that is cut, memory that runs out, a",
+        "lost node or Ray itself) has no test, and so no promise.",
+        "",
+        f"| {' | '.join(head)} |",
+        "|" + "---|" * len(head),
+    ]
+    return "\n".join([*lines, *(f"| {' | '.join([*row[:6], f'`{row.test}`'])} |" for row in TABLE)]) + "\n"
