@@ -83,10 +83,9 @@ class LocalTrainer:
         self._sharded = Sharded(self.model, mesh, self._tree, policy.source, self.device)
         self._forward = self._sharded.forward(self.model, **how)
         replay = self._sharded.once(self._forward.packed.replayable) if replay_routing else None
-        self._start: dict[str, torch.Tensor] = {}
+        adapters = parameters(self.model) if start is self.model else {}
+        self._start = {name: local(p.detach()).clone() for name, p in adapters.items()}
         """The reference's adapters, beside the policy's own weights."""
-        if start is self.model:
-            self._start = {name: local(p.detach()).clone() for name, p in parameters(self.model).items()}
         self._frozen = self._sharded if self._start else None
         if start is not None and not self._start:
             self._frozen = Sharded(start, mesh, self._tree, policy.source, self.device)
