@@ -48,8 +48,6 @@ def run_benchmarks(
     resumes: finished items stay, those with a failure are asked again. Returns what is in `results.json`. Raises `Interrupted` after
     Ctrl-C, and after the results are written `EngineFailure` or `GraderFailure` above `rollout.failure_budget`.
     """
-    if config.clustered:
-        raise BadInput("cluster, train.mesh: benchmarks are run in one process; leave them out")
     counts = {b.benchmark.name: b.benchmark.k if samples is None else samples for b in benchmarks}
     _check(config, counts, greedy)
     by_context: dict[int, list[Loaded]] = {}
