@@ -196,6 +196,33 @@ def simulate_goodput(
 
 
 @app.command()
+def chaos(
+    words: Words = None,
+    faults: Annotated[
+        str, typer.Option(help="Some of kill:rank, kill:engine, stop:rank, stop:engine, with commas.")
+    ] = "kill:rank,kill:engine,stop:rank,stop:engine",
+    count: Annotated[int, typer.Option(min=1, help="Faults.")] = 5,
+    every: Annotated[float, typer.Option(min=0, help="Seconds between them on average, while the run goes on.")] = 10.0,
+    seed: Annotated[int, typer.Option(min=0, help="Decides which and when.")] = 0,
+    compare: Annotated[bool, typer.Option(help="Run it once more without faults, and compare the models.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train over a Ray of this machine while actors are killed and stopped, and say what was noticed, when, and what it cost.
+
+    Exit code 1 if a fault was not noticed, the run did not end, or its model is not that of the undisturbed run.
+    """
+    config = config_of(words)
+    from rollkeel.cluster.chaos import chaos as harm
+    from rollkeel.cluster.chaos import summary
+
+    say = (lambda line: None) if as_json else lambda line: print(line, flush=True)
+    found = harm(config, words or [], faults, count, every, seed, compare, say)
+    print(json.dumps(found) if as_json else summary(found))
+    if found["noticed"] < len(found["incidents"]) or found["exit_code"] or not found.get("same_model", True):
+        raise typer.Exit(1)
+
+
+@app.command()
 def plan(
     words: Words = None,
     device: Annotated[

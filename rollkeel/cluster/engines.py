@@ -42,6 +42,8 @@ from rollkeel.types import Proof, WeightUpdate
 
 BEAT_S = 1.0
 """Longest silence of an actor that decodes on its own; a fifth of its deadline where that is shorter."""
+SILENT_S = 60.0
+"""Longest silence of a process that somebody waits for, whatever it does; less once it is known how long it takes."""
 CLOSE_S = 5.0
 _CALLS = 8
 """That an actor answers at one time: a `take` may be under way, buckets and messages come beside it."""
@@ -74,6 +76,9 @@ class EngineActor:
     def take(self) -> Said:
         """Waits for something to be said. Nothing: the engine decodes, and lives."""
         return self._channel.said(None)
+
+    def lives(self) -> None:
+        """Answers at once, whatever the engine does."""
 
     def bucket(self, attempt: int, layout: Layout, data: Sequence[Any]) -> str:
         """Write a bucket of publication `attempt`; returns why it was refused, or nothing."""
@@ -234,6 +239,9 @@ class _Actor(Part):
     received: int = 0
     heard: float = field(default_factory=time.monotonic)
     patience: Patience = field(default_factory=lambda: Patience(float("inf")))
+    ping: ray.ObjectRef | None = None
+    pinged: float = 0.0
+    pings: Patience = field(default_factory=lambda: Patience(SILENT_S))
     end: str = "was killed"
     place: tuple[str, int] = ("", 0)
     """Its node's address and its process, once it has told them."""
@@ -244,7 +252,7 @@ class _Actor(Part):
         self.sent, self.received, self.steps = 0, 0, 0
         self.calls, self.came = [], {}
         self.heard, self.end, self.dead = time.monotonic(), "was killed", ""
-        self.patience = Patience(float("inf"))
+        self.patience, self.ping = Patience(float("inf")), None
 
     def send(self, message: tuple[Any, ...]) -> None:
         self.calls.append(self.handle.send.remote(self.sent, pickle.dumps(message)))
@@ -267,7 +275,21 @@ class _Actor(Part):
             return True
         if not self.calls:
             self.listen()
-        return bool(ray.wait(self.calls, num_returns=1, timeout=timeout_s)[0])
+        end = time.monotonic() + timeout_s
+        while not ray.wait(self.calls, num_returns=1, timeout=max(0.0, min(end - time.monotonic(), BEAT_S)))[0]:
+            if time.monotonic() >= end or not self._lives():
+                return False
+        return True
+
+    def _lives(self) -> bool:
+        """Whether its process has answered, in a thread that does nothing else, for as long as it may take for that."""
+        now = time.monotonic()
+        if self.ping is not None and ray.wait([self.ping], timeout=0)[0]:
+            self.ping = None
+            self.pings.heard(now - self.pinged)
+        if self.ping is None:
+            self.ping, self.pinged = self.handle.lives.remote(), now
+        return now - self.pinged <= self.pings.limit_s
 
     def receive(self) -> tuple[str, Any, int] | None:
         if not self.waits:

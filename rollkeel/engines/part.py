@@ -66,7 +66,8 @@ class Part(ABC):
 
     @abstractmethod
     def ready(self, timeout_s: float) -> bool:
-        """True as soon as `receive` would not wait."""
+        """True as soon as `receive` would not wait. False after `timeout_s`, or earlier if its process does not even say that it
+        lives."""
 
     @abstractmethod
     def receive(self) -> tuple[str, Any, int] | None:

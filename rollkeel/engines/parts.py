@@ -206,11 +206,11 @@ class PartedEngine(ABC, Generic[P]):
         end = time.monotonic() + deadline_s
         while not part.dead:
             if not part.ready(max(0.0, end - time.monotonic())):
-                name = part.name
-                part.give_up(deadline_s)
+                name, waited_s = part.name, min(deadline_s, deadline_s - end + time.monotonic())
+                part.give_up(waited_s)
                 self._bury(part)
                 if part.dead:
-                    raise EngineFailure(f"engine {name}: waited {deadline_s:g} s for it {what}")
+                    raise EngineFailure(f"engine {name}: waited {waited_s:.3g} s for it {what}")
                 end = time.monotonic() + deadline_s
             answer = self._receive(part)
             if answer is not None:

@@ -1,0 +1,205 @@
+"""`rollkeel chaos`: real faults in a real run over Ray on this machine, and what became of them.
+
+rollkeel train … (a process of its own) ── events.jsonl ──▶ who lives, in which step
+         ▲                                                        │
+         └──────────── SIGKILL, SIGSTOP to an actor ◀── drawn ────┘
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollkeel.config import Config
+from rollkeel.errors import BadInput, nearest
+from rollkeel.record.run_config import EVENTS
+
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+PARTS = {"rank": "trainer-", "engine": "engine-"}
+NOTICED = ("engine_lost", "restarted", "actor_lost")
+LOOK_S = 0.02
+
+
+@dataclass
+class Incident:
+    """A fault that was injected."""
+
+    fault: str
+    actor: str
+    step: int
+    time: float
+    noticed_s: float | None = None
+    """Until the run's log says so; None if it never did."""
+    goes_on_s: float | None = None
+    """Until the next stage of a step begins."""
+
+
+def parsed(faults: str) -> list[tuple[str, str]]:
+    """`kill:rank,stop:engine` as pairs. Raises `BadInput`."""
+    known = [f"{kind}:{part}" for kind in SIGNALS for part in PARTS]
+    for text in faults.split(","):
+        if text not in known:
+            raise BadInput(f"--faults {text!r}: expected some of {', '.join(known)}{nearest(text, known)}")
+    return [(kind, part) for kind, _, part in (text.partition(":") for text in faults.split(","))]
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    """Whole lines of the run's log so far."""
+    try:
+        lines = (run / EVENTS).read_text(encoding="utf-8").splitlines(keepends=True)
+    except OSError:
+        return []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+class Chaos:
+    """Injects `count` faults into the run of `words`, at moments drawn by `seed`, `every_s` apart on average."""
+
+    def __init__(self, words: Sequence[str], run: Path, faults: Sequence[tuple[str, str]], seed: int) -> None:
+        self.run, self.incidents = run, list[Incident]()
+        self._words, self._faults, self._draw = list(words), list(faults), random.Random(seed)
+
+    def __call__(self, count: int, every_s: float, say: Callable[[str], None]) -> int:
+        """Exit code of the run."""
+        with subprocess.Popen(
+            [sys.executable, "-m", "rollkeel", "train", *self._words, f"run.dir={self.run}"],
+            stdout=subprocess.DEVNULL, start_new_session=True,
+        ) as process:  # fmt: skip
+            try:
+                while len(self.incidents) < count and self._one(process, every_s):
+                    say(line(self.incidents[-1]))
+                return process.wait()
+            except BaseException:
+                process.send_signal(signal.SIGINT)
+                raise
+
+    def _one(self, process: subprocess.Popen[Any], every_s: float) -> bool:
+        """Inject a fault and see it through; False if the run ended before."""
+        since = self.incidents[-1].time if self.incidents else 0.0
+        if not self._until(process, lambda seen: self._ready(seen, since)):
+            return False
+        until = time.monotonic() + self._draw.uniform(0, 2 * every_s)
+        while time.monotonic() < until:
+            if process.poll() is not None:
+                return False
+            time.sleep(LOOK_S)
+        kind, part = self._draw.choice(self._faults)
+        seen = events(self.run)
+        if not self._ready(seen, since):
+            return process.poll() is None  # somebody died of the last fault only now
+        names = sorted({e["name"] for e in seen if e["event"] == "actor" and e["name"].startswith(PARTS[part])})
+        actor = self._draw.choice(names)
+        pid = [e["pid"] for e in seen if e["event"] == "actor" and e["name"] == actor][-1]
+        step = max(e["step"] for e in seen if e["event"] == "stage")
+        incident = Incident(kind, actor, step, time.time())
+        self._harm(pid, kind, actor)
+        self.incidents.append(incident)
+        self._until(process, lambda seen: self._followed(seen, incident))
+        return True
+
+    def _ready(self, seen: Sequence[Mapping[str, Any]], since: float) -> bool:
+        """A step is under way, with actors that the last fault did not strike."""
+        begun = [i for i, e in enumerate(seen) if e["event"] == "stage" and e["time"] > since]
+        return bool(begun) and not any(e["event"] in NOTICED for e in seen[begun[-1] :])
+
+    def _harm(self, pid: int, kind: str, actor: str) -> None:
+        try:
+            ours = Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::")
+        except OSError:
+            return  # it has just died by itself: nobody will notice this one
+        if not ours:
+            raise BadInput(f"{actor}: process {pid} is none of Ray's here; chaos harms actors of this machine alone")
+        os.kill(pid, SIGNALS[kind])
+
+    def _followed(self, seen: Sequence[Mapping[str, Any]], incident: Incident) -> bool:
+        after = [e for e in seen if e["time"] > incident.time]
+        noticed = next((i for i, e in enumerate(after) if e["event"] in NOTICED), None)
+        if noticed is None:
+            return False
+        incident.noticed_s = after[noticed]["time"] - incident.time
+        later = [e for e in after[noticed:] if e["event"] in ("stage", "engine_renewed", "engine_joined")]
+        if later:
+            incident.goes_on_s = later[0]["time"] - incident.time
+        return bool(later)
+
+    def _until(self, process: subprocess.Popen[Any], wanted: Callable[[list[dict[str, Any]]], bool]) -> bool:
+        """Wait for something in the log; False if the run ended without it."""
+        while process.poll() is None:
+            if wanted(events(self.run)):
+                return True
+            time.sleep(LOOK_S)
+        return wanted(events(self.run))
+
+
+def line(incident: Incident) -> str:
+    """An incident for people."""
+    noticed = "never noticed" if incident.noticed_s is None else f"noticed after {incident.noticed_s:6.2f} s"
+    on = "" if incident.goes_on_s is None else f", went on after {incident.goes_on_s:6.2f} s"
+    return f"step {incident.step:4}  {incident.fault} {incident.actor:10} {noticed}{on}"
+
+
+def digests(run: Path) -> dict[str, str]:
+    """SHA-256 of the model's files."""
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted((run / "model").iterdir())}
+
+
+def chaos(
+    config: Config,
+    words: Sequence[str],
+    faults: str,
+    count: int,
+    every_s: float,
+    seed: int,
+    compare: bool,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Do it. `compare`: run the recipe once more without faults, and say whether it comes to the same model.
+
+    Raises `BadInput` for a run that is no cluster's, and for one that ended before a fault was injected."""
+    wanted = parsed(faults)
+    if not config.clustered or config.cluster.address is not None:
+        raise BadInput(
+            "chaos: expected a run over a Ray of its own; add cluster.trainers=2 cluster.engines=1 and no cluster.address"
+        )
+    if compare and config.run.loop == "async":
+        raise BadInput("chaos --compare: two runs of run.loop=async never have the same bits; compare sync or budgeted")
+    if config.run.dir is None:
+        raise BadInput("chaos: expected run.dir=FOLDER, which says where the run is written")
+    run = Path(config.run.dir)
+    kept = [word for word in words if not word.startswith("run.dir=")]
+    made, start = Chaos(kept, run, wanted, seed), time.monotonic()
+    code = made(count, every_s, say)
+    found: dict[str, Any] = {
+        "incidents": [vars(i) for i in made.incidents],
+        "exit_code": code,
+        "seconds": time.monotonic() - start,
+    }
+    last = events(run)[-1:] or [{}]
+    found["status"] = last[0].get("status", "died")
+    found["noticed"] = sum(i.noticed_s is not None for i in made.incidents)
+    if not made.incidents:
+        raise BadInput(f"chaos: the run ended ({found['status']}, exit code {code}) before the first fault; see {run}")
+    if compare and code == 0:
+        whole, start = run.with_name(run.name + "-undisturbed"), time.monotonic()
+        Chaos(kept, whole, wanted, seed)(0, every_s, say)
+        found |= {"undisturbed_seconds": time.monotonic() - start, "same_model": digests(run) == digests(whole)}
+    return found
+
+
+def summary(found: Mapping[str, Any]) -> str:
+    """The last line for people."""
+    told = f"{len(found['incidents'])} faults, {found['noticed']} noticed; the run is {found['status']}, {found['seconds']:.0f} s"
+    if "same_model" in found:
+        same = "the same model" if found["same_model"] else "another model"
+        told += f"; without faults {found['undisturbed_seconds']:.0f} s and {same}"
+    return told
