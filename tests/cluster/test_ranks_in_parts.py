@@ -102,7 +102,7 @@ def assert_in_parts(peaks: dict[str, int], config: ModelConfig, size: str) -> No
     assert peaks["load"] <= share + passes + 2 * largest
     assert peaks["warm_start"] <= 4 * share + passes + activations  # weights, gradients, two moments
     for name in ("begin", "publish", "save", "save_model"):
-        assert peaks[name] <= share + 2 * largest + BUFFER, name
+        assert peaks[name] <= share + 2 * largest + BUFFER + 2**14, name  # and a few scalars
     if size != "tensor":  # where the first rank holds it whole
         assert peaks["record"] <= share + passes + activations
 
