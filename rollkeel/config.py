@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from rollkeel.config_cluster import ClusterConfig, MeshConfig
+from rollkeel.config_cluster import ClusterConfig, MemoryConfig, MeshConfig
 from rollkeel.config_data import DataConfig, EvalSet, Node
 from rollkeel.plugins import OrOwn
 from rollkeel.yaml_numbers import dump_yaml, parse_yaml
@@ -380,6 +380,7 @@ class Config(Node):
     sync: SyncConfig = SyncConfig()
     experiment: ExperimentConfig = ExperimentConfig()
     cluster: ClusterConfig = ClusterConfig()
+    memory: MemoryConfig = MemoryConfig()
 
     @property
     def clustered(self) -> bool:

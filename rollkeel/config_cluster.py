@@ -53,3 +53,12 @@ class ClusterConfig(Node):
     def asked(self) -> bool:
         """Whether anything here asks for a cluster."""
         return any(value is not None for value in (self.address, self.trainers, self.engines))
+
+
+class MemoryConfig(Node):
+    """What leaves the device of trainer and engine while the other one computes, see docs/memory.md."""
+
+    offload: Literal["none", "optimizer", "all", "auto"] = "none"
+    """What waits in host memory, or of a CPU in a file, while nobody needs it: nothing, moments and float32 masters (`optimizer`), or the
+    weights of who does not compute and the reference model too (`all`); both also drop KV between rollouts. `auto` takes the least of
+    them with which the run fits its device. Bits of a run do not change."""

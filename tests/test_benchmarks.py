@@ -44,6 +44,7 @@ PROGRAMS: dict[str, tuple[list[str], str]] = {
     "overlap": ([*TOY, "--rounds", "0", "--workload", "tail"], "tail"),
     "parity": (["dense", "--steps", "2", *SHORT], "with parity"),
     "publication": (["--layers", "1", "--width", "64", "--rounds", "1"], "int4"),
+    "residency": (["--model", "tiny", "--steps", "2", "--prompts", "4", "--tokens", "4"], "same bits: True"),
     "routing": (["--steps", "2", "--every", "1", "--rounds", "2", *SHORT], "over the run"),
     "sandbox": (["--count", "2", "--jobs", "10"], "held after 10 jobs"),
     "sandbox_front": (["--requests", "400"], "load before"),
@@ -57,7 +58,7 @@ PROGRAMS: dict[str, tuple[list[str], str]] = {
     ),
 }
 """Program → its arguments, and something that it prints."""
-SLOW = {"cluster", "overlap", "sandbox", "sandbox_service", "trace"}
+SLOW = {"cluster", "overlap", "residency", "sandbox", "sandbox_service", "trace"}
 WITHOUT = {
     "data_rows",
     "doctor",

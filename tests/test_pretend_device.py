@@ -65,8 +65,9 @@ KEPT = {
     "train/state.py _encode",
     "engines/kv.py PagedCache.read",
     "engines/workers.py _write_update",
+    "memory/moves.py InHost.leave",
 }
-"""Whole tensors that leave the device: publications, checkpoints, KV that is kept."""
+"""Whole tensors that leave the device: publications, checkpoints, KV that is kept, what waits in host memory."""
 STEP = {
     "record/oddities.py credited",
     "record/mismatch.py mismatch_metrics",
@@ -147,6 +148,7 @@ RUNS = {
     "truncated": ["objective.name=dppo_topk_kl", "sampling.top_p=0.9", "train.kl_coefficient=0.1", "train.kl_in=reward", "engine.dtype=int8"],
     "half": ["model.path=preset:tiny-qwen3-tied", "model.dtype=float16", "engine.dtype=fp16", "sft.steps=1"],
     "lora": ["train.lora.rank=4", "train.lora.experts=true", "run.steps=2", "checkpoint.every=1", "train.kl_coefficient=0.1"],
+    "offloaded": ["memory.offload=all", "engine.dtype=bf16", "train.kl_coefficient=0.1", "run.steps=2", "checkpoint.every=1", "eval.every=1"],
     "rounded": ["experiment.rounding=int8", "engine.dtype=int8", "train.kl_coefficient=0.1", "train.entropy_coefficient=0.01", "trace.tensors_every=1"],
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from rollkeel.errors import RankLost, RunStopped
 
 BEAT_S = 1.0
 """Between two questions to a rank whether it lives, while it computes."""
-SILENT_S = 60.0
+SILENT_S = 30.0
 """A rank that answers none of them for so long counts as stopped; less once it is known how long it takes, see `Patience`."""
 GRACE_S = 2.0
 """For the other ranks to tell their error, after the first has told one."""

@@ -42,7 +42,7 @@ from rollkeel.types import Proof, WeightUpdate
 
 BEAT_S = 1.0
 """Longest silence of an actor that decodes on its own; a fifth of its deadline where that is shorter."""
-SILENT_S = 60.0
+SILENT_S = 20.0
 """Longest silence of a process that somebody waits for, whatever it does; less once it is known how long it takes."""
 CLOSE_S = 5.0
 _CALLS = 8

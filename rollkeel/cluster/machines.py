@@ -35,6 +35,7 @@ from rollkeel.record.live import LiveView
 from rollkeel.record.runfolder import RunFolder
 from rollkeel.record.stopping import StopFlag
 from rollkeel.sync.proof import Probes
+from rollkeel.sync.shared import engine_drops
 from rollkeel.train.checkpoint import Written, versions
 from rollkeel.train.unfinished import Unfinished
 from rollkeel.types import Rollout
@@ -54,9 +55,15 @@ class RayMachines:
         self._gpus = int(device_of(config).type == "cuda")
         self._trainer: RemoteTrainer | None = None
         self._told: dict[str, Any] = {}
+        self._phase = ""
         with ExitStack() as made:
             lora = config.train.lora if config.train.lora.rank else None
             self.policy = replace(skeleton(config.model), lora=lora)
+            if config.memory.offload != "none":
+                from rollkeel.loop.resident import settled, tell
+
+                self._config = config = settled(config, self.policy.model.config, device_of(config))
+                tell(config, self.policy.model.config, folder.events)
             if start.connect(config, config.run.threads * (config.train.mesh.size + self._count)):
                 made.callback(start.disconnect)
             self._places = start.Places(config, self._count, self._gpus)
@@ -103,11 +110,17 @@ class RayMachines:
         stream, trainer = StreamPublisher(self._engine, self._trainer), self._trainer
         adapters = self._config.train.lora.rank > 0
         if self._config.run.loop != "async":  # there the trainer's weights may have changed since
-            self._engine.again = stream.again
+            self._engine.again = lambda to: self._again(stream, to)
         return lambda: stream.publish(None, trainer.version, adapters)
 
     def precision(self) -> dict[str, Any]:
         return self._told["precision"]
+
+    def enter(self, phase: str) -> dict[str, float]:
+        if self._config.memory.offload == "none":
+            return {}
+        self._phase = phase
+        return self._ranks.call("enter", phase, [part.place for part in self._engine.parts])
 
     def record(self, path: Path, rollouts: Sequence[Rollout], about: Mapping[str, Any]) -> None:
         self._ranks.call("record", str(path), ray.put(list(rollouts)), about)
@@ -152,10 +165,18 @@ class RayMachines:
         config, hf_config = self._config, self.policy.model.config
         device = "cuda" if self._gpus else "cpu"
         places = [{**self._places.engine(i), **self._surroundings(f"engine-{i}")} for i in range(self._count)]
-        about = {"device": device, "max_length": None, "lora": self.policy.lora, "renewals": config.cluster.restarts}
+        about = {"device": device, "max_length": None, "lora": self.policy.lora, "offload": engine_drops(config)}
+        about |= {"renewals": config.cluster.restarts}
         engine = ActorEngine(hf_config, config.engine, places, threads=config.run.threads, **about)
         engine.tell = self._of_engine
         return engine
+
+    def _again(self, stream: StreamPublisher, to: Sequence[Any]) -> None:
+        """Bring weights, which may be away, to engines in the middle of a phase."""
+        phase = self._phase
+        self.enter("publish")
+        stream.again(to)
+        self.enter(phase)
 
     def _of_engine(self, what: str, part: Any) -> None:
         """Note what became of an engine, in the log and for people."""

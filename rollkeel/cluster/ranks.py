@@ -65,6 +65,7 @@ class Rank:
         self._whole: TrainingBatch | None = None
         """The batch that came last, and in `_scored` what passes said about it."""
         self._scored: dict[str, Any] = {}
+        self._resident: Any = None
 
     # -- the second thread ---------------------------------------------------------------------------------------------
 
@@ -212,6 +213,13 @@ class Rank:
             return stream(pairs, head, sinks, deadline_s=deadline_s)
         deque(pairs, maxlen=0)
         return 0
+
+    def _enter(self, phase: str, engines: Sequence[tuple[str, int]]) -> dict[str, float]:
+        """See `Resident.enter`. `engines`: host and process of each; the one of this rank's number shares its device."""
+        from rollkeel.loop.resident import Resident
+
+        self._resident = self._resident or Resident(self._config, self._made, self._folder)
+        return self._resident.enter(phase, [pid for _, pid in engines[self._rank : self._rank + 1] if pid])
 
     def _record(self, path: str, rollouts: Sequence[Rollout], about: Mapping[str, Any]) -> None:
         """Write the trainer's tensors of a few rollouts, which all ranks compute; operations that lie in parts (`tensor`), the first

@@ -111,6 +111,10 @@ class Decode:
         self._plays: dict[tuple[int, int, Asked], Callable[[], object]] = {}
         self._moves = 0
 
+    def forget(self) -> None:
+        """Record steps anew: weights or KV will lie elsewhere."""
+        self._plays = {}
+
     def batch(self, order: Sequence[int], requests: Sequence[Request]) -> Batch:
         """Of the slots `order`, which hold `requests`."""
         sampling = [r.sampling for r in requests]

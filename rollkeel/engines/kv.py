@@ -6,7 +6,8 @@ gathering a sequence's blocks yields matrices ready for batched products. Addres
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -133,8 +134,20 @@ class PagedCache:
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
         self._buffers: dict[int, torch.Tensor] = {}
+        self.region: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Within it keys and values get their memory."""
         self._experts: torch.Tensor | None = None
         """`[num_blocks * block_size, layers, k]` int16: experts of tokens whose keys are here."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What holds keys and values. Zeros in it are as good as new."""
+        return [*self._keys.values(), *self._values.values()]
+
+    def clear(self) -> None:
+        """Have no memory until something is written. Nobody may hold blocks, or addresses of this memory."""
+        for held in (self._keys, self._values, self._buffers):
+            held.clear()
+        self._experts = None
 
     def arrays(self, layer: int, kv_heads: int, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Key and value blocks of a layer as float32 arrays that share its memory (CPU only)."""
@@ -207,7 +220,8 @@ class PagedCache:
             for layer in range(layers):
                 if layer not in store:
                     shape = (self.num_blocks * heads, self.block_size, width)
-                    store[layer] = torch.zeros(shape, dtype=self._dtype, device=self._device)
+                    with self.region():
+                        store[layer] = torch.zeros(shape, dtype=self._dtype, device=self._device)
                 cache = store[layer]
                 if cache.shape[0] != self.num_blocks * heads or cache.shape[-1] != width:
                     raise BadInput(
@@ -290,7 +304,8 @@ class PagedCache:
         if layer not in store:
             shape = (self.num_blocks * new.shape[1], self.block_size, new.shape[-1])
             # Zeros, not empty: masked keys are multiplied by probability 0, and 0 * NaN would spread.
-            store[layer] = torch.zeros(shape, dtype=new.dtype, device=new.device)
+            with self.region():
+                store[layer] = torch.zeros(shape, dtype=new.dtype, device=new.device)
         cache = store[layer]
         cache.view(-1, new.shape[-1]).index_copy_(0, rows, new.reshape(-1, new.shape[-1]))
         return cache

@@ -24,7 +24,7 @@ import torch
 
 from rollkeel.config import EngineConfig, LoraConfig
 from rollkeel.engines.decode import Batch, Decode, Graphs, graphs_for
-from rollkeel.engines.forwards import open_forward
+from rollkeel.engines.forwards import Pieces, open_forward
 from rollkeel.engines.kv import BlockPool, Layout, affordable_blocks, prefill_passes, prefill_step
 from rollkeel.engines.prompts import Copy, Job, SharedPrompts, ordered
 from rollkeel.engines.requests import Running, check_requests, longest, room
@@ -61,7 +61,7 @@ class LocalEngine:
         self._device = torch.device(device)
         text = hf_config.get_text_config()
         self._max_length = longest(hf_config, config, max_length)
-        self._forward, cache, draw = open_forward(text, config, self._device, lora)
+        self._forward, cache, draw = self._open(text, config, lora)
         if weight_rounder(config.dtype) and not any(is_quantised(n, w) for n, w in self._forward.destinations.items()):
             raise BadInput(f"engine.dtype={config.dtype}: would round no weight of {text.model_type}; use fp32 or bf16")
         self.weights = self._forward.destinations  # views of what it computes with, by checkpoint name
@@ -101,6 +101,9 @@ class LocalEngine:
             + recorded,
             proves_memory=True,
         )
+
+    def _open(self, text: Any, config: EngineConfig, lora: LoraConfig | None) -> Pieces:
+        return open_forward(text, config, self._device, lora)
 
     @property
     def version(self) -> int:

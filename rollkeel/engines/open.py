@@ -39,11 +39,12 @@ def open_engine(
     lora: LoraConfig | None = None,
     planned: int = 0,
     pauses: bool = False,
+    offload: str = "none",
 ) -> Engine:
     """An engine for the architecture `hf_config`; it serves nothing until weights are published.
 
     `planned`: bytes of `device` that a trainer holds while a server samples there; `pauses`: whether it trains only while
-    nothing is sampled.
+    nothing is sampled. `offload`: what the embedded engine drops meanwhile, nothing, its KV (`optimizer`), or its weights too (`all`).
     `lora`: of the adapters it is to serve, which the embedded engine alone does. `log_path`: where an inference server's output goes. Raises `BadInput` for a server that is not installed.
     """
     if lora is not None and config.kind != "local":
@@ -71,6 +72,11 @@ def open_engine(
         from rollkeel.engines.workers import WorkerEngine
 
         return WorkerEngine(hf_config, config, device=device, max_length=max_length, lora=lora)
+    if offload != "none":
+        from rollkeel.engines.resting import RestingLocal
+
+        weights = offload == "all"
+        return RestingLocal(hf_config, config, device=device, max_length=max_length, lora=lora, weights=weights)
     return LocalEngine(hf_config, config, device=device, max_length=max_length, lora=lora)
 
 

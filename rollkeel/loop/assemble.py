@@ -40,7 +40,7 @@ from rollkeel.rollout.pool import PoolRules
 from rollkeel.rollout.schedule import Recorded, Replayed
 from rollkeel.sync.proof import TOLERANCES, Probes, probe_sequences
 from rollkeel.sync.publish import DirectPublisher
-from rollkeel.sync.shared import two_copies
+from rollkeel.sync.shared import engine_drops, two_copies
 from rollkeel.tasks.source import Problems, PromptSource, problems_of
 from rollkeel.train.probe import SequenceScorer
 from rollkeel.types import Prompt, Rollout, SamplingParams
@@ -295,6 +295,7 @@ def own_engine(config: Config, policy: Policy, folder: RunFolder, device: torch.
         lora=policy.lora,
         planned=_planned(config, policy, device),
         pauses=config.run.loop != "async",
+        offload=engine_drops(config),
     )
     if not apart and (name := move_into(policy.model, engine.weights if isinstance(engine, LocalEngine) else {})):
         apart = f"the engine lays {name} out otherwise"

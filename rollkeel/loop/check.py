@@ -146,7 +146,14 @@ ROLLOUT_BYTES, TOKEN_BYTES, PROCESS_BYTES = 1500, 32, 100 * 2**20
 
 
 def _check_memory(config: Config) -> None:
-    """Refuse sizes that this machine could not hold however small the model is."""
+    """Refuse sizes that this machine could not hold however small the model is, and moves where nobody takes turns."""
+    if config.memory.offload in ("optimizer", "all"):
+        from rollkeel.loop.resident import alone
+
+        if why := alone(config):
+            raise BadInput(
+                f"memory.offload={config.memory.offload}: nothing can leave with {why}, or memory.offload=none"
+            )
     size, budgeted = config.rollout, config.run.loop == "budgeted"
     groups = size.prompts * (1 + config.experiment.lag)
     workers = config.reward.graders.workers

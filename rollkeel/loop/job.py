@@ -219,6 +219,7 @@ def _reinforce(run: Run, first: int) -> None:
         if not run.folder.metrics():
             raise
         raise RunStopped(str(error)) from error  # what was done before is kept, and the run can go on from it
+    run.enter("checkpoint")
     checkpoint.replace_folder(run.folder.model, run.machines.save_model)
     _last_word(run)
 

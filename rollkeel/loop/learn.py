@@ -83,6 +83,7 @@ def learn(run: Run, drawn: StepRollouts, clock: Clock) -> dict[str, float]:
             updated = functools.partial(update, run.trainer, objective, parts, scores)
             own = plugins.is_own(name)
             outputs = plugins.tried(updated, f"objective.name {name!r}", between=True) if own else updated()
+        run.enter("publish")  # what updates alone need leaves while their numbers are looked at
         metrics |= updates_metrics(objective, parts, outputs)
         metrics |= watch(objective, whole, parts, scores, outputs, version)
         if scores.ref is None and config.train.kl_every and step % config.train.kl_every == 0:

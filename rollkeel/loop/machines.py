@@ -96,6 +96,10 @@ class Machines(Protocol):
         """What decides how the trainer multiplies, for the record."""
         ...
 
+    def enter(self, phase: str) -> dict[str, float]:
+        """Begin a phase of `rollkeel.memory.residency`; see `Resident.enter`. Nothing, where nothing leaves the device."""
+        ...
+
     def record(self, path: Path, rollouts: Sequence[Rollout], about: Mapping[str, Any]) -> None:
         """Write what the trainer computes for `rollouts`; `about`: as `record_tensors` takes it."""
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollkeel.analyzer.record import record_tensors
 from rollkeel.config import Config
@@ -27,13 +27,21 @@ from rollkeel.train.trainer import LocalTrainer
 from rollkeel.train.unfinished import Unfinished
 from rollkeel.types import Rollout
 
+if TYPE_CHECKING:
+    from rollkeel.loop.resident import Resident
+
 
 class OneProcess:
     """Everything in this process."""
 
     def __init__(self, config: Config, policy: Policy) -> None:
+        if config.memory.offload != "none":
+            from rollkeel.loop.resident import settled
+
+            config = settled(config, policy.model.config, device_of(config))
         self.policy, self._config = policy, config
         self._trainer: LocalTrainer | None = None
+        self._resident: Resident | None = None
 
     def findings(self) -> list[Finding]:
         model = self.policy.model
@@ -50,7 +58,13 @@ class OneProcess:
         return self._trainer
 
     def engine(self, folder: RunFolder) -> tuple[Engine, str]:
-        return own_engine(self._config, self.policy, folder, device_of(self._config))
+        made = own_engine(self._config, self.policy, folder, device_of(self._config))
+        if self._config.memory.offload != "none":
+            from rollkeel.loop.resident import Resident, tell
+
+            self._resident = Resident(self._config, self._made(), folder.path)
+            tell(self._config, self.policy.model.config, folder.events)
+        return made
 
     def publisher(self, engine: Engine, probes: Probes | None, *, shared: bool) -> Publish:
         config, trainer = self._config, self._made()
@@ -60,6 +74,9 @@ class OneProcess:
 
     def precision(self) -> dict[str, Any]:
         return precision(self.policy.model)
+
+    def enter(self, phase: str) -> dict[str, float]:
+        return {} if self._resident is None else self._resident.enter(phase)
 
     def record(self, path: Path, rollouts: Sequence[Rollout], about: Mapping[str, Any]) -> None:
         trainer = self._made()
@@ -79,7 +96,8 @@ class OneProcess:
         return self._made().load_state_dict(state)
 
     def close(self) -> None:
-        pass
+        if self._resident is not None:
+            self._resident.close()
 
     def _made(self) -> LocalTrainer:
         assert self._trainer is not None  # assembled before anything is asked of it

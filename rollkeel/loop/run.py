@@ -29,6 +29,15 @@ from rollkeel.types import Prompt, Rollout, SamplingParams
 
 SHARED = ("step", "consumed", "prompts", "trainer", "objective")
 """What a checkpoint holds whatever the feed."""
+PHASES = {
+    "rollout": "rollout",
+    "trace": "score",
+    "logprob": "score",
+    "monitor": "score",
+    "update": "update",
+    "eval": "evaluate",
+}
+"""Of memory, by the stages that begin them; publications and checkpoints say so themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +85,23 @@ class Run:
     """What the rows so far say about those to come."""
     checks: Checks = field(default_factory=Checks)
     """What no healthy step does."""
+    held: dict[str, float] = field(default_factory=dict)
+    """What phases since the last row held in memory (`memory.offload`)."""
 
     def clock(self, step: int) -> Clock:
         """A stopwatch for one step."""
-        return Clock(self.folder.events, step)
+        return Clock(self.folder.events, step, begins=lambda stage: self.enter(PHASES.get(stage, "")))
+
+    def enter(self, phase: str) -> None:
+        """Have what `phase` needs on the device, and the rest away. Nothing for no phase."""
+        for name, value in (self.machines.enter(phase) if phase else {}).items():
+            most = name.endswith(("held_mb", "peak_mb"))
+            self.held[name] = max(self.held.get(name, 0.0), value) if most else self.held.get(name, 0.0) + value
+
+    def phases(self) -> dict[str, float]:
+        """What was measured of phases of memory since the last call."""
+        found, self.held = self.held, {}
+        return found
 
     def rest_engine(self, clock: Clock) -> None:
         """Let the engine free the device for the trainer until the next publication, unless sampling goes on meanwhile."""
@@ -89,6 +111,7 @@ class Run:
 
     def publish(self) -> dict[str, float]:
         """Bring the trainer's weights to the engine, proven. What the proof measured: `sync/…`, empty for engines without."""
+        self.enter("publish")
         with self.feed.publishing():
             told = self.publisher()
         return {key: value for key, value in told.items() if key.startswith("sync/")}
@@ -106,6 +129,8 @@ class Run:
 
     def save(self, step: int) -> None:
         """Checkpoint the state after `step`; its metrics row is on disk already."""
+
+        self.enter("checkpoint")
 
         def write(path: Path) -> checkpoint.Written:
             if self.config.checkpoint.every:

@@ -63,7 +63,7 @@ def start(run: Run) -> None:
         proof = run.publish()
     with clock.stage("eval"):
         scores = proof | held_out(run, 0)
-    run.record({"step": 0, "version": run.trainer.version, **scores, **clock.metrics({})})
+    run.record({"step": 0, "version": run.trainer.version, **scores, **run.phases(), **clock.metrics({})})
     if run.config.checkpoint.every:
         save(run, 0)
 
@@ -87,7 +87,7 @@ def step_once(run: Run, step: int) -> bool:
     trained = sum(r.span.own_count for r in drawn.batch)
     sampled = {} if drawn.generated is None else {"rollout": drawn.generated}
     metrics |= clock.metrics({"update": trained, "step": trained, **sampled})
-    row = {"step": step, "version": run.trainer.version, **metrics}
+    row = {"step": step, "version": run.trainer.version, **metrics, **run.phases()}
     checked, findings = run.checks.observe(row)
     run.record(row | checked, texts_of=drawn.rollouts if evaluates else ())
     warnings = tell_warnings(run, findings, row)

@@ -74,15 +74,37 @@ def plan(config: Config, shape: Shape, setting: Setting = Setting()) -> Plan:
 def beside(config: Config, fields: Mapping[str, Any]) -> int:
     """Bytes that training holds while a server samples on its device, with a model whose config has these `fields`.
 
-    Where the server sleeps while weights are trained, that is what stays between two steps. Raises `BadInput` for an architecture whose sizes are not known here.
+    Where the server sleeps while weights are trained, that is what stays between two steps, and does not leave by `memory.offload`. Raises `BadInput` for an architecture whose sizes are not known here.
     """
     try:
         parts = plan(config, shape_from(fields, config.model.path)).parts
     except BadInput as error:
         raise BadInput(f"{error}; set gpu_memory_utilization in engine.server.options") from None
-    if config.run.loop != "async":
-        return sum(parts[name] for name in ("weights", "master remainder", "moments", "reference model"))
-    return sum(parts.values())
+    if config.run.loop == "async":
+        return sum(parts.values())
+    from rollkeel.memory.residency import ENGINE, place
+
+    def held(phase: str) -> int:
+        kept = ("weights", "master remainder", "moments", "reference model")
+        return sum(parts[name] for name in kept if place(name, phase, config.memory.offload) == "device")
+
+    return max(map(held, ENGINE))
+
+
+def phases(config: Config, shape: Shape, setting: Setting = Setting()) -> dict[str, int]:
+    """Bytes of the device in each phase with `memory.offload`, for `auto` the fewest that there can be; empty without."""
+    if (level := config.memory.offload) == "none":
+        return {}
+    from rollkeel.memory.residency import PHASES, residency
+
+    found = residency(config, shape, "all" if level == "auto" else level, setting)
+    return {phase: found.held(phase) for phase in PHASES}
+
+
+def needed(config: Config, shape: Shape, setting: Setting = Setting()) -> int:
+    """Bytes of the device: of the largest phase, or of everything where nothing leaves it."""
+    held = phases(config, shape, setting)
+    return max(held.values()) if held else plan(config, shape, setting).total
 
 
 def activations(config: Config, shape: Shape, setting: Setting, tokens: int) -> dict[str, int]:
@@ -149,7 +171,7 @@ def most_tokens(config: Config, shape: Shape, space: int, setting: Setting = Set
     """The largest `train.micro_batch_tokens` with which the run fits into `space` bytes; 0 if not even one sequence does."""
 
     def fits(tokens: int) -> bool:
-        return plan(with_values(config, "train", micro_batch_tokens=tokens), shape, setting).total <= space
+        return needed(with_values(config, "train", micro_batch_tokens=tokens), shape, setting) <= space
 
     if not fits(1):
         return 0
@@ -184,11 +206,13 @@ def answer(config: Config, device: str, setting: Setting = Setting()) -> dict[st
     shape = shape_of(config.model.path, config.model.overrides)
     space = int(DEVICES[device] * (1 - RESERVED)) if device in DEVICES else _host()
     made = plan(config, shape, setting)
-    fits = made.total <= space
+    total = needed(config, shape, setting)
+    fits = total <= space
     return {
         "device": device,
         "bytes": {name: count for name, count in made.parts.items() if count},
-        "total": made.total,
+        "phases": phases(config, shape, setting),
+        "total": total,
         "available": space,
         "fits": fits,
         "micro_batch_tokens": made.tokens,
@@ -200,7 +224,10 @@ def answer(config: Config, device: str, setting: Setting = Setting()) -> dict[st
 def lines(found: Mapping[str, Any]) -> list[str]:
     """An `answer` for people."""
     out = [f"{name:18} {count / GB:10.2f} GB" for name, count in found["bytes"].items()]
-    out.append(f"{'together':18} {found['total'] / GB:10.2f} GB of {found['available'] / GB:.0f} on {found['device']}")
+    out += [f"in {phase:15} {count / GB:10.2f} GB" for phase, count in found["phases"].items()]
+    out.append(
+        f"{'at most' if found['phases'] else 'together':18} {found['total'] / GB:10.2f} GB of {found['available'] / GB:.0f} on {found['device']}"
+    )
     if found["fits"]:
         return [*out, f"fits; train.micro_batch_tokens may be {found['most_micro_batch_tokens']:,}"]
     return [*out, f"does not fit: {found['advice']}"]

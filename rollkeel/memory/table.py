@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rollkeel.config import LoraConfig
 from rollkeel.memory.plan import DEVICES, GB, RESERVED, layer_bytes, most_tokens, plan, with_values
+from rollkeel.memory.residency import PHASES, RULES, place
 from rollkeel.memory.shapes import shape_of
 from rollkeel.recipe import load
 
@@ -53,6 +54,41 @@ GB, with `{" ".join(SETTINGS[:4])}
 `train.moments=int8`. The last two columns are the largest `train.micro_batch_tokens` that fits.
 """
 
+MOVES = """## What leaves the device while others compute
+
+`memory.offload` is for trainer and engine that share a device and take turns: one process, and `cluster.placement=colocated`. The table is
+what `memory.offload=all` does, from `rollkeel/memory/residency.py`; `optimizer` moves what its column says and leaves the rest where it
+is; `auto` takes the least of `none`, `optimizer` and `all` whose largest phase fits the device. `rollkeel plan RECIPE memory.offload=all`
+counts the largest phase in the place of the sum.
+"""
+MOVED = """* **Where to.** From a GPU to pinned host memory, on a stream of its own. On a CPU to a file without a name in the run folder, whose pages take
+  the place of the tensors' own pages at the same addresses: the process holds them no more, the kernel keeps the file in memory as long as
+  nobody needs the room, and then on disk. The folder must not lie on a file system that is memory itself (tmpfs).
+* **When.** What leaves is on its way while the next phase begins. Weights and reference model are back before they are used; moments and
+  masters come back while the first passes of an update run, and the optimizer waits for them. Nothing is kept twice behind a move.
+* **Dropped.** KV is computed again, or belongs to unfinished rollouts, which take it along (`engine.kv=keep`). The engine's weights come with
+  the next publication. A vLLM server sleeps at level 2 ([engines](engines.md)) and may take what training gives away. NCCL communicators
+  give their buffers away where torch offers it (NCCL 2.29).
+* **What stays.** Weights that trainer and engine share; an engine's weights where adapters or deltas come on top of them; engines in worker processes.
+* **Checkpoints** read moments and reference from where they wait. A resumed run has the bits of the undisturbed one, and a run that moves
+  those of one that does not.
+* **If it fails** (no room for the file, no memory on the way back), everything is where it was, and the run stops with the reason.
+* **What it did.** `metrics.jsonl` has bytes and seconds of each phase (`memory/<phase>/…`), `report.html` puts plan and measurement side by side.
+
+**None of this has run on a GPU.** Tested: bits of runs, on a CPU and on a device that only pretends to be another one; resident memory of
+CPU processes. `python -m benchmarks.residency` measures a colocated run.
+"""
+
+
+def moves() -> str:
+    """The section about `memory.offload`."""
+    said = {"device": "device", "host": "host", "dropped": "–"}
+    lines = [["component", "leaves with", *PHASES], ["---"] * (2 + len(PHASES))]
+    for name, rule in RULES.items():
+        level = {"none": "always"}.get(rule.level, f"`{rule.level}`")
+        lines.append([name, level, *(said[place(name, phase, "all")] for phase in PHASES)])
+    return "\n".join([MOVES, *(f"| {' | '.join(cells)} |" for cells in lines), "", MOVED])
+
 
 def rows() -> list[list[str]]:
     out = []
@@ -80,7 +116,7 @@ def markdown() -> str:
     shape = shape_of("Qwen/Qwen3-4B", {})
     kept = [shape.layers * layer_bytes(shape, 2, False), shape.layers * shape.width * 2]
     last = f"Activations of Qwen3-4B in bfloat16, bytes per token: {kept[0]:,} with `none`, {kept[1]:,} with `layer`."
-    return f"{HEAD}\n{table}\n\n{last}\n"
+    return f"{HEAD}\n{table}\n\n{last}\n\n{moves()}"
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -23,12 +23,15 @@ class Clock:
     step: int
     seconds: dict[str, float] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
+    begins: Callable[[str], None] = lambda name: None
+    """Told the name of each stage when it begins, as a part of it."""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         self.events.emit("stage", step=self.step, stage=name)
         start = time.perf_counter()
         try:
+            self.begins(name)
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

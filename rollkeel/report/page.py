@@ -18,6 +18,7 @@ from rollkeel.record.live import duration
 from rollkeel.record.runfolder import rollout_files
 from rollkeel.report.charts import Chart, matching, series
 from rollkeel.report.dropped_tokens import dropped_tokens
+from rollkeel.report.memory import memory
 from rollkeel.report.panels import panels
 from rollkeel.report.run_files import RunFiles, read_run
 from rollkeel.report.samples import Sample, Step, browse
@@ -90,6 +91,7 @@ def render(run_dir: str | Path, out: str | Path | None = None) -> Path:
             quiet=quiet,
             token_charts=[(chart, Markup(chart.markup)) for chart in tokens],
             dropped=[(name, rows) for name, rows in zip(("A > 0", "A < 0"), dropped, strict=True) if rows],
+            memory=memory(run.events, run.rows),
             steps=steps,
             step_facts=_step_facts,
             sample_facts=_sample_facts,

@@ -35,6 +35,15 @@ def two_copies(config: Config) -> str:
     return ""
 
 
+def engine_drops(config: Config) -> str:
+    """`memory.offload` as the embedded engine of this run follows it: its weights stay where it shares them, and where adapters or
+    deltas are published, which come on top of them."""
+    apart = "actors" if config.clustered else two_copies(config)
+    deltas = config.sync.kind != "full" and not no_deltas(config, apart)
+    alone = apart and not config.train.lora.rank and not deltas
+    return "optimizer" if config.memory.offload == "all" and not alone else config.memory.offload
+
+
 def no_deltas(config: Config, apart: str) -> str:
     """Why `sync.kind` changes nothing in this run; empty where it does. `apart`: why the engine has weights of its own, if it has."""
     if config.clustered:

@@ -42,7 +42,7 @@ class Trained:
     layout: Layout
     model: torch.nn.Module
     stepper: Stepper
-    reference: Mapping[str, torch.Tensor] | None
+    reference: dict[str, torch.Tensor] | None
     """Weights of the reference by parameter name; None without one."""
     base: Mapping[str, Any]
     """What adapters stand beside; empty without."""
@@ -52,6 +52,13 @@ class Trained:
         tensors = parameters(self.model) or tensors_of(self.model)
         named = tensors if kind == "weights" else self.reference or {}
         return {name: local(tensor.detach()) for name, tensor in named.items()}
+
+    def held(self) -> dict[str, list[dict[str, torch.Tensor]]]:
+        """What lies here for longer than a pass, by component of `rollkeel.memory.residency`. Moments come with masters, and both they
+        and the reference are read from these very mappings when they are saved."""
+        optimizer = list(self.stepper.adamw.state.values())
+        reference = [] if self.reference is None else [self.reference]
+        return {"weights": [tensors_of(self.model)], "reference model": reference, "moments": optimizer}
 
     def start_here(self) -> None:
         """Let the reference be the model as it is now."""

@@ -53,6 +53,9 @@ class LocalTrainer:
     weights differ between passes.
     """
 
+    settle: Callable[[], None] = staticmethod(lambda: None)
+    """Called before an update looks at moments and masters: they may still be on their way from where they waited."""
+
     def __init__(
         self,
         policy: Policy,
@@ -71,7 +74,7 @@ class LocalTrainer:
         self.model = (policy.model if policy.source else policy.model.to(self.device)).eval()  # type: ignore[arg-type]
         if (policy.lora or LoraConfig()) != config.lora:
             raise BadInput("train.lora: expected a policy with these adapters; load it with lora=config.train.lora")
-        self._mesh = mesh
+        self._mesh = self.mesh = mesh
         self._freeze()
         check_ranks(mesh, config, policy, rounding, parity)
         how: dict[str, Any] = {"checkpointing": config.checkpointing, "compiled": config.compile, "parity": parity}
@@ -115,9 +118,7 @@ class LocalTrainer:
 
     def _started(self, processes: int, how: dict[str, Any]) -> list[Helper]:
         if processes > 1 and self.device.type != "cpu":
-            raise BadInput(
-                f"train.processes={processes}: helper processes share CPU memory, the device is {self.device}"
-            )
+            raise BadInput(f"train.processes={processes}: helpers share CPU memory, the device is {self.device}")
         if processes > 1:
             self.model.share_memory()
         return [Helper(i, self.model, torch.get_num_threads(), how) for i in range(1, processes)]
@@ -258,6 +259,7 @@ class LocalTrainer:
             for helper in self._helpers:
                 helper.add_gradients()
             self._add_gradients(self._stepper)
+            self.settle()
             before = self._changed.look()
             metrics = self._stepper.step()
             return {**metrics, "optimizer/changed_share": self._changed.since(before)}
@@ -284,6 +286,10 @@ class LocalTrainer:
     def start(self) -> Trained:
         """Of a trainer that has made no update: the weights that it starts from."""
         return replace(self._trained, reference=None)
+
+    def held(self) -> dict[str, list[dict[str, torch.Tensor]]]:
+        """See `Trained.held`."""
+        return self._trained.held()
 
     def start_here(self) -> None:
         """Supervised training is over: the reference is the model as it is now."""
@@ -318,7 +324,6 @@ class LocalTrainer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Continue from `state_dict`. Raises `BadInput` naming the first tensor whose name or shape does not fit, or for another base.
-
         Returns lines for people: what the state lacks."""
         return self._trained.load_state_dict(state)
 
@@ -330,7 +335,6 @@ class LocalTrainer:
     def load(self, folder: str | Path) -> list[str]:
         """Continue from what `save` wrote on any mesh, or from the `state` folder of a run in one process; every rank calls it and
         reads its part. Raises `BadInput` as `load_state_dict`, `Corrupt` naming the file that is missing or damaged.
-
         Returns lines for people: what the state lacks."""
         return load_trained(Path(folder), self._trained)
 

@@ -1,0 +1,85 @@
+"""Chaos must harm what it says, see what became of it, and tell a run that went on from one that did not.
+
+Logs by hand, and (slow) a real run. Not covered: several machines, whose processes cannot be harmed from here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_kit import TINY, TWO
+from tiny_run import cli
+
+from rollkeel.cluster.chaos import Chaos, Incident, events, line, parsed, summary
+from rollkeel.errors import BadInput
+
+
+def log(run: Path, *rows: dict[str, Any]) -> list[dict[str, Any]]:
+    run.mkdir(exist_ok=True)
+    (run / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"half')
+    return events(run)
+
+
+def stage(time: float, step: int = 1) -> dict[str, Any]:
+    return {"time": time, "event": "stage", "step": step, "stage": "rollout"}
+
+
+def test_an_incident_is_followed_through_the_log(tmp_path: Path) -> None:
+    made = Chaos([], tmp_path, parsed("kill:rank"), 0)
+    incident = Incident("kill", "trainer-1", 3, 10.0)
+    before = [stage(9.0), {"time": 9.5, "event": "restarted", "reason": "of before"}]
+    assert not made._followed(log(tmp_path, *before, stage(10.5)), incident)
+    assert incident.noticed_s is None
+    lost = {"time": 12.0, "event": "actor_lost", "reason": "x"}
+    assert not made._followed(log(tmp_path, *before, stage(10.5), lost), incident)
+    assert (incident.noticed_s, incident.goes_on_s) == (2.0, None)
+    assert made._followed(log(tmp_path, *before, stage(10.5), lost, stage(20.0)), incident)
+    assert (incident.noticed_s, incident.goes_on_s) == (2.0, 10.0)
+    assert "noticed after   2.00 s, went on after  10.00 s" in line(incident)
+
+
+def test_the_next_fault_waits_until_actors_live_that_the_last_one_did_not_strike(tmp_path: Path) -> None:
+    made = Chaos([], tmp_path, parsed("kill:rank"), 0)
+    lost = {"time": 12.0, "event": "engine_lost", "name": "engine-0", "why": "x"}
+    assert made._ready([stage(9.0)], 0.0)
+    assert not made._ready([stage(9.0)], 10.0)
+    assert not made._ready([stage(11.0), lost], 10.0)
+    assert made._ready([stage(11.0), lost, stage(13.0)], 10.0)
+
+
+def test_what_it_says_at_the_end() -> None:
+    found = {"incidents": [{}] * 3, "noticed": 2, "status": "done", "seconds": 12.4}
+    assert summary(found) == "3 faults, 2 noticed; the run is done, 12 s"
+    assert summary({**found, "undisturbed_seconds": 5, "same_model": False}).endswith(
+        "without faults 5 s and another model"
+    )
+
+
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="--faults 'kil:rank': expected some of"):
+        parsed("kill:engine,kil:rank")
+    for words, told in (
+        ((), "add cluster.trainers=2"),
+        (TWO, "expected run.dir"),
+        ((*TWO, "cluster.address=127.0.0.1:1", f"run.dir={tmp_path}"), "no cluster.address"),
+        ((*TWO, "run.loop=async", "--compare"), "compare sync or budgeted"),
+    ):
+        code, _, err = cli(capsys, "chaos", *words)
+        assert (code, err.count("\n")) == (2, 1), err
+        assert told in err
+
+
+@pytest.mark.slow
+def test_a_run_that_is_harmed_comes_to_the_model_of_one_that_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*TINY, *TWO, "run.steps=20", "cluster.restarts=20", f"run.dir={tmp_path / 'run'}"]
+    code, out, _ = cli(capsys, "chaos", *words, "--count", "5", "--every", "1", "--compare", "--json")
+    found = json.loads(out)
+    assert code == 0, found
+    assert found["same_model"]
+    assert len(found["incidents"]) == found["noticed"] >= 4
+    assert all(incident["noticed_s"] < 45 for incident in found["incidents"])
