@@ -34,6 +34,7 @@ LEFT_TO_RIGHT = (
 WATCHERS = ({"record"}, {"analyzer"}, {"report"}, {"memory", "cluster"}, {"lab"})
 """They may look at every stage and at what stands before them here; no stage knows them."""
 FOUNDATIONS = {
+    "arrays",
     "types",
     "protocols",
     "config",
@@ -52,6 +53,7 @@ FOUNDATIONS = {
 MEETING_PLACES = {"loop", "diagnose", "evals", "cli", "__main__"}
 """The files in which stages meet."""
 OF_FOUNDATIONS = {
+    "arrays": set(),
     "errors": set(),
     "host": set(),
     "types": {"errors"},

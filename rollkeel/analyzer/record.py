@@ -16,7 +16,7 @@ from rollkeel.types import Rollout
 
 
 def record_tensors(
-    path: Path,
+    path: Path | None,
     model: Any,
     rollouts: Sequence[Rollout],
     *,
@@ -27,12 +27,14 @@ def record_tensors(
 ) -> None:
     """Write what `model` computes for these rollouts (prompt and response) to `path`, atomically.
 
-    `layers`: of these only, all when empty; `parity`: in the arithmetic of `run.parity`. Weights, gradients and random numbers stay as they are. Raises `BadInput` if
+    `path`: None computes and writes nothing, where ranks compute together and another one writes. `layers`: of these only, all when empty; `parity`: in the arithmetic of `run.parity`. Weights, gradients and random numbers stay as they are. Raises `BadInput` if
     the disk is full.
     """
     sequences = tuple(np.concatenate([r.prompt.token_ids, r.span.token_ids]) for r in rollouts)
     tokens = Tokens(sequences, tuple(len(r.prompt.token_ids) for r in rollouts))
     found = TrainerSide(model, parity=parity).capture(tokens, layers)
+    if path is None:
+        return
     ids = ",".join(str(r.id) for r in rollouts)
     save_capture(path, replace(found, facts={"step": str(step), "version": str(version), "rollouts": ids}))
 

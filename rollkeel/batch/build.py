@@ -82,23 +82,27 @@ class TrainingBatch:
             raise BadInput(
                 f"training batch: expected an advantage for each of {len(self.sequences)} sequences, got {sum(map(len, advantages))}"
             )
-        out, row, token = list[TrainingBatch](), 0, 0
+        out, row = list[TrainingBatch](), 0
         for credit in advantages:
-            rows = slice(row, row + len(credit))
-            sizes = self.response_lengths[rows]
-            tokens = slice(token, token + sum(sizes))
-            row, token = rows.stop, tokens.stop
-            groups = self.group_ids[tokens].unique(return_inverse=True)[1]
-            cut = {name: value[tokens] for name, value in self._tensors().items()}
-            cut |= {
+            part = self.cut(slice(row, row + len(credit)))
+            row, sizes = row + len(credit), part.response_lengths
+            groups = part.group_ids.unique(return_inverse=True)[1]
+            about = {
                 "advantages": _per_token(credit, sizes).to(groups.device),
                 "coefficients": coefficients(aggregate, sizes, groups[_firsts(sizes)].tolist()).to(groups.device),
-                "sequence_ids": cut["sequence_ids"] - rows.start,
                 "group_ids": groups,
             }
-            names = ("sequences", "prompt_lengths", "positions", *(("read_experts",) if self.read_experts else ()))
-            out.append(replace(self, **cut, **{name: getattr(self, name)[rows] for name in names}))
+            out.append(replace(part, **about))
         return out
+
+    def cut(self, rows: slice) -> TrainingBatch:
+        """These sequences alone, counted from 0; the rest is as it was, and its tensors are views."""
+        first = sum(self.response_lengths[: rows.start])
+        tokens = slice(first, first + sum(self.response_lengths[rows]))
+        held = {name: value[tokens] for name, value in self._tensors().items()}
+        held["sequence_ids"] = held["sequence_ids"] - rows.start
+        names = ("sequences", "prompt_lengths", "positions", *(("read_experts",) if self.read_experts else ()))
+        return replace(self, **held, **{name: getattr(self, name)[rows] for name in names})
 
     def micro_batches(
         self, max_tokens: int, *, replay: bool = False, share: bool = False, processes: int = 1

@@ -49,14 +49,15 @@ def check_cluster(config: Config) -> None:
         "sync.kind=delta": config.sync.kind == "delta",
     }
     if ranks > 1:
-        what = f"{ranks} ranks"
+        what, plain = f"{ranks} ranks", ranks == mesh.replicate * mesh.shard
+        known = ("float32", "bfloat16") if plain else ("float32",)
         refused |= {
             "train.compile=true": config.train.compile,
-            f"train.lora.rank={config.train.lora.rank}": config.train.lora.rank > 0,
+            f"train.lora.rank={config.train.lora.rank}": config.train.lora.rank > 0 and mesh.expert * mesh.tensor > 1,
             "run.parity=true": config.run.parity,
             f"experiment.rounding={config.experiment.rounding}": config.experiment.rounding != "none",
-            f"model.dtype={config.model.dtype}": config.model.dtype != "float32",
-            "train.reduce=tree": config.train.reduce == "tree" and ranks > mesh.replicate * mesh.shard,
+            f"model.dtype={config.model.dtype}": config.model.dtype not in known,
+            "train.reduce=tree": config.train.reduce == "tree" and not plain,
             f"train.moments={config.train.moments}": config.train.moments == "int8",
         }
     for setting in (setting for setting, there in refused.items() if there):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,25 +47,26 @@ HANDED = ("PYTHONPATH", "ROLLKEEL_CACHE", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN
 class RayMachines:
     """Ranks and engines as actors. Weights never come to this process."""
 
-    def __init__(self, config: Config, folder: RunFolder, view: LiveView) -> None:
-        """Start everything and load the start model on the ranks."""
+    def __init__(self, config: Config, folder: RunFolder, view: LiveView, *, sampling: bool = True) -> None:
+        """Start everything and load the start model on the ranks. `sampling`: without, there are no engines."""
         self._config = config = ranked(config)
+        self._count = (config.cluster.engines or 1) if sampling else 0
         self._folder, self._view = folder, view
         self._gpus = int(device_of(config).type == "cuda")
         self._trainer: RemoteTrainer | None = None
         self._told: dict[str, Any] = {}
         self._phase = ""
         with ExitStack() as made:
-            self.policy = skeleton(config.model)
+            lora = config.train.lora if config.train.lora.rank else None
+            self.policy = replace(skeleton(config.model), lora=lora)
             if config.memory.offload != "none":
                 from rollkeel.loop.resident import settled, tell
 
                 self._config = config = settled(config, self.policy.model.config, device_of(config))
                 tell(config, self.policy.model.config, folder.events)
-            actors = config.train.mesh.size + (config.cluster.engines or 1)
-            if start.connect(config, config.run.threads * actors):
+            if start.connect(config, config.run.threads * (config.train.mesh.size + self._count)):
                 made.callback(start.disconnect)
-            self._places = start.Places(config, self._gpus)
+            self._places = start.Places(config, self._count, self._gpus)
             made.callback(self._places.remove)
             self._ranks = Ranks(self._actors(), self._say)
             made.callback(self._ranks.close)
@@ -79,13 +81,20 @@ class RayMachines:
         return [*self._findings, *unreached(self.policy.model)]
 
     def warm_start(self, view: LiveView, stop: StopFlag, events: EventLog, kept: Unfinished) -> None:
-        """On the first rank, as one process does it and with its bits; the others get its weights."""
-        self._ranks.first("warm_start", stop=stop)
-        self._ranks.call("share")
+        """On the ranks; one alone has the bits of one process."""
+        _ = self._engine.capabilities  # a model that engines refuse is refused now, and not behind it
+        self._ranks.call("warm_start", stop=stop)
+
+    def sft(self, stop: StopFlag) -> dict[str, float]:
+        """Supervised training alone, without a cache; see `rollkeel.loop.warm_start.sft`."""
+        metrics = self._ranks.call("sft", stop=stop)
+        self._ranks.call("begin")
+        return metrics
 
     def trainer(self) -> RemoteTrainer:
         self._told = self._ranks.call("begin")
-        self._trainer = RemoteTrainer(self._ranks, self._told["padded"], self._config.cluster.deadline_s)
+        about = {"replays": self._config.rollout.routing == "replay"}
+        self._trainer = RemoteTrainer(self._ranks, self._told["padded"], self._config.cluster.deadline_s, **about)
         return self._trainer
 
     def engine(self, folder: RunFolder) -> tuple[Engine, str]:
@@ -154,8 +163,8 @@ class RayMachines:
 
     def _engines(self) -> ActorEngine:
         config, hf_config = self._config, self.policy.model.config
-        count, device = config.cluster.engines or 1, "cuda" if self._gpus else "cpu"
-        places = [{**self._places.engine(i), **self._surroundings(f"engine-{i}")} for i in range(count)]
+        device = "cuda" if self._gpus else "cpu"
+        places = [{**self._places.engine(i), **self._surroundings(f"engine-{i}")} for i in range(self._count)]
         about = {"device": device, "max_length": None, "lora": self.policy.lora, "offload": engine_drops(config)}
         about |= {"renewals": config.cluster.restarts}
         engine = ActorEngine(hf_config, config.engine, places, threads=config.run.threads, **about)
@@ -200,10 +209,8 @@ class RayMachines:
                 )
         host, port = ranks.first("address")
         ranks.call("join", host, port, self._config.cluster.deadline_s)
-        engines = self._config.cluster.engines or 1
-        self._view.note(
-            f"cluster: {len(ranks.actors)} trainer ranks, {engines} engines, {self._config.cluster.placement}"
-        )
+        placement = self._config.cluster.placement
+        self._view.note(f"cluster: {len(ranks.actors)} trainer ranks, {self._count} engines, {placement}")
 
     def _say(self, said: tuple[Any, ...]) -> None:
         """What a rank says to the view or the log of the run."""

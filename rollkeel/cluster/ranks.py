@@ -7,6 +7,7 @@ that is busy.
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import traceback
 from collections import deque
@@ -19,20 +20,22 @@ import torch
 
 from rollkeel import plugins
 from rollkeel.analyzer.record import record_tensors
+from rollkeel.batch.build import TrainingBatch
 from rollkeel.cluster import logs, wire
 from rollkeel.config import Config
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.host import keep_freed_memory
 from rollkeel.loop.assemble import build_objective, device_of
 from rollkeel.loop.machines import trainer_options
-from rollkeel.loop.warm_start import warm_start, warm_start_key
+from rollkeel.loop.warm_start import sft, warm_start, warm_start_key
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import precision
 from rollkeel.record.checks import too_small
 from rollkeel.train.checkpoint import TRAINER, Written, versions
-from rollkeel.train.mesh import Mesh, join
+from rollkeel.train.mesh import Mesh, join, local
 from rollkeel.train.sharded import check_ranks
+from rollkeel.train.together import UnfinishedTogether
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.train.unfinished import Unfinished
 from rollkeel.types import Rollout
@@ -60,6 +63,9 @@ class Rank:
         self._policy: Policy | None = None
         self._trainer: LocalTrainer | None = None
         self._sender: Any = None
+        self._whole: TrainingBatch | None = None
+        """The batch that came last, and in `_scored` what passes said about it."""
+        self._scored: dict[str, Any] = {}
         self._resident: Any = None
 
     # -- the second thread ---------------------------------------------------------------------------------------------
@@ -119,61 +125,84 @@ class Rank:
         config = self._config
         torch.set_num_threads(config.run.threads)
         quiet_transformers()
-        self._policy = load_policy(config.model, device_of(config), lora=config.train.lora)
+        alone = self._world == 1
+        self._policy = load_policy(config.model, device_of(config), lora=config.train.lora, whole=alone)
         check_ranks(self._mesh, config.train, self._policy, config.experiment.rounding, config.run.parity)
-        return too_small([p for p in self._policy.model.parameters() if p.requires_grad], config.train.lr)
+        if not alone:  # only a trainer gives ranks their parts
+            self._make()
+        weights = [local(p) for p in self._policy.model.parameters() if p.requires_grad]
+        return too_small(weights, config.train.lr, self._mesh.everyone)
 
     def _warm_start(self) -> bool:
-        """See `rollkeel.loop.warm_start`; for the first rank alone, whose weights `share` gives to the others."""
+        """See `rollkeel.loop.warm_start`: of one rank as one process does it, of several together."""
+        view, stop, events, kept = self._surroundings()
         assert self._policy is not None
-        kept = Unfinished(self._folder / "warm_start", warm_start_key(self._config))
-        view: Any = _Teller(self._told, "view", ("phase", "step", "note", "error"))
-        events: Any = _Teller(self._told, "events", ("emit",))
-        stop: Any = lambda: self._stop  # noqa: E731
-        return warm_start(self._policy, self._config, view, stop, events, kept)
+        return warm_start(self._policy, self._config, view, stop, events, kept, self._trainer)
 
-    def _share(self) -> None:
-        """The first rank's weights for all."""
+    def _sft(self) -> dict[str, float]:
+        """The same without a cache; what it came to."""
+        view, stop, _, kept = self._surroundings()
         assert self._policy is not None
-        if self._world > 1:
-            import torch.distributed as dist
+        return sft(self._policy, self._config, view, stop, kept, self._trainer)
 
-            with torch.no_grad():
-                for tensor in self._policy.model.state_dict().values():
-                    dist.broadcast(tensor, 0)
+    def _surroundings(self) -> tuple[Any, ...]:
+        """What stands in for the view, the stop flag and the event log of the controller, and where a warm start is kept."""
+        at, told = (self._folder / "warm_start", warm_start_key(self._config)), self._told
+        kept = Unfinished(*at) if self._trainer is None else UnfinishedTogether(*at, self._mesh)
+        if self._rank > 0:  # the first one speaks for all
+            told = deque[Any](maxlen=0)
+        view: Any = _Teller(told, "view", ("phase", "step", "note", "error"))
+        events: Any = _Teller(told, "events", ("emit",))
+        return view, lambda: self._stop, events, kept
 
     def _begin(self) -> dict[str, Any]:
-        """Make the trainer, whose ranks keep their parts of the model. Returns what does not change in a run."""
+        """The start weights are there. Returns what does not change in a run."""
+        if self._trainer is None:
+            self._make()
+        return {"padded": self._made.padded, "precision": precision(self._made.model)}
+
+    def _make(self) -> None:
+        """The trainer, whose ranks hold their parts of the model."""
         assert self._policy is not None
-        config, device = self._config, device_of(self._config)
-        options = trainer_options(config)
-        self._trainer = LocalTrainer(self._policy, config.train, device=device, mesh=self._mesh, **options)
-        return {"padded": self._trainer.padded, "precision": precision(self._trainer.model)}
+        options = {"device": device_of(self._config), "mesh": self._mesh, **trainer_options(self._config)}
+        self._trainer = LocalTrainer(self._policy, self._config.train, **options)
 
-    def _score(self, batch: dict[str, Any], experts: bool) -> dict[str, Any]:
-        return wire.scores_out(self._made.score(wire.batch_in(batch), experts=experts))
+    def _batch(self, whole: bytes | None, told: bytes) -> tuple[TrainingBatch, dict[str, Any]]:
+        """The batch that a call is about, of the one that is here or of another `whole` one, and what else was told."""
+        if whole is not None:
+            self._whole, self._scored = wire.batch_in(pickle.loads(whole)), {}
+        assert self._whole is not None  # the first call brings one
+        about = pickle.loads(told)
+        return wire.part_in(self._whole, about.pop("part")), about
 
-    def _ref_logprobs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return wire.tensors_out({"logprobs": self._made.ref_logprobs(wire.batch_in(batch))})
+    def _score(self, *told: Any) -> bytes:
+        batch, about = self._batch(*told)
+        scores = self._made.score(batch, experts=about["experts"])
+        if batch is self._whole:
+            self._scored |= {"old_logprobs": scores.logprobs, "old_topk_logprobs": scores.topk_logprobs}
+        return pickle.dumps(wire.scores_out(scores))
 
-    def _update(
-        self, batch: dict[str, Any], state: Mapping[str, Any], tensors: dict[str, Any], flags: Mapping[str, bool]
-    ) -> dict[str, Any]:
-        """An update, with the objective in `state`; what it came to, the objective's state behind it, and the version."""
-        self._objective.load_state_dict(state)
-        told, name = wire.batch_in(batch), self._config.objective.name
-        about: dict[str, Any] = {**wire.tensors_in(tensors), **flags}
+    def _ref_logprobs(self, *told: Any) -> bytes:
+        batch, _ = self._batch(*told)
+        found = self._made.ref_logprobs(batch)
+        if batch is self._whole:
+            self._scored["ref_logprobs"] = found
+        return pickle.dumps(wire.tensors_out({"ref_logprobs": found}))
+
+    def _update(self, *told: Any) -> bytes:
+        """An update, with the objective in the state that was told; what it came to, the objective's state behind it, and the version."""
+        batch, said = self._batch(*told)
+        self._objective.load_state_dict(said["state"])
+        name, about = self._config.objective.name, wire.tensors_in(said["tensors"]) | said["flags"]
+        about |= {key: self._scored[key][slice(*rows)] for key, rows in said["known"].items()}
 
         def updated() -> Any:
-            return self._made.update(told, self._objective, **about)
+            return self._made.update(batch, self._objective, **about)
 
         own = plugins.is_own(name)
         output = plugins.tried(updated, f"objective.name {name!r}", between=True) if own else updated()
-        return {
-            "output": wire.output_out(output),
-            "objective": self._objective.state_dict(),
-            "version": self._made.version,
-        }
+        state, version = self._objective.state_dict(), self._made.version
+        return pickle.dumps({"output": wire.output_out(output), "objective": state, "version": version})
 
     def _stream(self, head: Any, sinks: Sequence[Any], deadline_s: float) -> list[int] | EngineFailure:
         """Send what the plan gives this rank of the weights, or of what is trained beside them. Returns a checksum for each engine, or
@@ -194,10 +223,15 @@ class Rank:
         return self._resident.enter(phase, [pid for _, pid in engines[self._rank : self._rank + 1] if pid])
 
     def _record(self, path: str, rollouts: Sequence[Rollout], about: Mapping[str, Any]) -> None:
-        """Write the trainer's tensors of a few rollouts; the first rank holds the whole model for that."""
-        whole = self._whole()
-        if whole is not None:
-            record_tensors(Path(path), whole.model, rollouts, **about)
+        """Write the trainer's tensors of a few rollouts, which all ranks compute; operations that lie in parts (`tensor`), the first
+        rank with the whole model."""
+        to = Path(path) if self._rank == 0 else None
+        if self._mesh.tensor > 1:
+            whole = self._gathered()
+            if whole is not None:
+                record_tensors(to, whole.model, rollouts, **about)
+        elif self._mesh.in_step or to is not None:
+            self._made.look(lambda: record_tensors(to, self._made.model, rollouts, **about))
 
     def _save_model(self, folder: str) -> None:
         self._made.save_model(folder)
@@ -217,11 +251,8 @@ class Rank:
         assert self._trainer is not None  # begun before anything is asked of it
         return self._trainer
 
-    def _whole(self) -> Policy | None:
+    def _gathered(self) -> Policy | None:
         """The policy with all its weights, on the first rank; elsewhere None. Collective."""
-        assert self._policy is not None
-        if not self._mesh.in_step:
-            return self._policy if self._rank == 0 else None
         whole = load_policy(self._config.model) if self._rank == 0 else None
         views = checkpoint_views(whole.model) if whole is not None else {}
         for name, weight in self._made.named_weights():

@@ -77,9 +77,9 @@ def disconnect() -> None:
 class Places:
     """A bundle of resources for each rank and engine."""
 
-    def __init__(self, config: Config, gpus: int) -> None:
+    def __init__(self, config: Config, engines: int, gpus: int) -> None:
         """`gpus`: of each rank and engine, 0 or 1. Raises `BadInput` for more than the cluster has."""
-        ranks, engines = config.train.mesh.size, config.cluster.engines or 1
+        ranks = config.train.mesh.size
         self._shared = config.cluster.placement == "colocated"
         bundle = {"CPU": float(config.run.threads)} | ({"GPU": 1.0} if gpus else {})
         count = max(ranks, engines) if self._shared else ranks + engines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,20 +25,28 @@ class RemoteTrainer:
     always the newest.
     """
 
-    def __init__(self, ranks: Ranks, padded: str, deadline_s: float) -> None:
-        """`padded`: as the ranks told it; `deadline_s`: of an engine that takes weights."""
+    def __init__(self, ranks: Ranks, padded: str, deadline_s: float, *, replays: bool) -> None:
+        """`padded`: as the ranks told it; `deadline_s`: of an engine that takes weights; `replays`: passes take the engine's experts."""
         self.device = torch.device("cpu")
         self.version, self.padded = 0, padded
         self.carried = 0
-        """Bytes of numbers per token that went to ranks and came back. What goes is put into the object store once for all ranks."""
-        self._ranks, self._deadline_s = ranks, deadline_s
-        self._kept: tuple[TrainingBatch, Any] | None = None
+        """Bytes that went to ranks and came back. What goes is put into the object store once for all ranks."""
+        self._ranks, self._deadline_s, self._replays = ranks, deadline_s, replays
+        self._whole: TrainingBatch | None = None
+        """The batch that the ranks have, and in `_told` what they told about it."""
+        self._told: dict[str, torch.Tensor | None] = {}
 
     def score(self, batch: TrainingBatch, *, experts: bool = False) -> Scores:
-        return wire.scores_in(self._counted(self._ranks.call("score", self._put(batch), experts)))
+        scores = wire.scores_in(self._call("score", batch, {"experts": experts}))
+        if batch is self._whole:
+            self._told |= {"old_logprobs": scores.logprobs, "old_topk_logprobs": scores.topk_logprobs}
+        return scores
 
     def ref_logprobs(self, batch: TrainingBatch) -> torch.Tensor:
-        return wire.tensors_in(self._counted(self._ranks.call("ref_logprobs", self._put(batch))))["logprobs"]
+        found = wire.tensors_in(self._call("ref_logprobs", batch, {}))["ref_logprobs"]
+        if batch is self._whole:
+            self._told["ref_logprobs"] = found
+        return found
 
     def update(
         self,
@@ -50,17 +59,19 @@ class RemoteTrainer:
         old_is_current: bool = False,
         experts: bool = False,
     ) -> UpdateOutput:
-        tensors = {
+        named = {
             "old_logprobs": old_logprobs,
             "old_topk_logprobs": old_topk_logprobs,
             "ref_logprobs": ref_logprobs,
         }
-        flags = {"old_is_current": old_is_current, "experts": experts}
-        about = self._counted(wire.tensors_out(tensors))
-        told = self._ranks.call("update", self._put(batch), objective.state_dict(), about, flags)
+        known = {n: wire.view_out(v, self._told.get(n)) for n, v in named.items() if v is not None}
+        tensors = wire.tensors_out({name: named[name] for name, rows in known.items() if rows is None})
+        about = {"state": objective.state_dict(), "tensors": tensors, "known": {n: r for n, r in known.items() if r}}
+        about["flags"] = {"old_is_current": old_is_current, "experts": experts}
+        told = self._call("update", batch, about)
         objective.load_state_dict(told["objective"])
         self.version = told["version"]
-        return wire.output_in(self._counted(told["output"]))
+        return wire.output_in(told["output"])
 
     def stream(self, head: Any, sinks: Sequence[Any]) -> Sequence[int]:
         """See `rollkeel.cluster.publish.Source`: from all ranks to the engines, past this process."""
@@ -81,13 +92,20 @@ class RemoteTrainer:
     def close(self) -> None:
         """The ranks end with the machines."""
 
-    def _counted(self, told: dict[str, Any]) -> dict[str, Any]:
-        self.carried += wire.size_of(told)
-        return told
+    def _call(self, what: str, batch: TrainingBatch, about: dict[str, Any]) -> Any:
+        """`Rank.run(what, …)` with a batch that the ranks have, part of one, or another one."""
+        rows = None if self._whole is None or batch is self._whole else wire.rows_of(batch, self._whole)
+        whole = None
+        if rows is None and batch is not self._whole:
+            self._whole, self._told = batch, {}
+            whole = self._put(wire.batch_out(batch, replays=self._replays))
+        part = None if rows is None else wire.part_out(batch, rows)
+        answer = self._ranks.call(what, whole, self._put({"part": part, **about}))
+        self.carried += len(answer)
+        return pickle.loads(answer)
 
-    def _put(self, batch: TrainingBatch) -> Any:
-        """The batch in the object store; the last one is still there, for several passes over it."""
-        if self._kept is None or self._kept[0] is not batch:
-            told = self._counted(wire.batch_out(batch))
-            self._kept = batch, ray.put(told)
-        return self._kept[1]
+    def _put(self, told: Any) -> Any:
+        """In the object store."""
+        message = pickle.dumps(told)
+        self.carried += len(message)
+        return ray.put(message)

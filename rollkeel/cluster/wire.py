@@ -1,114 +1,100 @@
-"""Batches as they travel from the controller to ranks: numbers only, each said once.
+"""Batches as they travel from the controller to ranks, and what comes back: numbers only, each said once.
 
-Most facts about tokens are the same, or one more, for all tokens of a sequence. Integers travel as runs of equal differences where
-that is shorter, and so do the bits of floats.
+A batch goes out whole; the parts that updates take of it are told by their rows, and prompts once for all answers to them. What ranks have
+told themselves, log-probs of a pass, is named and not sent back.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any, NamedTuple
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 
+from rollkeel.arrays import Packed, packed, unpacked
 from rollkeel.batch.build import TrainingBatch
 from rollkeel.train.scores import Scores, UpdateOutput
 
-
-class Runs(NamedTuple):
-    """A flat array of whole numbers, as runs of equal differences between neighbours."""
-
-    dtype: str
-    """Of the array."""
-    shape: tuple[int, ...]
-    values: np.ndarray
-    counts: np.ndarray
+OF_PART = ("advantages", "coefficients", "group_ids")
+"""What a part does not have from its batch."""
+_READ = ("token_ids", "sequence_ids")
+"""What is read from the sequences and positions."""
 
 
-class Narrow(NamedTuple):
-    """An array of whole numbers that fit into fewer bytes."""
-
-    dtype: str
-    values: np.ndarray
-
-
-_WIDTHS = (np.int8, np.int16, np.int32)
-
-
-def packed(array: np.ndarray) -> np.ndarray | Runs | Narrow:
-    """The same bits in fewer bytes, where that is easy."""
-    if not array.size or array.dtype not in (np.int64, np.int32, np.float32):
-        return array
-    whole = array.view(np.int32) if array.dtype == np.float32 else array
-    steps = np.diff(whole.reshape(-1), prepend=whole.dtype.type(0))
-    starts = np.flatnonzero(np.concatenate([[True], steps[1:] != steps[:-1]]))
-    counts = np.diff(np.append(starts, steps.size))
-    values, counts = _narrow(steps[starts]), _narrow(counts)
-    if values.nbytes + counts.nbytes < _narrow(whole).nbytes:
-        return Runs(array.dtype.str, array.shape, values, counts)
-    narrow = array if array.dtype == np.float32 else _narrow(array)
-    return array if narrow.dtype == array.dtype else Narrow(array.dtype.str, narrow)
-
-
-def unpacked(told: np.ndarray | Runs | Narrow) -> np.ndarray:
-    """The array that was packed, in memory of its own."""
-    if isinstance(told, Narrow):
-        return told.values.astype(told.dtype)
-    if not isinstance(told, Runs):
-        return np.array(told)
-    dtype = np.dtype(told.dtype)
-    whole = np.dtype(np.int32) if dtype == np.float32 else dtype
-    steps = np.repeat(told.values.astype(whole), told.counts)
-    return np.cumsum(steps, dtype=whole).view(dtype).reshape(told.shape)
-
-
-def _narrow(whole: np.ndarray) -> np.ndarray:
-    low, high = int(whole.min()), int(whole.max())
-    for width in _WIDTHS:
-        if np.iinfo(width).min <= low and high <= np.iinfo(width).max:
-            return whole.astype(width)
-    return whole
-
-
-def batch_out(batch: TrainingBatch) -> dict[str, Any]:
-    """A batch as `batch_in` takes it. Sequences lie behind each other; sampled tokens are read from them."""
-    lengths = [len(ids) for ids in batch.sequences]
-    out: dict[str, Any] = {"lengths": packed(np.array(lengths)), "prompts": packed(np.array(batch.prompt_lengths))}
-    out["sequences"] = packed(np.concatenate(batch.sequences))
+def batch_out(batch: TrainingBatch, *, replays: bool = True) -> dict[str, Any]:
+    """A batch as `batch_in` takes it. `replays`: passes take the engine's experts; else only how many of them a token has is sent."""
+    prompts, at = dict[bytes, int](), list[int]()
+    for ids, length in zip(batch.sequences, batch.prompt_lengths, strict=True):
+        at.append(prompts.setdefault(ids[:length].tobytes(), len(prompts)))
+    answers = [ids[length:] for ids, length in zip(batch.sequences, batch.prompt_lengths, strict=True)]
+    out: dict[str, Any] = {"prompts": packed(np.frombuffer(b"".join(prompts), np.int64)), "at": packed(np.array(at))}
+    out["long"] = packed(np.array([len(ids) // 8 for ids in prompts]))
+    out["answers"] = packed(np.concatenate(answers))
+    out["lengths"] = packed(np.array([len(ids) for ids in answers]))
     out["positions"] = packed(np.concatenate(batch.positions))
-    out["sampled"] = packed(np.array([len(at) for at in batch.positions]))
-    if batch.read_experts is not None:
-        out["read_experts"] = np.concatenate(batch.read_experts)
-    for field in fields(batch):
-        value = getattr(batch, field.name)
-        if isinstance(value, torch.Tensor) and field.name != "token_ids":
-            out[field.name] = packed(value.cpu().contiguous().numpy())
+    out["sampled"] = packed(np.array(batch.response_lengths))
+    if batch.read_experts is not None and replays:
+        out["read_experts"] = packed(np.concatenate(batch.read_experts))
+    for name, value in _tensors(batch).items():
+        value = torch.zeros_like(value) if name == "experts" and not replays else value
+        if name not in _READ:
+            out[name] = packed(value.cpu().numpy())
     return out
 
 
 def batch_in(told: dict[str, Any]) -> TrainingBatch:
     """The batch that was told, on the CPU."""
-    ends = np.cumsum(unpacked(told["lengths"]))
-    sequences = np.split(unpacked(told["sequences"]), ends[:-1])
-    positions = np.split(unpacked(told["positions"]), np.cumsum(unpacked(told["sampled"]))[:-1])
+    prompts, answers = _split(told["prompts"], told["long"]), _split(told["answers"], told["lengths"])
+    own = [prompts[i] for i in unpacked(told["at"])]
+    sequences = [np.concatenate(pair) for pair in zip(own, answers, strict=True)]
+    positions = _split(told["positions"], told["sampled"])
     ids = np.concatenate([one[at] for one, at in zip(sequences, positions, strict=True)])
-    about: dict[str, Any] = {"token_ids": torch.from_numpy(ids)}
+    numbers = np.repeat(np.arange(len(positions)), unpacked(told["sampled"]))
+    about: dict[str, Any] = {"token_ids": torch.from_numpy(ids), "sequence_ids": torch.from_numpy(numbers)}
     if "read_experts" in told:
-        about["read_experts"] = tuple(np.split(np.array(told["read_experts"]), ends[:-1]))
-    known = {field.name for field in fields(TrainingBatch)} - {"sequences", "positions", "read_experts"}
+        ends = np.cumsum([len(ids) for ids in sequences])
+        about["read_experts"] = tuple(np.split(unpacked(told["read_experts"]), ends[:-1]))
+    known = {field.name for field in fields(TrainingBatch)} - {"positions", "read_experts"}
     about |= {name: torch.from_numpy(unpacked(value)) for name, value in told.items() if name in known}
-    return TrainingBatch(
-        sequences=tuple(sequences),
-        prompt_lengths=tuple(unpacked(told["prompts"]).tolist()),
-        positions=tuple(positions),
-        **about,
-    )
+    lengths = tuple(map(len, own))
+    return TrainingBatch(sequences=tuple(sequences), prompt_lengths=lengths, positions=tuple(positions), **about)
+
+
+def rows_of(part: TrainingBatch, whole: TrainingBatch) -> slice | None:
+    """Which rows of `whole` the batch `part` is, made by `TrainingBatch.parts`; None if it is no part of it."""
+    first = next((i for i, ids in enumerate(whole.sequences) if ids is part.sequences[0]), None)
+    if first is None:
+        return None
+    rows = slice(first, first + len(part.sequences))
+    there, own, names = _tensors(whole.cut(rows)), _tensors(part), {*OF_PART, "sequence_ids"}
+    same = there.keys() == own.keys() and all(map(_same, whole.sequences[rows], part.sequences))
+    same = same and all(own[n].data_ptr() == there[n].data_ptr() for n in own.keys() - names)
+    return rows if same and len(there["token_ids"]) == len(part) else None
+
+
+def part_out(part: TrainingBatch, rows: slice) -> Packed:
+    return rows.start, rows.stop, tensors_out({name: getattr(part, name) for name in OF_PART})
+
+
+def part_in(whole: TrainingBatch, told: Packed | None) -> TrainingBatch:
+    """The part that was told; None is all of it."""
+    return whole if told is None else replace(whole.cut(slice(*told[:2])), **tensors_in(told[2]))
+
+
+def view_out(value: torch.Tensor, of: torch.Tensor | None) -> Packed | None:
+    """First row and end of a `value` that is rows of the tensor `of`; None if it is not."""
+    if of is None or value.untyped_storage().data_ptr() != of.untyped_storage().data_ptr():
+        return None
+    if (value.dtype, value.stride(), value.shape[1:]) != (of.dtype, of.stride(), of.shape[1:]):
+        return None
+    first = (int(value.storage_offset()) - int(of.storage_offset())) // int(of.stride(0))
+    return first, first + len(value)
 
 
 def tensors_out(values: dict[str, torch.Tensor | None]) -> dict[str, Any]:
     """Those that are there."""
-    return {n: packed(v.detach().cpu().contiguous().numpy()) for n, v in values.items() if v is not None}
+    return {n: packed(v.detach().cpu().numpy()) for n, v in values.items() if v is not None}
 
 
 def tensors_in(told: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -134,10 +120,14 @@ def output_in(told: dict[str, Any]) -> UpdateOutput:
     return UpdateOutput(metrics=told["metrics"], **tensors_in(told["tokens"]))
 
 
-def size_of(told: Any) -> int:
-    """Bytes of the numbers in it."""
-    if isinstance(told, np.ndarray):
-        return told.nbytes
-    if isinstance(told, dict):
-        return sum(map(size_of, told.values()))
-    return sum(map(size_of, told)) if isinstance(told, tuple) else 0
+def _tensors(batch: TrainingBatch) -> dict[str, torch.Tensor]:
+    held = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b
+
+
+def _split(values: Packed, lengths: Packed) -> list[np.ndarray]:
+    return np.split(unpacked(values), np.cumsum(unpacked(lengths))[:-1])

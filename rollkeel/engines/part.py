@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rollkeel.engines.messages import requests_in, segments_out
 from rollkeel.errors import BadInput, RollkeelError
 from rollkeel.types import Request, Segment
 
@@ -133,7 +134,7 @@ def serve(engine: Any, channel: Channel, act: Callable[[Any, tuple[Any, ...]], A
         segments = engine.poll(0)
         free = engine.busy
         if segments:
-            channel.send(("segments", segments, engine.steps))
+            channel.send(("segments", segments_out(segments), engine.steps))
 
 
 def _stays_free(message: tuple[Any, ...], free: bool) -> bool:
@@ -143,9 +144,9 @@ def _stays_free(message: tuple[Any, ...], free: bool) -> bool:
 
 def _answer(engine: Any, message: tuple[Any, ...], act: Callable[[Any, tuple[Any, ...]], Any]) -> Any:
     if message[0] == "submit":
-        engine.submit(message[1])
+        engine.submit(requests_in(message[1]))
     elif message[0] == "advance":
-        return engine.advance(message[1])
+        return segments_out(engine.advance(message[1]))
     elif message[0] == "progress":
         return engine.progress()
     elif message[0] == "interrupt":

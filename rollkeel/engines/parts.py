@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from rollkeel.engines.messages import Segments, requests_out, segments_in
 from rollkeel.engines.part import Part
 from rollkeel.engines.requests import check_requests
 from rollkeel.errors import EngineFailure, RollkeelError
@@ -88,7 +89,7 @@ class PartedEngine(ABC, Generic[P]):
             if not part.flying:
                 part.begin()
             part.flying.update({r.id: r for r in mine})
-            self._send(part, ("submit", mine, part.free))
+            self._send(part, ("submit", requests_out(mine), part.free))
             asked.append(part)
         # Requests of a part that died come back as failures, so its silence is no error here.
         self._answers(asked, self._deadline_s, "to take requests", may_die=True)
@@ -225,10 +226,10 @@ class PartedEngine(ABC, Generic[P]):
             return None
         if message is None:
             return None
-        kind, value, steps = message
+        kind, said, steps = message
         part.steps = steps + part.before
+        value: Any = part.wanted(segments_in(said)) if isinstance(said, Segments) else said
         if kind == "segments":
-            value = part.wanted(value)
             for segment in value:
                 part.flying.pop(segment.request_id, None)
             part.free = part.free and bool(part.flying)
@@ -237,8 +238,6 @@ class PartedEngine(ABC, Generic[P]):
         part.owes = max(0, part.owes - 1)
         if kind == "error":
             raise value
-        if isinstance(value, list) and value and isinstance(value[0], Segment):
-            value = part.wanted(value)
         return (value,)
 
     def _may_renew(self, part: P) -> bool:
@@ -306,7 +305,7 @@ class PartedEngine(ABC, Generic[P]):
                 if not part.flying:
                     part.begin()
                 part.flying.update({r.id: r for r in orphans[start:end]})
-                self._send(part, ("submit", orphans[start:end], part.free))
+                self._send(part, ("submit", requests_out(orphans[start:end]), part.free))
                 asked.append(part)
         self._answers(asked, self._deadline_s, "to take requests of another", may_die=True)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ from rollkeel.loop.assemble import (
 from rollkeel.loop.play import gathering
 from rollkeel.loop.warm_start import sft, warm_start_key
 from rollkeel.models import adapter_files
-from rollkeel.models.loading import save_policy
+from rollkeel.models.loading import Policy, save_policy
+from rollkeel.protocols import Engine
 from rollkeel.recipe import load
 from rollkeel.record.live import LiveView
 from rollkeel.record.rollout_store import read_step, to_rollouts, write_step
@@ -51,15 +54,19 @@ def sft_stage(config: Config, out: Path) -> dict[str, float]:
     _refuse_existing(out)
     if not config.sft.on:
         raise BadInput("sft.steps=0 trains nothing: set sft.steps to 1 or more, or sft.epochs")
-    if config.clustered:
-        raise BadInput(
-            "cluster, train.mesh: rollkeel sft runs in one process, rollkeel train alone over a cluster; leave them out"
-        )
-    policy = policy_of(config, config.train.lora)
     kept = Unfinished(out.with_name(f".unfinished-{out.name}"), warm_start_key(config))
     with LiveView() as view, StopFlag(view) as stop:
-        metrics = sft(policy, config, view, stop, kept)
-    checkpoint.replace_folder(out, lambda path: save_policy(policy, path))
+        if config.clustered:
+            from rollkeel.cluster import check, stage
+
+            check.check_cluster(config)
+            with stage.machines(config, kept.folder, view, sampling=False) as ranks:
+                metrics = ranks.sft(stop)
+                checkpoint.replace_folder(out, ranks.save_model)
+        else:
+            policy = policy_of(config, config.train.lora)
+            metrics = sft(policy, config, view, stop, kept)
+            checkpoint.replace_folder(out, lambda path: save_policy(policy, path))
     kept.remove()
     return metrics
 
@@ -67,6 +74,7 @@ def sft_stage(config: Config, out: Path) -> dict[str, float]:
 def merge_stage(config: Config, out: Path) -> None:
     """Write the whole model that the adapters of `model.path` make of their base, as `model.dtype`, to the folder `out`."""
     _refuse_existing(out)
+    _alone(config, "rollkeel merge")
     if not (Path(config.model.path).expanduser() / adapter_files.CONFIG).is_file():
         raise BadInput(f"model.path {config.model.path!r}: expected a folder of adapters with {adapter_files.CONFIG}")
     policy = policy_of(config)
@@ -76,11 +84,11 @@ def merge_stage(config: Config, out: Path) -> None:
 def rollout_stage(config: Config, out: Path, step: int) -> list[Rollout]:
     """Sample the prompts of training step `step` with `model.path` and write ungraded rollouts to `out` (parquet)."""
     _refuse_existing(out)
-    policy = policy_of(config)
+    policy = _policy(config)
     size = config.rollout
     first = (step - 1) * size.prompts
     prompts = prompt_source(config, policy, "train").prompts(range(first, first + size.prompts))
-    with StopFlag() as stop, gathering(config, policy.tokenizer) as gather, opened(config, policy) as engine:
+    with StopFlag() as stop, gathering(config, policy.tokenizer) as gather, _serving(config, policy) as engine:
         issued = issue(prompts, size.samples, sampling_params(config, policy.stop_token_ids), first, engine)
         sampled = gather(engine, issued, policy.tokenizer, deadline_s=config.engine.deadline_s, should_stop=stop)
     _make_parent(out)
@@ -113,7 +121,7 @@ def eval_stage(config: Config, out: Path | None) -> dict[str, float]:
     """Evaluate `model.path` on the held-out items; the answers go to `out` (parquet) if given."""
     if out is not None:
         _refuse_existing(out)
-    policy = policy_of(config)
+    policy = _policy(config)
     for part in config.data.parts or [config.data]:
         if part.path is not None:
             rewards.get(part.grader)
@@ -123,7 +131,7 @@ def eval_stage(config: Config, out: Path | None) -> dict[str, float]:
     with (
         StopFlag() as stop,
         gathering(config, policy.tokenizer) as gather,
-        opened(config, policy) as engine,
+        _serving(config, policy) as engine,
         open_graders(config) as grader,
     ):
         metrics, answers = evaluate(
@@ -181,6 +189,7 @@ def reward_model_stage(config: Config, pairs: Path, out: Path) -> dict[str, floa
     Of the config: `model`, `sft` (steps, pairs per step, learning rate), `train.weight_decay`, `train.micro_batch_tokens`, `data.eval_fraction` (held out), `data.chat_template`,
     `checkpoint.every`, `run.seed`, `run.device`, `run.threads`. Called again with the same it goes on.
     """
+    _alone(config, "rollkeel reward-model")
     if config.train.lora.rank:
         raise BadInput("train.lora.rank: a reward model is trained whole; set it to 0")
     train, held_out = split_pairs(load_pairs(pairs), config.data.eval_fraction)
@@ -228,6 +237,35 @@ def measured(scenario: Scenario) -> Scenario:
         "resume_s": speeds.resume_s,
     }
     return scenario.model_copy(update={"engine": scenario.engine.model_copy(update=update)})
+
+
+def _alone(config: Config, command: str) -> None:
+    if config.clustered:
+        raise BadInput(f"cluster, train.mesh: {command} runs in one process; leave them out")
+
+
+def _policy(config: Config) -> Policy:
+    """That of `model.path`; over a cluster its weights lie on actors."""
+    if not config.clustered:
+        return policy_of(config)
+    from rollkeel.cluster.check import check_cluster
+    from rollkeel.cluster.skeleton import skeleton
+
+    check_cluster(config)
+    return skeleton(config.model)
+
+
+@contextmanager
+def _serving(config: Config, policy: Policy) -> Iterator[Engine]:
+    """The config's engine, which serves the policy: here, or the actors of a cluster."""
+    if not config.clustered:
+        served = opened(config, policy)
+    else:
+        from rollkeel.cluster import stage
+
+        served = stage.served(config)
+    with served as engine:
+        yield engine
 
 
 def _refuse_existing(out: Path) -> None:

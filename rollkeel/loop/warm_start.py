@@ -27,25 +27,39 @@ from rollkeel.record.stopping import StopFlag
 from rollkeel.train import checkpoint
 from rollkeel.train.optimizer import PACK_TOKENS
 from rollkeel.train.sft import Example, cuts, run_sft
+from rollkeel.train.together import UnfinishedTogether, load_start, save_start
+from rollkeel.train.trainer import LocalTrainer
 from rollkeel.train.unfinished import Unfinished
+
+Kept = Unfinished | UnfinishedTogether
 
 
 def warm_start(
-    policy: Policy, config: Config, view: LiveView, stop: StopFlag, events: EventLog, kept: Unfinished | None = None
+    policy: Policy,
+    config: Config,
+    view: LiveView,
+    stop: StopFlag,
+    events: EventLog,
+    kept: Kept | None = None,
+    trainer: LocalTrainer | None = None,
 ) -> bool:
     """Supervised warm start of `policy` in place, or the same weights from the cache. True if the cache had them.
 
-    `kept`: where one that is interrupted leaves its state, and goes on from.
+    `kept`: where one that is interrupted leaves its state, and goes on from. `trainer`: of `policy`, on whose ranks it is
+    trained; every rank makes the same call, and none holds the whole model.
     """
     folder = cache_folder(config)
-    if _load_cached(folder, policy):
+    if _load_cached(folder, policy) if trainer is None else load_start(folder, trainer.start):
+        if trainer is not None:
+            trainer.start_here()
         events.emit("sft_cached", folder=str(folder))
         view.note(f"warm start from cache {folder}")
         return True
-    _rehearse(policy, config)
+    if trainer is None:
+        _rehearse(policy, config)
     events.emit("stage", step=0, stage="sft")
-    done = sft(policy, config, view, stop, kept)["sft/steps"]
-    _store_cached(folder, policy, view)
+    done = sft(policy, config, view, stop, kept, trainer)["sft/steps"]
+    _store_cached(folder, policy, view, trainer)
     events.emit("sft_done", steps=int(done))
     if stop():
         raise Interrupted("stopped behind the warm start, which is kept")
@@ -64,9 +78,15 @@ def _rehearse(policy: Policy, config: Config) -> None:
 
 
 def sft(
-    policy: Policy, config: Config, view: LiveView, stop: StopFlag, kept: Unfinished | None = None
+    policy: Policy,
+    config: Config,
+    view: LiveView,
+    stop: StopFlag,
+    kept: Kept | None = None,
+    trainer: LocalTrainer | None = None,
 ) -> dict[str, float]:
-    """Supervised fine-tuning of `policy` in place on the task's demonstrations. Raises `Interrupted` where `stop` ends it."""
+    """Supervised fine-tuning of `policy` in place on the task's demonstrations, on the ranks of `trainer` if there is one. Raises
+    `Interrupted` where `stop` ends it."""
     source = prompt_source(config, policy, "sft")
 
     def examples(indices: Sequence[int]) -> Sequence[Example]:
@@ -90,6 +110,7 @@ def sft(
             progress=lambda step, metrics: view.step(step + 1, metrics),
             should_stop=stop,
             kept=kept,
+            trainer=trainer,
         )
     if (done := metrics["sft/steps"]) < steps:
         where = "starts over" if kept is None else f"goes on at step {done:.0f} of {steps}"
@@ -125,6 +146,8 @@ def warm_start_key(config: Config) -> str:
             )
         ),
     }
+    if config.train.mesh.size > 1:  # where gradients are added in another order
+        parts["mesh"] = [config.train.mesh.model_dump(), config.train.reduce]
     if not config.model.path.startswith(PRESET_PREFIX) and Path(config.model.path).is_dir():
         parts["weights"] = _digest_files(sorted(Path(config.model.path).glob("*.safetensors")))
     if paths := [Path(part.path) for part in (config.data, *config.data.parts) if part.path is not None]:
@@ -154,9 +177,12 @@ def _load_cached(folder: Path, policy: Policy) -> bool:
     return True
 
 
-def _store_cached(folder: Path, policy: Policy, view: LiveView) -> None:
+def _store_cached(folder: Path, policy: Policy, view: LiveView, trainer: LocalTrainer | None) -> None:
     """Best effort: a warm start that cannot be cached is still a warm start."""
     try:
+        if trainer is not None:
+            save_start(folder, trainer.start)
+            return
         folder.mkdir(parents=True, exist_ok=True)
         weights = trained_state(policy.model)
         checkpoint.save(folder, 0, write=lambda path: checkpoint.save_state(path / "state", weights), info={})

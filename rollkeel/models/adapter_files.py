@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from rollkeel.config import LoraConfig, ModelConfig
 from rollkeel.errors import BadInput
-from rollkeel.models.adapters import named_adapters
 from rollkeel.models.checksum import MASK, tensor_checksum
 from rollkeel.models.lora import PREFIX, STACKS
 from rollkeel.models.names import checkpoint_views
@@ -25,14 +24,20 @@ _BEYOND = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_t
 
 def base_checksum(model: Any) -> str:
     """Checksum of what the adapters stand beside, hexadecimal."""
-    total = sum(tensor_checksum(name, view) for name, view in checkpoint_views(model).items())
-    return f"{total & MASK:016x}"
+    return checksum_of(checkpoint_views(model).items())
 
 
-def save_adapters(model: torch.nn.Module, lora: LoraConfig, base: Mapping[str, Any], folder: Path) -> None:
-    """Write PEFT's folder. `base`: fields of the `ModelConfig` the adapters belong to, and its `checksum`."""
+def checksum_of(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """The same of (checkpoint name, tensor) pairs."""
+    return f"{sum(tensor_checksum(name, weight) for name, weight in weights) & MASK:016x}"
+
+
+def save_adapters(
+    adapters: Mapping[str, torch.Tensor], lora: LoraConfig, base: Mapping[str, Any], folder: Path
+) -> None:
+    """Write PEFT's folder of `named_adapters`. `base`: fields of the `ModelConfig` the adapters belong to, and its `checksum`."""
     tensors = {}
-    for name, tensor in named_adapters(model).items():
+    for name, tensor in adapters.items():
         if tensor.dim() == 3:  # PEFT: A [experts · rank, in], B [out, rank · experts]
             tensor = tensor.flatten(0, 1) if "lora_A" in name else tensor.permute(1, 2, 0).flatten(1)
         tensors[name] = tensor.cpu().contiguous()

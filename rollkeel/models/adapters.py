@@ -30,12 +30,15 @@ def _grouped(rows: torch.Tensor, weight: torch.Tensor, split: Split) -> torch.Te
 class Adapter(torch.nn.Module):
     """A and B of a weight `[out, in]`, or of each of a stack's; B begins as 0, where the model is its base."""
 
-    def __init__(self, weight: torch.Tensor, lora: LoraConfig, generator: torch.Generator) -> None:
+    def __init__(
+        self, weight: torch.Tensor, lora: LoraConfig, generator: torch.Generator, device: torch.device | str | None
+    ) -> None:
         super().__init__()
         *stack, outputs, inputs = weight.shape
+        device = weight.device if device is None else device
         drawn = torch.rand(*stack, lora.rank, inputs, generator=generator)
-        self.A = torch.nn.Parameter(((2 * drawn - 1) * inputs**-0.5).to(weight.device))
-        self.B = torch.nn.Parameter(torch.zeros(*stack, outputs, lora.rank, device=weight.device))
+        self.A = torch.nn.Parameter(((2 * drawn - 1) * inputs**-0.5).to(device))
+        self.B = torch.nn.Parameter(torch.zeros(*stack, outputs, lora.rank, device=device))
         self.scale = lora.alpha / lora.rank
 
     def forward(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
@@ -86,8 +89,9 @@ def _experts(self: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: tor
     return (pairs * weights.to(hidden.dtype).unsqueeze(2)).sum(1)
 
 
-def attach(model: torch.nn.Module, lora: LoraConfig, seed: int = 0) -> None:
-    """Freeze `model` and put adapters beside the weights that `lora` names, A drawn with `seed`.
+def attach(model: torch.nn.Module, lora: LoraConfig, seed: int = 0, device: torch.device | str | None = None) -> None:
+    """Freeze `model` and put adapters beside the weights that `lora` names, A drawn with `seed`. `device`: of the adapters of a model
+    without weights.
 
     Raises `BadInput` for a target that no layer has, and for experts that are not there or not plain SwiGLU.
     """
@@ -112,11 +116,11 @@ def attach(model: torch.nn.Module, lora: LoraConfig, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, module in linear.items():
         if not lora.targets or _end(name) in lora.targets:
-            adapter = Adapter(module.weight, lora, generator)
+            adapter = Adapter(module.weight, lora, generator, device)
             module.add_module("lora", adapter)
             module.register_forward_hook(adapter)
     for module in experts:
-        stacks = {name: Adapter(getattr(module, name), lora, generator) for name in STACKS}
+        stacks = {name: Adapter(getattr(module, name), lora, generator, device) for name in STACKS}
         module.add_module("lora", torch.nn.ModuleDict(stacks))
         # A partial, which can be copied and sent to other processes.
         module.forward = functools.partial(_experts, module)
@@ -146,10 +150,10 @@ def load_trained(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> N
 
 def named_adapters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """PEFT's name → live tensor, `[rank, in]` and `[out, rank]`; of experts stacked, `[E, …]`."""
-    return {_peft(name): p.detach() for name, p in parameters(model).items()}
+    return {peft_name(name): p.detach() for name, p in parameters(model).items()}
 
 
-def _peft(name: str) -> str:
+def peft_name(name: str) -> str:
     module, _, rest = name.partition(ADAPTER)
     weight, _, letter = rest.rpartition(".")
     return adapter_names(module, weight)["AB".index(letter)]
@@ -165,13 +169,13 @@ def check_base(told: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 @contextmanager
 def holding(model: torch.nn.Module, adapters: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Inside, the adapters of `model` are these, by parameter name; those that are not named stay."""
-    live = parameters(model)
-    kept = {name: live[name].data for name in adapters}
+    """Inside, the adapters of `model`, or what lies here of them, are these, by parameter name; those that are not named stay."""
+    live = {name: getattr(p, "_local_tensor", p.data) for name, p in parameters(model).items() if name in adapters}
+    kept = {name: p.clone() for name, p in live.items()}
     try:
-        for name, value in adapters.items():
-            live[name].data = value
+        for name, p in live.items():
+            p.copy_(adapters[name])
         yield
     finally:
-        for name, value in kept.items():
-            live[name].data = value
+        for name, p in live.items():
+            p.copy_(kept[name])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers.utils import logging as hf_logging
 from rollkeel.config import LoraConfig, ModelConfig
 from rollkeel.errors import BadInput
 from rollkeel.models import adapter_files
-from rollkeel.models.adapters import attach
+from rollkeel.models.adapters import attach, named_adapters
 from rollkeel.models.presets import build_preset, extend
 from rollkeel.models.sources import Drawn, Source, files_of, refuse_unexpected, without_memory
 
@@ -36,8 +36,8 @@ class Policy:
     tokenizer: Any
     lora: LoraConfig | None = None
     """Of the adapters that `model` has."""
-    base: Mapping[str, Any] = field(default_factory=dict)
-    """What the adapters stand beside: fields of its `ModelConfig` and its `checksum`."""
+    base: dict[str, Any] = field(default_factory=dict)
+    """What the adapters stand beside: fields of its `ModelConfig` and its `checksum`, which ranks that hold parts tell when they have them."""
     source: Source | None = None
     """Where the weights come from of a `model` that has none yet: `LocalTrainer` takes its part of them."""
 
@@ -48,8 +48,8 @@ class Policy:
 
     @property
     def vocab_size(self) -> int:
-        """Number of rows of the embedding table."""
-        return int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[index,union-attr]
+        """Number of rows of the embedding table, wherever its parts lie."""
+        return int(self.model.config.get_text_config().vocab_size)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -85,7 +85,8 @@ def load_policy(
     a `source` of them, for the ranks of a trainer that hold a part each. Raises `BadInput` with one line when it cannot.
     """
     if not whole:
-        return _in_parts(config, seed, lora)
+        policy = _in_parts(config, seed)
+        return policy if lora is None or lora.rank == 0 else _adapted(policy, config, lora, seed, device)
     dtype, path = getattr(torch, config.dtype), Path(config.path).expanduser()
     if config.path.startswith(PRESET_PREFIX):
         model, tokenizer = build_preset(config.path.removeprefix(PRESET_PREFIX), seed, config.overrides, config.context)
@@ -95,21 +96,23 @@ def load_policy(
     else:
         model, tokenizer = _from_pretrained(config, dtype)
     model = model.to(device)  # type: ignore[arg-type]
-    if lora is None or lora.rank == 0:
-        return Policy(model, tokenizer)
+    policy = Policy(model, tokenizer)
+    return policy if lora is None or lora.rank == 0 else _adapted(policy, config, lora, seed, device)
+
+
+def _adapted(policy: Policy, config: ModelConfig, lora: LoraConfig, seed: int, device: torch.device | str) -> Policy:
+    """`policy` with adapters, which lie on `device`."""
+    path = Path(config.path).expanduser()
     base = config.model_dump(include={"dtype", "overrides"})
-    base |= {
-        "path": str(path.resolve()) if path.exists() else config.path,
-        "checksum": adapter_files.base_checksum(model),
-    }
-    attach(model, lora, seed)
-    return Policy(model, tokenizer, lora, base)
+    base["path"] = str(path.resolve()) if path.exists() else config.path
+    if policy.source is None:
+        base["checksum"] = adapter_files.base_checksum(policy.model)
+    attach(policy.model, lora, seed, None if policy.source is None else device)
+    return replace(policy, lora=lora, base=base)
 
 
-def _in_parts(config: ModelConfig, seed: int, lora: LoraConfig | None) -> Policy:
+def _in_parts(config: ModelConfig, seed: int) -> Policy:
     dtype, source = getattr(torch, config.dtype), None
-    if lora is not None and lora.rank:
-        raise BadInput("train.lora: adapters cannot stand beside a model on several ranks yet; set rank=0")
     if config.path.startswith(PRESET_PREFIX):
         name, source = config.path.removeprefix(PRESET_PREFIX), Drawn()
         with without_memory(), source:
@@ -194,12 +197,14 @@ def _refusing(said: str) -> Iterator[None]:
         raise BadInput(f"{said}: transformers cannot load it: {' '.join(str(error).split())[:300]}") from None
 
 
-def save_policy(policy: Policy, folder: str | Path) -> None:
-    """Write an ordinary Hugging Face folder (config, safetensors, tokenizer), or of adapters PEFT's."""
+def save_policy(policy: Policy, folder: str | Path, adapters: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write an ordinary Hugging Face folder (config, safetensors, tokenizer), or of adapters PEFT's. `adapters`: where those of the
+    model lie in parts, all of them."""
     if policy.lora is None:
         policy.model.save_pretrained(str(folder))
     else:
-        adapter_files.save_adapters(policy.model, policy.lora, policy.base, Path(folder))
+        adapters = adapters or named_adapters(policy.model)
+        adapter_files.save_adapters(adapters, policy.lora, policy.base, Path(folder))
     policy.tokenizer.save_pretrained(str(folder))
 
 

@@ -271,16 +271,17 @@ class Checks:
 
 
 @torch.no_grad()
-def changeable(parameters: Sequence[torch.Tensor], lr: float) -> float:
-    """Share of float32 masters that a step of `lr` can change: it must be more than half a unit in their last place."""
-    able = total = 0
+def changeable(parameters: Sequence[torch.Tensor], lr: float) -> tuple[float, int]:
+    """Of how many float32 masters: those that a step of `lr` can change, for which it must be more than half a unit in their last
+    place, and all."""
+    able, total = 0.0, 0
     for p in parameters:
         part = p.detach().reshape(-1)[:: p.numel() // 4096 | 1]  # an odd stride meets every column
         _, exponent = torch.frexp(part.float())
         half = torch.ldexp(torch.full_like(part, torch.finfo(torch.float32).eps / 4, dtype=torch.float32), exponent)
         able += int(((half < lr) | (part == 0)).sum()) * p.numel() / max(part.numel(), 1)
         total += p.numel()
-    return able / max(total, 1)
+    return able, total
 
 
 def unreached(model: torch.nn.Module) -> list[Finding]:
@@ -293,9 +294,13 @@ def unreached(model: torch.nn.Module) -> list[Finding]:
     return [Finding(check="experts_not_found", step=0, evidence=evidence, advice=advice)] if name else []
 
 
-def too_small(parameters: Sequence[torch.Tensor], lr: float) -> list[Finding]:
-    """Before anything is trained: weights whose precision `lr` cannot reach (`update_too_small`)."""
-    share = changeable(parameters, lr)
+def too_small(
+    parameters: Sequence[torch.Tensor], lr: float, everyone: Callable[[Any], list[Any]] = lambda own: [own]
+) -> list[Finding]:
+    """Before anything is trained: weights whose precision `lr` cannot reach (`update_too_small`). `everyone`: brings together what
+    ranks count that hold some of them each."""
+    able, total = map(sum, zip(*everyone(changeable(parameters, lr)), strict=True))
+    share = able / max(total, 1)
     if share >= CHANGEABLE:
         return []
     check = next(c for c in CHECKS if c.name == "update_too_small")

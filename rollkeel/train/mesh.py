@@ -259,11 +259,11 @@ def spread(model: torch.nn.Module, layers: Iterable[torch.nn.Module], mesh: Mesh
 
     Gradients are sums over the parts. `reduce`: what adds them up in place of the process group.
     """
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    root = _Root(model)
+    root, policy = _Root(model), MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for module in (*layers, root):
-        fully_shard(module, mesh=mesh.shards)
+        fully_shard(module, mesh=mesh.shards, mp_policy=policy)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -272,6 +272,22 @@ def spread(model: torch.nn.Module, layers: Iterable[torch.nn.Module], mesh: Mesh
             if reduce is not None:
                 module.set_custom_reduce_scatter(reduce)
     return root
+
+
+def keep_float32(root: Any) -> None:
+    """Behind a first call of `root`: gradients are float32 from where they arise, whatever the dtype of the weights. FSDP would round
+    them, and their sum over the ranks in each micro-batch, to it. Collective."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in root.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        if group is None or group._orig_dtype in (None, torch.float32):
+            continue
+        module.unshard()
+        for p in group.fsdp_params:
+            p.unsharded_param.grad_dtype = torch.float32
+        module.reshard()
+        group._orig_dtype = torch.float32  # which `unshard` sets
 
 
 def add_gradients(

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from rollkeel.batch.build import TrainingBatch
 from rollkeel.errors import BadInput
 from rollkeel.train.mesh import Mesh
+from rollkeel.types import TokenBatch
+
+
+class TrainableObjective(Protocol):
+    """What the trainer asks of an objective."""
+
+    @property
+    def needs(self) -> frozenset[str]: ...
+    def prepare(self, batch: TokenBatch) -> Any: ...
+    def loss(self, tokens: TokenBatch) -> torch.Tensor: ...
+    def __call__(self, tokens: TokenBatch) -> Any: ...
 
 
 class Scores(NamedTuple):

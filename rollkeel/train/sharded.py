@@ -10,13 +10,15 @@ import torch
 
 from rollkeel.config import TrainConfig
 from rollkeel.errors import BadInput
+from rollkeel.models.adapters import parameters, peft_name
 from rollkeel.models.checkpointing import decoder_layers
 from rollkeel.models.loading import Policy
+from rollkeel.models.lora import ADAPTER
 from rollkeel.models.names import checkpoint_pieces, piece_of
 from rollkeel.models.sources import Source
 from rollkeel.train.expert_parallel import check_experts, send_to_experts
 from rollkeel.train.logprobs import PolicyForward
-from rollkeel.train.mesh import Mesh, gather_into, local, spread, spread_like
+from rollkeel.train.mesh import Mesh, gather_into, keep_float32, local, spread, spread_like
 from rollkeel.train.parts import Box, Deal, boxes, part_shape
 from rollkeel.train.tree import Tree, reduce_scatter
 
@@ -26,14 +28,17 @@ Pieces = Sequence[tuple[str, str, torch.Tensor]]
 
 def check_ranks(mesh: Mesh, config: TrainConfig, policy: Policy, rounding: str, parity: bool) -> None:
     """Raises `BadInput` for what does not run on several ranks yet."""
+    dtypes = {p.dtype for name, p in policy.model.named_parameters() if ADAPTER not in name}
+    # Partial sums of these sizes would be rounded before they are added.
+    rounded = () if mesh.over("expert", "context", "tensor") > 1 else (torch.bfloat16,)
     asked = {
         "train.processes": config.processes > 1,
         "train.compile": config.compile,
-        "train.lora": policy.lora is not None,
+        "train.lora": policy.lora is not None and mesh.over("expert", "tensor") > 1,
         "train.moments": config.moments == "int8",
         "run.parity": parity,
         "experiment.rounding": rounding != "none",
-        "model.dtype": policy.model.dtype != torch.float32,
+        "model.dtype": len(dtypes) > 1 or not dtypes <= {torch.float32, *rounded},
         "train.reduce": config.reduce == "tree" and mesh.size > mesh.over("replicate", "shard"),
     }
     if mesh.size > 1:
@@ -116,6 +121,7 @@ class Sharded:
         forward.vocabulary = self._vocabulary
         if self._root is not None:
             forward.score = partial(self, forward.score)  # type: ignore[method-assign]
+            keep_float32(self._root)
         return forward
 
     def share(self, *forwards: PolicyForward | None) -> None:
@@ -147,6 +153,8 @@ def _fill(model: torch.nn.Module, layout: Layout, source: Source, device: torch.
     """Give the parameters of `model` their memory, and the values that `source` has for it."""
     made = dict[int, torch.nn.Parameter]()
     for name, tensor in tensors_of(model).items():
+        if ADAPTER in name:
+            continue  # which are drawn already
         part = torch.empty(layout.part(name), dtype=tensor.dtype, device=device) if tensor.is_meta else tensor
         source.fill(name, [(box.of_whole, box.of_part) for box in layout.boxes(name)], part)
         if tensor.is_meta:
@@ -168,6 +176,12 @@ def gathered(model: torch.nn.Module, pieces: Pieces, deal: Deal) -> Iterator[tup
             whole = part if local(part) is part else _all_rows(part, deal.mesh)
             whole = deal.whole(owner, whole)
         yield name, piece_of(whole, piece)
+
+
+def all_adapters(model: torch.nn.Module, deal: Deal) -> dict[str, torch.Tensor]:
+    """PEFT's name → tensor, whole on every rank: in a model that is not sharded the live one."""
+    named = {peft_name(name): p.detach() for name, p in parameters(model).items()}
+    return {name: p if local(p) is p else _all_rows(p, deal.mesh) for name, p in named.items()}
 
 
 def _all_rows(tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:

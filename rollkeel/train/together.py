@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rollkeel.errors import BadInput, Corrupt
 from rollkeel.train import checkpoint
 from rollkeel.train.mesh import Mesh
-from rollkeel.train.trained import Trained, load_trained, save_trained
+from rollkeel.train.trained import Trained, load_trained, opened, save_trained, take
 from rollkeel.train.unfinished import Unfinished
 
 
@@ -43,6 +45,27 @@ def write_trained(path: Path, trained: Trained) -> checkpoint.Written:
     return {f"{checkpoint.TRAINER}/{name}": entry for name, entry in files.items()}
 
 
+def save_start(folder: Path, trained: Trained) -> None:
+    """Keep the weights of a trainer that has made no update. Collective."""
+    save(folder, 0, trained.layout.mesh, lambda path: write_trained(path, trained), {}, keep=1)
+
+
+def load_start(folder: Path, trained: Trained) -> bool:
+    """Take the weights that `save_start` kept. False, and nothing changes, if there are none or they are damaged: then the folder goes.
+    Collective; the first rank's folder counts."""
+    mesh, parts = trained.layout.mesh, folder / checkpoint.step_name(0) / checkpoint.TRAINER
+    if not mesh.everyone(parts.is_dir())[0]:
+        return False
+    try:
+        saved = opened(parts, trained)
+    except (BadInput, Corrupt):
+        if mesh.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        return False
+    take(saved, trained)
+    return True
+
+
 class UnfinishedTogether:
     """Implements `rollkeel.train.sft.Kept` on several ranks; the first one's clock and files count."""
 
@@ -50,14 +73,23 @@ class UnfinishedTogether:
         self._folder, self._key, self._mesh = folder, key, mesh
         self._first = Unfinished(folder, key)
 
+    @property
+    def step(self) -> int:
+        """Of the state that was found or saved last."""
+        return self._first.step
+
+    def found(self) -> bool:
+        """True if there is a state to go on from. Collective."""
+        step = self._mesh.everyone(self._first.step if self._mesh.rank == 0 and self._first.found() else None)[0]
+        self._first.step = step or 0
+        return step is not None
+
     def load(self, trained: Trained) -> dict[str, Any] | None:
-        mesh = self._mesh
-        step = mesh.everyone(self._first.step if mesh.rank == 0 and self._first.found() else None)[0]
-        if step is None:
+        if not self.found():
             return None
-        path = self._folder / checkpoint.step_name(step)
+        path = self._folder / checkpoint.step_name(self.step)
         load_trained(path / checkpoint.TRAINER, trained)
-        return mesh.attempt(lambda: checkpoint.load_state(path / "state"))
+        return self._mesh.attempt(lambda: checkpoint.load_state(path / "state"))
 
     def due(self) -> bool:
         return self._mesh.rank == 0 and self._first.due()

@@ -145,10 +145,20 @@ def load_trained(folder: Path, trained: Trained) -> list[str]:
     """Continue from what `save_trained` wrote on any mesh, or from the state of a run in one process. Collective.
 
     Returns lines for people: what the state lacks. Raises `BadInput` naming the first tensor that does not fit, `Corrupt` for damage."""
+    return take(opened(folder, trained), trained)
+
+
+def opened(folder: Path, trained: Trained) -> Saved:
+    """What `load_trained` reads, checked: it is undamaged, and fits. Collective; raises as that does, and nothing has changed then."""
     mesh = trained.layout.mesh
     saved = _opened(folder, mesh)
     mesh.attempt(lambda: _fits(saved, trained))
-    lacking = mesh.attempt(lambda: _load(saved, trained))
+    return saved
+
+
+def take(saved: Saved, trained: Trained) -> list[str]:
+    """Continue from what was opened. Collective. Returns lines for people."""
+    lacking = trained.layout.mesh.attempt(lambda: _load(saved, trained))
     if not lacking:
         return []
     return [f"the checkpoint has no float32 masters of {len(lacking)} weights: they start from the rounded weights"]

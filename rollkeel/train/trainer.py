@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,37 +17,27 @@ from rollkeel.batch.build import TrainingBatch
 from rollkeel.batch.packing import MicroBatch
 from rollkeel.config import LoraConfig, SftConfig, TrainConfig
 from rollkeel.errors import BadInput, NonFinite, RunStopped
-from rollkeel.models.adapters import holding, named_adapters, parameters
+from rollkeel.models.adapter_files import checksum_of
+from rollkeel.models.adapters import holding, parameters
 from rollkeel.models.loading import Policy, save_policy
 from rollkeel.models.lora import ADAPTER
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.routers import is_frozen
 from rollkeel.train.balance import pair_cost
 from rollkeel.train.logprobs import PolicyForward
-from rollkeel.train.mesh import Mesh, add_gradients
+from rollkeel.train.mesh import Mesh, add_gradients, local
 from rollkeel.train.optimizer import ChangedShare, Schedule, Stepper, supervised
 from rollkeel.train.parallel import Helper, LossOf
 from rollkeel.train.parts import Deal
 from rollkeel.train.passes import Passes
 from rollkeel.train.rounding import Rounding
-from rollkeel.train.scores import Scores, ScoreSheet, UpdateOutput
-from rollkeel.train.sharded import Layout, Pieces, Sharded, check_ranks, gathered, pieces_of, tensors_of
+from rollkeel.train.scores import Scores, ScoreSheet, TrainableObjective, UpdateOutput
+from rollkeel.train.sharded import Layout, Pieces, Sharded, all_adapters, check_ranks, gathered, pieces_of, tensors_of
 from rollkeel.train.trained import Supervised, Trained, load_trained, save_model, save_trained
 from rollkeel.train.tree import Tree
-from rollkeel.types import TokenBatch
 
 PREPASS = "prepare"
 """In `objective.needs`: `prepare` must see log-probs of the current weights, not a stand-in."""
-
-
-class TrainableObjective(Protocol):
-    """What the trainer asks of an objective."""
-
-    @property
-    def needs(self) -> frozenset[str]: ...
-    def prepare(self, batch: TokenBatch) -> Any: ...
-    def loss(self, tokens: TokenBatch) -> torch.Tensor: ...
-    def __call__(self, tokens: TokenBatch) -> Any: ...
 
 
 class LocalTrainer:
@@ -61,6 +52,9 @@ class LocalTrainer:
     Same inputs give bit-identical weights on a CPU. The model runs in eval mode: dropout would make log-probs of the same
     weights differ between passes.
     """
+
+    settle: Callable[[], None] = staticmethod(lambda: None)
+    """Called before an update looks at moments and masters: they may still be on their way from where they waited."""
 
     def __init__(
         self,
@@ -80,23 +74,24 @@ class LocalTrainer:
         self.model = (policy.model if policy.source else policy.model.to(self.device)).eval()  # type: ignore[arg-type]
         if (policy.lora or LoraConfig()) != config.lora:
             raise BadInput("train.lora: expected a policy with these adapters; load it with lora=config.train.lora")
-        for name, p in self.model.named_parameters():
-            frozen = ADAPTER not in name if policy.lora else is_frozen(name, config.freeze_router)
-            p.requires_grad_(not frozen)
         self._mesh = self.mesh = mesh
+        self._freeze()
         check_ranks(mesh, config, policy, rounding, parity)
         how: dict[str, Any] = {"checkpointing": config.checkpointing, "compiled": config.compile, "parity": parity}
         self._pieces, self._deal, pair = pieces_of(self.model, mesh), Deal.of(self.model, mesh), pair_cost(self.model)
         self._tree = Tree(mesh) if config.reduce == "tree" else None
         self._rounding = Rounding(self.model, rounding)
-        self._start: dict[str, torch.Tensor] = {}
-        """The reference's adapters, beside the policy's own weights."""
         start = self._kept_reference() if config.keeps_reference else None
         layout = Layout(self.model, mesh)
         self._sharded = Sharded(self.model, mesh, self._tree, policy.source, self.device)
         self._forward = self._sharded.forward(self.model, **how)
         replay = self._sharded.once(self._forward.packed.replayable) if replay_routing else None
-        self._frozen = Sharded(start, mesh, self._tree, policy.source, self.device) if start is not None else None
+        adapters = parameters(self.model) if start is self.model else {}
+        self._start = {name: local(p.detach()).clone() for name, p in adapters.items()}
+        """The reference's adapters, beside the policy's own weights."""
+        self._frozen = self._sharded if self._start else None
+        if start is not None and not self._start:
+            self._frozen = Sharded(start, mesh, self._tree, policy.source, self.device)
         self._reference = self._frozen.forward(start) if self._frozen is not None else None
         self._sharded.share(self._forward, self._reference)
         schedule = Schedule(lr=config.lr, warmup_steps=config.warmup_steps, kind=config.schedule, total=total_updates)
@@ -113,27 +108,33 @@ class LocalTrainer:
         beside = None if start is None else self._start or tensors_of(start)
         self._trained = Trained(layout, self.model, self._stepper, beside, policy.base)
         self._changed = ChangedShare(self._stepper.adamw, mesh, self._stepper.counted)
-        if self._tree is not None:
-            self._tree.parameters = [p for _, p in self._stepper.named]
+        self._in_tree(self._stepper)
         self._helpers = self._started(config.processes, how)
         self._views, self._places = dict[str, torch.Tensor](), list[int]()
         about: dict[str, Any] = {"mesh": mesh, "tree": self._tree, "replay": replay, "pair": pair}
         self._passes = Passes(config.micro_batch_tokens, temperature, helpers=self._helpers, **about)
-        self.settle: Callable[[], None] = lambda: None
-        """Called before an update looks at moments and masters: they may still be on their way from where they waited."""
+        if policy.lora and "checksum" not in policy.base:
+            policy.base["checksum"] = checksum_of(self.named_weights())
 
     def _started(self, processes: int, how: dict[str, Any]) -> list[Helper]:
         if processes > 1 and self.device.type != "cpu":
-            told = f"train.processes={processes}: helper processes share CPU memory, the device is {self.device}"
-            raise BadInput(told)
+            raise BadInput(f"train.processes={processes}: helpers share CPU memory, the device is {self.device}")
         if processes > 1:
             self.model.share_memory()
         return [Helper(i, self.model, torch.get_num_threads(), how) for i in range(1, processes)]
 
+    def _freeze(self) -> None:
+        for name, p in self.model.named_parameters():
+            frozen = ADAPTER not in name if self.policy.lora else is_frozen(name, self.config.freeze_router)
+            p.requires_grad_(not frozen)
+
+    def _in_tree(self, stepper: Stepper) -> None:
+        if self._tree:
+            self._tree.parameters = [p for _, p in stepper.named]
+
     def _kept_reference(self) -> Any:
         """The model that the reference computes with."""
         if self.policy.lora:
-            self._start = {name: p.detach().clone() for name, p in parameters(self.model).items()}
             return self.model
         with self.computing():
             return copy.deepcopy(self.model).requires_grad_(False)
@@ -193,11 +194,8 @@ class LocalTrainer:
         log-prob, loss or gradient that is NaN or infinite: weights and optimizer state are then untouched.
         """
         batch = batch.to(self.device)
-        shared: dict[str, Any] = {
-            "old_logprobs": old_logprobs,
-            "old_topk_logprobs": old_topk_logprobs,
-            "ref_logprobs": ref_logprobs,
-        }
+        shared: dict[str, Any] = {"old_logprobs": old_logprobs, "old_topk_logprobs": old_topk_logprobs}
+        shared["ref_logprobs"] = ref_logprobs
         self._prepare(batch, objective, shared, old_is_current)
         sheet = ScoreSheet(batch, experts=experts and self._forward.packed.num_moe_layers > 0)
         if old_is_current:
@@ -260,7 +258,7 @@ class LocalTrainer:
                     raise NonFinite(f"update {self.version}: loss is {loss}; weights left untouched")
             for helper in self._helpers:
                 helper.add_gradients()
-            self._add_gradients()
+            self._add_gradients(self._stepper)
             self.settle()
             before = self._changed.look()
             metrics = self._stepper.step()
@@ -268,28 +266,42 @@ class LocalTrainer:
         finally:
             self._stepper.zero_grad()
 
-    def _add_gradients(self) -> None:
+    def _add_gradients(self, stepper: Stepper) -> None:
         if self._tree is not None:
             self._tree.finish()
         else:
-            add_gradients(self._stepper.named, self._mesh, self._deal.adds)
+            add_gradients(stepper.named, self._mesh, self._deal.adds)
 
     def supervised(self, config: SftConfig, steps: int, tokens: int) -> Supervised:
-        """What supervised training on these ranks works with; `tokens`: of a pass. Raises `BadInput` if routers are frozen."""
-        if len(self._stepper.named) < len(list(self.model.parameters())):
-            raise BadInput("train.freeze_router: a warm start on several ranks trains routers too; set it to none")
+        """What supervised training on these ranks works with, which trains frozen routers too; `tokens`: of a pass."""
+        if not self.policy.lora:
+            self.model.requires_grad_(True)
         stepper = supervised(self.model, config, steps, self.config.weight_decay, **self._held)
+        self._in_tree(stepper)
         passes = Passes(tokens, 1.0, mesh=self._mesh, tree=self._tree)
         trained = replace(self._trained, stepper=stepper, reference=None)
-        return Supervised(self._forward, passes, stepper, trained, self._add_gradients)
+        return Supervised(self._forward, passes, stepper, trained, partial(self._add_gradients, stepper))
+
+    @property
+    def start(self) -> Trained:
+        """Of a trainer that has made no update: the weights that it starts from."""
+        return replace(self._trained, reference=None)
 
     def held(self) -> dict[str, list[dict[str, torch.Tensor]]]:
         """See `Trained.held`."""
         return self._trained.held()
 
     def start_here(self) -> None:
-        """The reference is the model as it is now."""
+        """Supervised training is over: the reference is the model as it is now."""
+        self.model.zero_grad()
+        self._freeze()
+        self._in_tree(self._stepper)
         self._trained.start_here()
+
+    def look(self, call: Callable[[], Any]) -> Any:
+        """`call()`, which runs the model without gradients: inside, it has the weights that passes compute with. Collective."""
+        with self.computing():
+            return self._sharded.once(call)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face checkpoint name, view of the live weight): experts one by one, tied tensors once."""
@@ -309,7 +321,7 @@ class LocalTrainer:
 
     def named_adapters(self) -> dict[str, torch.Tensor]:
         """PEFT's name → live tensor of what is trained beside `named_weights`; empty where those are trained themselves."""
-        return named_adapters(self.model)
+        return all_adapters(self.model, self._deal)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a bit-identical resume needs: weights by parameter name, moments, update count, reference weights;
@@ -318,7 +330,6 @@ class LocalTrainer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Continue from `state_dict`. Raises `BadInput` naming the first tensor whose name or shape does not fit, or for another base.
-
         Returns lines for people: what the state lacks."""
         return self._trained.load_state_dict(state)
 
@@ -330,16 +341,16 @@ class LocalTrainer:
     def load(self, folder: str | Path) -> list[str]:
         """Continue from what `save` wrote on any mesh, or from the `state` folder of a run in one process; every rank calls it and
         reads its part. Raises `BadInput` as `load_state_dict`, `Corrupt` naming the file that is missing or damaged.
-
         Returns lines for people: what the state lacks."""
         return load_trained(Path(folder), self._trained)
 
     def save_model(self, folder: str | Path) -> None:
         """Write the Hugging Face folder that one process would write; every rank calls it and holds one parameter whole at a time."""
-        if self._mesh.in_step:
+        if self._mesh.in_step and not self.policy.lora:
             save_model(Path(folder), self.policy, self._trained.layout, self._pieces, self.named_weights())
         else:
-            self._mesh.attempt(lambda: save_policy(self.policy, folder) if self._mesh.rank == 0 else None)
+            adapters = self.named_adapters()
+            self._mesh.attempt(lambda: save_policy(self.policy, folder, adapters) if self._mesh.rank == 0 else None)
 
     def close(self) -> None:
         """End the helper processes, if there are any."""

@@ -19,15 +19,15 @@ class Unfinished:
     """Implements `rollkeel.train.sft.Kept`. State of another warm start (`key`), or damaged, counts as none."""
 
     def __init__(self, folder: Path, key: str) -> None:
-        self._folder, self._key, self._saved = folder, key, time.monotonic()
+        self.folder, self._key, self._saved = folder, key, time.monotonic()
         self.step = 0
         """Of the state that was loaded or saved last."""
 
     def found(self) -> bool:
         """True if there is a state to go on from."""
         try:
-            checkpoint.clean(self._folder)
-            saved = checkpoint.latest(self._folder)
+            checkpoint.clean(self.folder)
+            saved = checkpoint.latest(self.folder)
         except (BadInput, Corrupt):
             return False
         if saved is None or saved.info.get("key") != self._key:
@@ -38,7 +38,7 @@ class Unfinished:
     def load(self, trained: Trained) -> dict[str, Any] | None:
         if not self.found():
             return None
-        state = checkpoint.load_state(self._folder / checkpoint.step_name(self.step) / "state")
+        state = checkpoint.load_state(self.folder / checkpoint.step_name(self.step) / "state")
         trained.load_state_dict(state)
         return state
 
@@ -49,7 +49,7 @@ class Unfinished:
         def write(path: Path) -> None:
             checkpoint.save_state(path / "state", {**trained.state_dict(), **about})
 
-        checkpoint.save(self._folder, step, write=write, info={"key": self._key}, keep=1)
+        checkpoint.save(self.folder, step, write=write, info={"key": self._key}, keep=1)
         self.saved(step)
 
     def saved(self, step: int) -> None:
@@ -58,4 +58,4 @@ class Unfinished:
 
     def remove(self) -> None:
         """It is done."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)

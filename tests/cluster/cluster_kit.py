@@ -30,6 +30,7 @@ TINY = [
     "eval.items=8",
     "eval.samples=2",
     "checkpoint.every=1",
+    "checkpoint.keep=9",
     "report.samples=1",
 ]
 """Moments, warm-up and reference weights are in use, and the warm start comes from the cache but once."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tiny_run import cli
 
 from rollkeel.cluster.check import check_cluster, ranked, refuse_others
 from rollkeel.errors import BadInput
 from rollkeel.loop.job import train
+from rollkeel.loop.stages import merge_stage, reward_model_stage
 from rollkeel.recipe import load
 
 
@@ -26,8 +29,9 @@ from rollkeel.recipe import load
         ),
         ("train.mesh.shard=2 train.mesh.replicate=2 cluster.trainers=2", "replicate=2 × shard=2, got 2"),
         ("cluster.trainers=2 train.processes=2", "train.processes=2: does not run on 2 ranks yet"),
-        ("cluster.trainers=2 train.lora.rank=4", "train.lora.rank=4: "),
-        ("cluster.trainers=2 model.dtype=bfloat16", "model.dtype=bfloat16: "),
+        ("train.mesh.tensor=2 train.lora.rank=4", "train.lora.rank=4: "),
+        ("cluster.trainers=2 model.dtype=float16", "model.dtype=float16: "),
+        ("train.mesh.expert=2 model.dtype=bfloat16", "model.dtype=bfloat16: "),
         ("train.mesh.expert=2 train.reduce=tree", "train.reduce=tree: "),
         ("cluster.engines=2 engine.processes=2", "engine.processes=2: does not run on a cluster yet"),
         ("cluster.engines=2 engine.kind=vllm", "engine.kind=vllm: "),
@@ -84,3 +88,21 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_plain_run_asks_for_no_cluster() -> None:
     assert not load(None, []).clustered
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda config, out: merge_stage(config, out), "rollkeel merge"),
+        (lambda config, out: reward_model_stage(config, out / "pairs.jsonl", out), "rollkeel reward-model"),
+    ],
+)
+def test_what_one_process_does_alone(call: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=rf"^cluster, train\.mesh: {said} .* one process; leave them out$"):
+        call(load(None, ["cluster.trainers=2"]), tmp_path / "out")
+
+
+def test_benchmarks_are_asked_by_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = cli(capsys, "eval", "--benchmark", "aime25", "--out", tmp_path / "out", "cluster.trainers=2")
+    assert code == 2
+    assert "cluster, train.mesh: rollkeel eval --benchmark runs in one process; leave them out" in err

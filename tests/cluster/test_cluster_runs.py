@@ -8,16 +8,20 @@ kills of engines and of the controller, kills at random moments.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cluster_kit import ONE, TWO, kill_when, run_of
 from tiny_run import assert_same, events, rows, weights
 
+from rollkeel.analyzer.capture import load_capture
 from rollkeel.errors import RunStopped
 from rollkeel.loop.job import train
 from rollkeel.recipe import load
+from rollkeel.train import checkpoint
 
 ALONE = ("cluster.trainers=null", "cluster.engines=null", "train.mesh={}")
 OTHERWISE = ("optimizer/changed_share",)
@@ -25,9 +29,15 @@ OTHERWISE = ("optimizer/changed_share",)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of one process."""
-    return run_of(tmp_path_factory.mktemp("alone") / "run")
+def alone(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process from the start weights of two ranks: their warm start adds gradients in another order."""
+    return alone_from_start(whole, tmp_path_factory.mktemp("alone") / "run")
+
+
+def alone_from_start(whole: Path, run: Path) -> Path:
+    shutil.copytree(whole, run)
+    checkpoint.drop_after(run / "checkpoints", 0)
+    return train(load(run / "config.yaml", ALONE), resume=run)
 
 
 def close(a: Any, b: Any) -> bool:
@@ -92,13 +102,26 @@ def test_a_killed_engine_is_replaced_and_the_run_is_the_undisturbed_one(
 
 
 @pytest.mark.slow
-def test_one_process_goes_on_with_what_two_ranks_saved(whole: Path, alone: Path, tmp_path: Path) -> None:
+def test_one_process_goes_on_with_what_two_ranks_saved(whole: Path, tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", *TWO, "run.steps=2")
     train(load(run / "config.yaml", ["run.steps=3", *ALONE]), resume=run)
     assert_close(rows(run)[-1:], rows(whole)[-1:])
     run = run_of(tmp_path / "other", "run.steps=2")
     train(load(run / "config.yaml", ["run.steps=3", *TWO]), resume=run)
-    assert_close(rows(run)[-1:], rows(alone)[-1:])
+    assert_close(rows(run)[-1:], rows(run_of(tmp_path / "one"))[-1:])
+
+
+@pytest.mark.slow
+def test_adapters_on_two_ranks_come_to_the_numbers_of_one_process(whole: Path, tmp_path: Path) -> None:
+    words = [f"model.path={whole}/model", "sft.steps=5", "train.lora.rank=4", "train.lora.experts=true"]
+    run = run_of(tmp_path / "run", *TWO, *words, "trace.tensors_every=2")
+    assert all(row["optimizer/grad_norm"] > 0 for row in rows(run)[1:])
+    alone = alone_from_start(run, tmp_path / "alone")
+    assert_close(rows(run), rows(alone))
+    assert (run / "model" / "adapter_model.safetensors").is_file()
+    ours, theirs = (load_capture(folder / "tensors" / "step_000002.safetensors") for folder in (run, alone))
+    assert ours.values.keys() == theirs.values.keys()
+    assert torch.allclose(ours.logprobs, theirs.logprobs, atol=1e-4, equal_nan=True)
 
 
 def test_one_rank_and_one_engine_have_the_bits_of_one_process(ray_cluster: None, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from rollkeel.cluster.stream import packed, slices_of, unpacked
 from rollkeel.config import EngineConfig
 from rollkeel.engines.intake import Intake
 from rollkeel.engines.local import LocalEngine
+from rollkeel.engines.messages import requests_out
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import MODES, update_checksum
@@ -246,7 +247,7 @@ def test_messages_that_overtake_each_other_take_effect_in_the_order_of_their_num
     while len(said) < 2:
         hear(actor.take)
     assert [said[i][0] for i in range(2)] == ["here", "answer"]
-    requests = requests_of(prompts_of(3), max_new_tokens=4)
+    requests = requests_out(requests_of(prompts_of(3), max_new_tokens=4))
     script: list[Any] = [("begin", 1, head_of(0)), ("submit", requests, False), ("interrupt", [1]), ("progress",)]
     calls = [Thread(target=hear, args=(actor.send, n, pickle.dumps(script[n])), daemon=True) for n in (2, 3, 1, 0)]
     for call in calls:

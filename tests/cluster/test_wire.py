@@ -1,19 +1,17 @@
 """A batch must arrive at the ranks as it was: one wrong number per token would be trained on, silently.
 
-Not covered: what Ray does with the bytes.
+Not covered: arrays by themselves (tests/test_arrays.py), and what Ray does with the bytes.
 """
 
 from __future__ import annotations
 
 import pickle
-from dataclasses import fields
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 
 from rollkeel.batch.build import TrainingBatch
 from rollkeel.cluster import wire
@@ -30,37 +28,66 @@ def same(a: object, b: object) -> bool:
     return a == b
 
 
+def carried(told: Any) -> Any:
+    return pickle.loads(pickle.dumps(told))
+
+
+def assert_same(a: TrainingBatch, b: TrainingBatch) -> None:
+    assert [f.name for f in fields(TrainingBatch) if not same(getattr(a, f.name), getattr(b, f.name))] == []
+
+
+def parts(whole: TrainingBatch) -> list[TrainingBatch]:
+    return whole.parts([[0.5] * 4, [0.25, -0.5] * ((len(LENGTHS) - 4) // 2)], "sequence_mean")
+
+
 @pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("prompt", [5, 80])
 @pytest.mark.parametrize("part", [False, True])
-def test_every_field_of_a_batch_arrives(experts: bool, part: bool) -> None:
-    sent = batch(3, Case(replay=experts))
+def test_every_field_of_a_batch_arrives(experts: bool, prompt: int, part: bool) -> None:
+    sent = batch(3, Case(replay=experts, prompt=prompt))
     if part:  # views of a larger batch, which must not bring it along
-        sent = sent.parts([[0.5] * 4, [0.25] * (len(LENGTHS) - 4)], "sequence_mean")[1]
-    got = wire.batch_in(pickle.loads(pickle.dumps(wire.batch_out(sent))))
-    assert [f.name for f in fields(TrainingBatch) if not same(getattr(sent, f.name), getattr(got, f.name))] == []
+        sent = parts(sent)[1]
+    assert_same(wire.batch_in(carried(wire.batch_out(sent))), sent)
 
 
-def test_a_token_takes_few_bytes() -> None:
-    sent = batch(3, Case())
-    assert wire.size_of(wire.batch_out(sent)) < 16 * len(sent) + 32 * len(LENGTHS)
+def test_without_replay_a_batch_tells_how_many_experts_there_are() -> None:
+    sent = batch(3, Case(replay=True))
+    assert sent.experts is not None
+    got = wire.batch_in(carried(wire.batch_out(sent, replays=False)))
+    assert_same(got, replace(sent, experts=torch.zeros_like(sent.experts), read_experts=None))
 
 
-numbers = st.one_of(
-    arrays.arrays(np.int64, arrays.array_shapes(max_dims=2), elements=st.integers(-(2**63), 2**63 - 1)),
-    arrays.arrays(np.int64, arrays.array_shapes(max_dims=2), elements=st.integers(0, 3)),
-    arrays.arrays(np.float32, arrays.array_shapes(max_dims=2), elements=st.floats(width=32)),
-    arrays.arrays(np.bool_, 5),
-    arrays.arrays(np.int16, (2, 3)),
-)
+@pytest.mark.parametrize("experts", [False, True])
+def test_parts_of_a_batch_are_told_by_their_rows(experts: bool) -> None:
+    whole = batch(3, Case(replay=experts))
+    there = wire.batch_in(carried(wire.batch_out(whole)))
+    for sent, rows in zip(parts(whole), (slice(0, 4), slice(4, len(LENGTHS))), strict=True):
+        assert wire.rows_of(sent, whole) == rows
+        told = carried(wire.part_out(sent, rows))
+        assert_same(wire.part_in(there, told), sent)
+        assert len(pickle.dumps(told)) < 500
 
 
-@given(numbers)
-def test_every_bit_arrives(array: np.ndarray) -> None:
-    got = wire.unpacked(pickle.loads(pickle.dumps(wire.packed(array))))
-    assert (got.dtype, got.shape, got.tobytes()) == (array.dtype, array.shape, array.tobytes())
-    assert got.flags.writeable
+def test_another_batch_is_no_part() -> None:
+    whole = batch(3, Case())
+    part = parts(whole)[1]
+    assert wire.rows_of(batch(3, Case()), whole) is None  # the same numbers, which need not stay the same
+    assert wire.rows_of(replace(part, rollout_logprobs=part.rollout_logprobs.clone()), whole) is None
+    assert wire.rows_of(whole, part) is None
 
 
-def test_runs_and_constants_take_next_to_nothing() -> None:
-    assert wire.size_of(wire.packed(np.arange(10_000))) < 20
-    assert wire.size_of(wire.packed(np.full(10_000, 1.5, np.float32))) < 20
+def test_rows_of_what_was_told_are_named() -> None:
+    told = torch.rand(10, 3)[2:]
+    assert wire.view_out(told[1:4], told) == (1, 4)
+    assert wire.view_out(told, told) == (0, 8)
+    assert wire.view_out(told[1:4].clone(), told) is None
+    assert wire.view_out(told[:, :2], told) is None
+    assert wire.view_out(told, None) is None
+
+
+def test_a_prompt_travels_once_and_a_token_takes_what_it_tells() -> None:
+    long, short = (len(pickle.dumps(wire.batch_out(batch(3, Case(prompt=n))))) for n in (800, 80))
+    pairs = len(LENGTHS) // 2
+    assert long - short < 1.1 * pairs * 720 * 9 / 8 + 200  # nine bits tell 264 ids apart
+    tokens = sum(LENGTHS)
+    assert short < pairs * 80 * 9 / 8 + tokens * (4 + 9 / 8) + 60 * len(LENGTHS) + 1000

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from engine_kit import engine_of, facts_of, model_of, prompts_of, requests_of, run, same
 
+from rollkeel.engines.messages import segments_out
 from rollkeel.engines.part import Part, _answer, unknown
 from rollkeel.engines.parts import PartedEngine
 from rollkeel.errors import BadInput, EngineFailure
@@ -52,7 +53,7 @@ class Inline:
             segments = self.engine.poll(0)
             self.free = self.engine.busy
             if segments:
-                return "segments", segments, self.engine.steps
+                return "segments", segments_out(segments), self.engine.steps
         self.burn(EOFError)
         return self.said.popleft()
 

@@ -201,6 +201,8 @@ def supervised(job: Job, mesh: Mesh, folder: Path) -> dict[str, Any]:
     seen: list[dict[str, float]] = []
 
     def train(t: LocalTrainer, kept: Any, stop: int) -> None:
+        if mesh.size == 1 and not t.policy.lora:  # where routers are frozen behind it
+            t.model.requires_grad_(True)
         alone: dict[str, Any] = {"weight_decay": t.config.weight_decay}
         about: dict[str, Any] = alone if mesh.size == 1 else {"trainer": t}
         progress = lambda _, metrics: seen.append(metrics)  # noqa: E731

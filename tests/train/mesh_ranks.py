@@ -59,6 +59,7 @@ class Case:
     """Each rank reads or draws its part of the weights."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Of the model."""
+    dtype: str = "float32"
 
     def run(self, mesh: Mesh, folder: Path) -> dict[str, Any]:
         """What a rank comes to; `folder`: one that all ranks share."""
@@ -104,7 +105,8 @@ def trainer(case: Case, mesh: Mesh) -> LocalTrainer:
     options: dict[str, Any] = {"lr": 1e-3, "warmup_steps": 0, "clip_norm": 0.5, "micro_batch_tokens": 48}
     config = TrainConfig(**(options | case.options))
     path = case.model if "/" in case.model else f"preset:{case.model}"
-    policy = load_policy(ModelConfig(path=path, overrides=case.overrides), whole=not case.parts)
+    model = ModelConfig(path=path, overrides=case.overrides, dtype=case.dtype)  # type: ignore[arg-type]
+    policy = load_policy(model, lora=config.lora, whole=not case.parts)
     about: dict[str, Any] = {"temperature": 1.0, "total_updates": 10, "replay_routing": case.replay}
     made = LocalTrainer(policy, config, mesh=mesh, **about)
     packed: Any = made._forward.packed
@@ -113,8 +115,8 @@ def trainer(case: Case, mesh: Mesh) -> LocalTrainer:
 
 
 def weights_of(t: LocalTrainer) -> dict[str, torch.Tensor]:
-    """By checkpoint name."""
-    return {name: w.clone() for name, w in t.named_weights()}
+    """By checkpoint name; adapters alone, if there are any."""
+    return {name: w.clone() for name, w in t.named_adapters().items() or t.named_weights()}
 
 
 class Failing:

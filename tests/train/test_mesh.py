@@ -73,6 +73,13 @@ CONTEXT = [
     Case(context=4, prompt=1, order=(7,)),
 ]
 """Two heads of keys on four ranks; a row of two tokens on four."""
+LORA = {"lora": {"rank": 4, "experts": True}}
+ADAPTERS = [
+    Case(1, 2, options=LORA, parts=True),
+    Case(2, 2, options=LORA | OPTIONS["reference"], parts=True),
+    Case(1, 4, model="tiny-qwen3-tied", options={"lora": {"rank": 3}} | OPTIONS["selective"]),
+    Case(context=2, options=LORA),
+]
 HEAD = Case(tensor=2, head=True)
 TREE = [Case(*mesh, options={"reduce": "tree"}, updates=6) for mesh in ((1, 1), (2, 1), (1, 2), (1, 4), (2, 2), (4, 1))]
 LONG_TREE = [replace(case, updates=20) for case in TREE]
@@ -86,6 +93,7 @@ ALL = [
     *EXPERTS,
     *TENSOR,
     *CONTEXT,
+    *ADAPTERS,
     HEAD,
     *AGAIN,
     *TREE,
@@ -149,7 +157,7 @@ def test_every_mesh_model_and_objective(tmp_path: Path) -> None:
         assert_alike(case, found)
 
 
-@pytest.mark.parametrize("case", [*PLAIN, *MORE, *EXPERTS, *TENSOR, *CONTEXT], ids=str)
+@pytest.mark.parametrize("case", [*PLAIN, *MORE, *EXPERTS, *TENSOR, *CONTEXT, *ADAPTERS], ids=str)
 def test_weights_and_norms_are_those_of_one_process(case: Case, found: Found) -> None:
     assert_alike(case, found)
 

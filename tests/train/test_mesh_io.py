@@ -18,14 +18,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollkeel.config import LoraConfig, ModelConfig
+from rollkeel.config import ModelConfig
 from rollkeel.errors import BadInput, Corrupt
 from rollkeel.models.loading import load_policy, save_policy
 from rollkeel.train import checkpoint
+from rollkeel.train.adamw import master
 from rollkeel.train.mesh import SIZES, Mesh
 from rollkeel.train.parts import Box
 from rollkeel.train.saved_parts import Parts
-from tests.train.mesh_io_ranks import BUFFER, SFT, Job, update
+from tests.train.mesh_io_ranks import BUFFER, Job, update
 from tests.train.mesh_ranks import Case, trainer, weights_of
 from tests.train.test_mesh import Found, distance, run
 
@@ -48,6 +49,17 @@ WATCHED = [
 ]
 TAUGHT = [Job(shard=2, expert=2, what="supervised", parts=True), Job(replicate=2, shard=2, what="supervised", **KEPT)]
 TAUGHT += [Job(shard=2, what="supervised", model="tiny-qwen3-tied", options={"reduce": "tree"})]
+TAUGHT += [Job(expert=2, what="supervised", options={"freeze_router": "router"})]
+LORA: dict[str, Any] = {"lora": {"rank": 4, "experts": True}}
+TAUGHT += [Job(shard=2, what="supervised", parts=True, options=LORA)]
+ADAPTED = Job(shard=2, what="saved", source="adapted", parts=True, options=LORA | KEPT["options"])
+ADAPTED_AGAIN = replace(ADAPTED, what="resumed", shard=1, replicate=2)
+HALF = [Job(shard=2, what="saved", source="half", parts=True, dtype="bfloat16")]
+HALF += [Job(replicate=2, what="saved", source="half-replicas", model="tiny-qwen3-tied", dtype="bfloat16")]
+HALF += [replace(HALF[0], source="half-tree", options={"reduce": "tree"})]
+HALF += [replace(HALF[0], source="half-adapted", options=LORA)]
+HALF_AGAIN = replace(HALF[0], what="resumed", shard=1, replicate=2)
+TAUGHT += [Job(shard=2, what="supervised", dtype="bfloat16", options={"freeze_router": "router"})]
 TAUGHT_AGAIN = [replace(TAUGHT[0], source="taught")]
 
 
@@ -74,7 +86,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Found:
     """What a rank of a job came to."""
-    of = run([*ORDER, *DRAWN, WRITTEN, *AGAIN, ONE, *WATCHED, *TAUGHT, *TAUGHT_AGAIN, *read_from(folder)], folder)
+    of = run(
+        [
+            *ORDER,
+            *DRAWN,
+            WRITTEN,
+            *AGAIN,
+            ONE,
+            *WATCHED,
+            *TAUGHT,
+            *TAUGHT_AGAIN,
+            ADAPTED,
+            ADAPTED_AGAIN,
+            *HALF,
+            HALF_AGAIN,
+            *read_from(folder),
+        ],
+        folder,
+    )
 
     def sound(case: Case, rank: int = 0) -> dict[str, Any]:
         result = of(case, rank)
@@ -325,8 +354,11 @@ def test_another_model_and_another_reference_are_refused(found: Found, folder: P
 @pytest.mark.parametrize("job", TAUGHT, ids=str)
 def test_supervised_training_on_ranks_is_that_of_one_process(job: Job, found: Found, folder: Path) -> None:
     ours, one = found(job), alone(job, folder, parts=False)
-    assert distance(ours["weights"], one["weights"]) < 1e-5
-    assert_near(ours["metrics"], one["metrics"])
+    if job.dtype == "float32":
+        assert distance(ours["weights"], one["weights"]) < 1e-5
+        assert_near(ours["metrics"], one["metrics"])
+    else:  # ranks cut smaller micro-batches, and the gradient of each is rounded
+        assert distance(ours["weights"], one["weights"]) < 2e-3
     for rank in range(job.size):
         assert_same(found(job, rank)["weights"], ours["weights"])
         assert found(job, rank)["metrics"] == ours["metrics"]
@@ -341,9 +373,46 @@ def test_supervised_training_that_was_stopped_goes_on_to_the_same_bits(job: Job,
     assert ours["metrics"] == undisturbed["metrics"]
 
 
-def test_frozen_routers_and_adapters_are_refused() -> None:
-    frozen = trainer(Case(options={"freeze_router": "router"}), Mesh())
-    with pytest.raises(BadInput, match=r"train\.freeze_router: .*; set it to none"):
-        frozen.supervised(SFT, 4, 100)
-    with pytest.raises(BadInput, match=r"train\.lora: .*; set rank=0"):
-        load_policy(ModelConfig(path="preset:tiny-qwen3"), lora=LoraConfig(rank=2), whole=False)
+def test_adapters_of_ranks_are_those_of_one_process(found: Found, folder: Path, tmp_path: Path) -> None:
+    first, ours = found(ADAPTED), found(ADAPTED_AGAIN)
+    one = trainer(Case(options=ADAPTED.options), Mesh())
+    assert one.load(folder / "adapted") == ours["lacking"] == []
+    for weights in (ours["weights"], weights_of(one)):
+        assert_same(first["weights"], weights)
+    assert_near(ours["metrics"], first["metrics"])
+    one.save_model(tmp_path)
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (folder / "adapted-model" / path.name).read_bytes(), path.name
+    load_policy(ModelConfig(path=str(folder / "adapted-model")))  # its base is told
+    other = trainer(Case(model="tiny-qwen3", options=ADAPTED.options | {"lora": {"rank": 4}}), Mesh())
+    with pytest.raises(BadInput, match="its adapters stand beside"):
+        other.load(folder / "adapted")
+
+
+def masters(folder: Path) -> dict[str, torch.Tensor]:
+    """Float32 values of what was trained."""
+    held = sorted(whole(folder).items())
+    rests = {name.removeprefix("rest/"): rest.view(-1) for name, rest in held if name.startswith("rest/")}
+    weights = {name.removeprefix("weights/"): w.view(-1) for name, w in held if name.startswith("weights/")}
+    return {name: master(weight, rests.get(name)) for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("job", HALF, ids=str)
+def test_masters_of_bfloat16_on_ranks_are_those_of_one_process(
+    job: Job, found: Found, folder: Path, tmp_path: Path
+) -> None:
+    assert found(job)
+    one = trainer(replace(job, **dict.fromkeys(SIZES, 1), parts=False), Mesh())
+    for number in range(2):
+        update(one, number)
+    one.save(tmp_path)
+    ours, theirs = masters(folder / job.source), masters(tmp_path)
+    assert job.source == "half-adapted" or any(bool((w.bfloat16() != w).any()) for w in theirs.values())
+    assert distance(ours, theirs) < 1e-5
+
+
+def test_masters_of_bfloat16_resume_on_another_mesh(found: Found, folder: Path) -> None:
+    ours = found(HALF_AGAIN)
+    assert ours["lacking"] == []
+    assert_same(whole(folder / ours["again"]), whole(folder / "half"))
+    assert_same(ours["weights"], found(HALF[0])["weights"])

@@ -1,0 +1,67 @@
+"""The stages of the pipeline over a cluster are those of one process: a model that was trained or measured otherwise would look alike.
+
+Not covered: several hosts, and what refuses to run over a cluster (test_cluster_inputs.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cluster_kit import TINY, TWO
+from safetensors.torch import load_file
+
+from rollkeel.errors import Interrupted
+from rollkeel.loop import stages
+from rollkeel.loop.stages import eval_stage, rollout_stage, sft_stage
+from rollkeel.recipe import load
+from rollkeel.record.rollout_store import read_step, to_rollouts
+from rollkeel.record.stopping import StopFlag
+
+WORDS = [*TINY, "sft.steps=4", "sft.lr=1e-3"]
+
+
+def loaded(folder: Path) -> torch.Tensor:
+    """All weights."""
+    return torch.cat([w.flatten() for _, w in sorted(load_file(folder / "model.safetensors").items())])
+
+
+@pytest.mark.slow
+def test_supervised_training_on_two_ranks_is_that_of_one_process(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = sft_stage(load(None, WORDS), tmp_path / "one"), sft_stage(load(None, [*WORDS, *TWO]), tmp_path / "two")
+    assert two.keys() == one.keys()
+    assert two == pytest.approx(one, rel=1e-5, abs=1e-5)
+    ours, theirs = loaded(tmp_path / "two"), loaded(tmp_path / "one")
+    assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
+    assert {f.name for f in (tmp_path / "two").iterdir()} == {f.name for f in (tmp_path / "one").iterdir()}
+
+    class Stopped(StopFlag):
+        def __call__(self) -> bool:
+            return True
+
+    monkeypatch.setattr(stages, "StopFlag", Stopped)
+    with pytest.raises(Interrupted, match="it goes on at step"):
+        sft_stage(load(None, [*WORDS, *TWO, "sft.steps=4000"]), tmp_path / "three")
+    assert (tmp_path / ".unfinished-three" / "warm_start").is_dir()
+    assert sorted(f.name for f in tmp_path.iterdir()) == [".unfinished-three", "one", "two"]
+
+
+@pytest.mark.slow
+def test_actors_of_a_cluster_sample_what_one_process_samples(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (TWO, ["cluster.trainers=2", "cluster.engines=2"]):
+        alone, spread = load(None, WORDS), load(None, [*WORDS, *words])
+        assert eval_stage(spread, None) == eval_stage(alone, None)
+        name = f"{len(words[1])}-{words[1][-1]}"
+        rollout_stage(alone, Path(f"{name}-one.parquet"), 2)
+        rollout_stage(spread, Path(f"{name}-two.parquet"), 2)
+        one, two = (to_rollouts(read_step(Path(f"{name}-{who}.parquet"))) for who in ("one", "two"))
+        assert [r.text for r in one] == [r.text for r in two]
+        assert all(np.allclose(a.span.logprobs, b.span.logprobs, atol=1e-5) for a, b in zip(one, two, strict=True))
+    assert sorted(f.suffix for f in tmp_path.iterdir()) == [".parquet"] * 4  # nothing of the actors is left
