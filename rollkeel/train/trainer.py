@@ -309,7 +309,7 @@ class LocalTrainer:
             yield from gathered(self.model, self._pieces, self._deal)
             return
         places = [p.data_ptr() for p in self.model.parameters()]
-        if places != self._places:  # somebody gave a parameter other memory, where views of the old one would go stale
+        if places != self._places:  # somebody gave a parameter other memory
             self._views, self._places = checkpoint_views(self.model), places
         yield from self._views.items()
 
@@ -324,8 +324,8 @@ class LocalTrainer:
         return all_adapters(self.model, self._deal)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a bit-identical resume needs: weights by parameter name, moments, update count, reference weights;
-        of adapters these, and which base they stand beside. On several ranks: what lies on this one."""
+        """What a bit-identical resume needs: weights by parameter name, moments, updates, reference weights; of adapters these and which
+        base they stand beside. On several ranks: what lies on this one."""
         return self._trained.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -334,14 +334,13 @@ class LocalTrainer:
         return self._trained.load_state_dict(state)
 
     def save(self, folder: str | Path) -> dict[str, dict[str, Any]]:
-        """Write `state_dict` of all ranks into `folder`, each rank its part; every rank calls it. Returns size and SHA-256 of every
-        file by name. Not atomic by itself: call it inside `checkpoint.save`."""
+        """Write `state_dict` of all ranks into `folder`, each its part. Collective. Returns size and SHA-256 of every file by name.
+        Not atomic by itself: call it inside `checkpoint.save`."""
         return save_trained(Path(folder), self._trained)
 
     def load(self, folder: str | Path) -> list[str]:
-        """Continue from what `save` wrote on any mesh, or from the `state` folder of a run in one process; every rank calls it and
-        reads its part. Raises `BadInput` as `load_state_dict`, `Corrupt` naming the file that is missing or damaged.
-        Returns lines for people: what the state lacks."""
+        """Continue from what `save` wrote on any mesh, or from the `state` folder of a run in one process. Collective. Raises and returns
+        what `load_state_dict` does, and `Corrupt` naming the file that is missing or damaged."""
         return load_trained(Path(folder), self._trained)
 
     def save_model(self, folder: str | Path) -> None:
