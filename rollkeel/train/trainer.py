@@ -231,12 +231,7 @@ class LocalTrainer:
         return UpdateOutput(metrics, seen.logprobs, seen.entropy, output.keep, output.weight, seen.experts, cut)
 
     def _step(
-        self,
-        batch: TrainingBatch,
-        loss_of: LossOf,
-        sheet: ScoreSheet,
-        losses: list[torch.Tensor],
-        through_entropy: bool,
+        self, batch: TrainingBatch, loss_of: LossOf, sheet: ScoreSheet, losses: list[torch.Tensor], entropy: bool
     ) -> dict[str, float]:
         """Forward, backward and optimizer step over all micro-batches, here and in the helpers; `optimizer/*` metrics.
 
@@ -246,7 +241,7 @@ class LocalTrainer:
         try:
             with self.computing():
                 try:
-                    about = {"experts": sheet.experts is not None, "entropy": through_entropy}
+                    about = {"experts": sheet.experts is not None, "entropy": entropy}
                     self._passes.differentiate(self._forward, batch, loss_of, **about)
                 except (BadInput, NonFinite):
                     self._check(batch, sheet.logprobs)  # it says more than an objective can
