@@ -34,7 +34,7 @@ class Ranks:
         self._patience = dict[str, Patience]()
         self.names = [f"trainer rank {i}" for i in range(len(actors))]
         """As messages call them; nodes are added when they are known."""
-        self.failed, self.doing = "", ""
+        self.failed, self.doing, self._gone = "", "", False
         self._heard = [0.0] * len(actors)
         self._asked: list[Any] = [None] * len(actors)
 
@@ -58,7 +58,8 @@ class Ranks:
     ) -> list[Any]:
         """The same with the answers of all. `patience_s`: of ranks that have to start first."""
         if self.failed:
-            raise RunStopped(f"{self.failed}; resume the run with rollkeel train --resume")
+            kind = RankLost if self._gone else RunStopped
+            raise kind(f"{self.failed}; resume the run with rollkeel train --resume")
         asked = range(len(self.actors)) if ranks is None else ranks
         self.doing = what
         waiting = {self.actors[i].run.remote(what, *args): i for i in asked}
@@ -99,7 +100,7 @@ class Ranks:
         return value, error
 
     def _lost(self, why: str) -> RankLost:
-        self.failed = why
+        self.failed, self._gone = why, True
         self._tell(("events", "emit", ("actor_lost",), {"reason": why}))
         return RankLost(f"{why}; resume the run with rollkeel train --resume")
 

@@ -269,13 +269,18 @@ class PartedEngine(ABC, Generic[P]):
         if not part.flying:
             part.told = part.told[-1:] if part.owes else []
         part.renewing, owes = True, part.owes
-        while part.dead and self._may_renew(part):
-            try:
-                self._renew(part)
-                self._tell_again(part, owes)
-            except (RollkeelError, OSError):  # it is tried again as often as it may be
-                part.dead = part.dead or f"{part.name} {part.fate()}"
-        part.renewing = False
+        try:
+            while part.dead and self._may_renew(part):
+                try:
+                    self._renew(part)
+                    self._tell_again(part, owes)
+                except (
+                    EngineFailure,
+                    OSError,
+                ):  # it is tried again as often as it may be; of other parts the caller must know
+                    part.dead = part.dead or f"{part.name} {part.fate()}"
+        finally:
+            part.renewing = False
         if not part.dead:
             return
         if self._hands_over and any(not p.dead for p in self.parts):

@@ -135,13 +135,13 @@ def test_who_is_stopped_is_told_within_a_deadline_with_his_stack(
 
 def test_twenty_kills_at_random_moments(ray_cluster: None, tmp_path: Path) -> None:
     """One run that goes on by itself whoever dies, any rank or the engine, at any moment after they have started."""
-    words, draw, run = [*TWO, "run.steps=30"], random.Random(20), tmp_path / "run"
+    words, draw, run = [*TWO, "run.steps=150"], random.Random(20), tmp_path / "run"
     fell, over = list[str](), threading.Event()
 
     def killer() -> None:
         while len(fell) < 20 and not over.is_set():
             seen = len(events(run)) if run.is_dir() else 0
-            time.sleep(draw.uniform(0.0, 6.0))
+            time.sleep(draw.uniform(0.0, 3.0))
             name = draw.choice(("trainer-0", "trainer-1", "engine-0"))
             if seen and any(e["event"] == "stage" for e in events(run)[seen:]) and living([pid_of(run, name)]):
                 os.kill(pid_of(run, name), signal.SIGKILL)

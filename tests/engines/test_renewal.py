@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from engine_kit import engine_of, facts_of, model_of, prompts_of, requests_of, run, same
+from engine_kit import drain, engine_of, facts_of, model_of, prompts_of, requests_of, run, same
 
 from rollkeel.engines.messages import segments_out
 from rollkeel.engines.part import Part, _answer, unknown
 from rollkeel.engines.parts import PartedEngine
-from rollkeel.errors import BadInput, EngineFailure
+from rollkeel.errors import BadInput, EngineFailure, RankLost
 from rollkeel.types import Segment, Status
 
 MODEL = model_of()
@@ -138,6 +138,21 @@ def test_whatever_dies_whenever_the_bits_are_those_of_an_undisturbed_run(seed: i
         assert script(engine, seed) == whole
         deaths += sum(part.deaths for part in engine.parts)
     assert deaths >= 2
+
+
+def test_who_cannot_be_replaced_for_another_s_death_is_not_tried_again() -> None:
+    """The weights are gone with a rank of the trainer: the run must hear of that, and begin again."""
+    engine, tried = InlineEngine([[4, 4, 4], []]), list[int]()
+
+    def renew(part: InlinePart) -> None:
+        tried.append(part.index)
+        raise RankLost("trainer rank 1 died")
+
+    engine._renew = renew  # type: ignore[method-assign]
+    engine.submit(requests_of(prompts_of(4), max_new_tokens=30, seed=3))
+    with pytest.raises(RankLost, match="rank 1"):
+        drain(engine)
+    assert tried == [0]
 
 
 def test_others_take_over_what_nobody_can_do_again() -> None:
