@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from rollkeel import recipe
-from rollkeel.cli.words import AsJson, Out, Words, config_of, refuse_damage, show_result
+from rollkeel.cli.words import AsJson, Out, Scenario, Words, config_of, named, refuse_damage, show_result
 from rollkeel.config import Config
 from rollkeel.errors import BadInput
 from rollkeel.recipe import from_tree
@@ -130,9 +130,7 @@ def report(
 
 @app.command(name="simulate")
 def simulate_policies(
-    words: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE] [KEY=VALUE]...", help="A scenario (file or name), overrides.")
-    ] = None,
+    words: Scenario = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for JSON, page and resolved scenario; may exist.")
     ] = None,
@@ -144,8 +142,7 @@ def simulate_policies(
     """Simulate rollout policies (barrier, over-sampling, APRIL, C3PO++, asynchronous) and compare their throughput."""
     from rollkeel.rollout.scenario import load_scenario
 
-    words = list(words or [])
-    scenario = load_scenario(words.pop(0) if words and "=" not in words[0] else None, words)
+    scenario = load_scenario(*named(words))
     if measure:
         from rollkeel.loop.stages import measured
 
@@ -160,26 +157,21 @@ def simulate_policies(
 
 @app.command(name="simulate-sync")
 def simulate_sync(
-    words: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE] [KEY=VALUE]...", help="A scenario (file or name), overrides.")
-    ] = None,
+    words: Scenario = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan a weight publication between any two meshes, and predict its seconds on given links."""
     from rollkeel.rollout.scenario import read_scenario
     from rollkeel.sync.at_scale import SyncScenario, lines, predict
 
-    words = list(words or [])
-    scenario = read_scenario(SyncScenario, words.pop(0) if words and "=" not in words[0] else None, words)
+    scenario = read_scenario(SyncScenario, *named(words))
     found = predict(scenario)
     print(json.dumps(found) if as_json else "\n".join(lines(scenario, found)))
 
 
 @app.command(name="simulate-goodput")
 def simulate_goodput(
-    words: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE] [KEY=VALUE]...", help="A scenario (file or name), overrides.")
-    ] = None,
+    words: Scenario = None,
     gpus: Annotated[
         list[int] | None, typer.Option(min=2, help="A number of GPUs; may be repeated. The scenario's by default.")
     ] = None,
@@ -189,8 +181,7 @@ def simulate_goodput(
     from rollkeel.cluster.goodput import GoodputScenario, compared, lines
     from rollkeel.rollout.scenario import read_scenario
 
-    words = list(words or [])
-    scenario = read_scenario(GoodputScenario, words.pop(0) if words and "=" not in words[0] else None, words)
+    scenario = read_scenario(GoodputScenario, *named(words))
     found = compared(scenario, gpus or [scenario.gpus])
     print(json.dumps(found) if as_json else "\n".join(lines(scenario, found)))
 

@@ -19,11 +19,20 @@ Words = Annotated[
 Out = Annotated[Path, typer.Option("--out", "-o", help="Where the result is written; must not exist.")]
 
 
+Scenario = Annotated[
+    list[str] | None, typer.Argument(metavar="[FILE] [KEY=VALUE]...", help="A scenario (file or name), overrides.")
+]
+
+
+def named(words: list[str] | None) -> tuple[str | None, list[str]]:
+    """What the first word names, if it is no setting, and the settings."""
+    words = list(words or [])
+    return (words.pop(0) if words and "=" not in words[0] else None), words
+
+
 def config_of(words: list[str] | None) -> Config:
     """The recipe with its overrides; the task's options are checked as well."""
-    words = list(words or [])
-    recipe = words.pop(0) if words and "=" not in words[0] else None
-    config = load(recipe, words)
+    config = load(*named(words))
     for part in config.data.parts or [config.data]:
         if part.task is not None:
             from rollkeel import tasks

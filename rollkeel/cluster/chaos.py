@@ -7,7 +7,6 @@ rollkeel train … (a process of its own) ── events.jsonl ──▶ who live
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -22,7 +21,7 @@ from typing import Any
 
 from rollkeel.config import Config
 from rollkeel.errors import BadInput, nearest
-from rollkeel.record.run_config import EVENTS
+from rollkeel.record.run_config import EVENTS, digest
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 PARTS = {"rank": "trainer-", "engine": "engine-"}
@@ -150,7 +149,7 @@ def line(incident: Incident) -> str:
 
 def digests(run: Path) -> dict[str, str]:
     """SHA-256 of the model's files."""
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted((run / "model").iterdir())}
+    return {file.name: digest(file.read_bytes()) for file in sorted((run / "model").iterdir())}
 
 
 def chaos(

@@ -313,22 +313,24 @@ class ActorEngine(PartedEngine[_Actor]):
         """Start others in the places of dead actors, as long as that may be done."""
         dead = [p for p in self.parts if p.dead][: self._left]
         for part in dead:
-            self._left -= 1
-            self.tell("lost", part)
-            part.renew(self._start(part.index))
+            self._begin_anew(part)
         self._answers(dead, START_S, "to start", may_die=True)
         for part in dead:
             if not part.dead:
                 self.tell("joined", part)
+
+    def _begin_anew(self, part: _Actor) -> None:
+        """Start another actor in the place of this one, which is dead."""
+        self._left -= 1
+        self.tell("lost", part)
+        part.renew(self._start(part.index))
 
     def _may_renew(self, part: _Actor) -> bool:
         return bool(self._left) and self._version >= 0 and not self._publishing and self.again is not None
 
     def _renew(self, part: _Actor) -> None:
         assert self.again is not None
-        self._left -= 1
-        self.tell("lost", part)
-        part.renew(self._start(part.index))
+        self._begin_anew(part)
         self._answers([part], START_S, "to start")
         self.again([part])
         self.tell("renewed", part)

@@ -80,9 +80,13 @@ class PartedEngine(ABC, Generic[P]):
             even = iter(even_shares([len(p.flying) for p in living], len(requests)))
             shares = [0 if p.dead else next(even) for p in self.parts]
         self.shares = list(shares)
-        ends = np.cumsum(self.shares)
+        self._deal(requests, self.parts, self.shares)
+
+    def _deal(self, requests: Sequence[Request], parts: Sequence[P], shares: Sequence[int]) -> None:
+        """Contiguous shares of the requests to these parts."""
+        ends = np.cumsum(shares)
         asked = []
-        for part, start, end in zip(self.parts, [0, *ends], ends, strict=False):
+        for part, start, end in zip(parts, [0, *ends], ends, strict=False):
             if start == end:
                 continue
             mine = list(requests[start:end])
@@ -302,17 +306,7 @@ class PartedEngine(ABC, Generic[P]):
         if not living:
             self._fail(orphans, "; ".join(p.dead for p in self.parts))
             return
-        shares = even_shares([len(p.flying) for p in living], len(orphans))
-        ends = np.cumsum(shares)
-        asked = []
-        for part, start, end in zip(living, [0, *ends], ends, strict=False):
-            if start < end:
-                if not part.flying:
-                    part.begin()
-                part.flying.update({r.id: r for r in orphans[start:end]})
-                self._send(part, ("submit", requests_out(orphans[start:end]), part.free))
-                asked.append(part)
-        self._answers(asked, self._deadline_s, "to take requests of another", may_die=True)
+        self._deal(orphans, living, even_shares([len(p.flying) for p in living], len(orphans)))
 
 
 _REPEATED = ("submit", "advance", "run", "interrupt", "progress", "rest")

@@ -27,7 +27,7 @@ FREE = (
 
 
 def digest(data: bytes) -> str:
-    """SHA-256 of a config file."""
+    """SHA-256 of a file's bytes."""
     return hashlib.sha256(data).hexdigest()
 
 

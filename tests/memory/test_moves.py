@@ -120,6 +120,16 @@ def test_a_full_disk_leaves_everything_in_memory(tmp_path: Path, monkeypatch: py
     assert_equal(named, before)
 
 
+def assert_comes_back(moves: Moves, named: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> None:
+    """After a return that failed nothing is lost, and the next one succeeds."""
+    assert moves.away("some")
+    assert_equal(named, before)
+    moves.back("some")
+    moves.close()
+    assert not moves.away("some")
+    assert_equal(named, before)
+
+
 def test_a_failed_return_leaves_everything_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named, moves = group(), Moves(tmp_path)
     before = copies(named)
@@ -130,12 +140,7 @@ def test_a_failed_return_leaves_everything_away(tmp_path: Path, monkeypatch: pyt
         moves.back("some")
         with pytest.raises(RunStopped, match="No space"):
             moves.settle()
-    assert moves.away("some")
-    assert_equal(named, before)
-    moves.back("some")
-    moves.close()
-    assert not moves.away("some")
-    assert_equal(named, before)
+    assert_comes_back(moves, named, before)
 
 
 def test_memory_that_lacks_on_the_way_back_is_told_and_nothing_is_lost(
@@ -157,12 +162,7 @@ def test_memory_that_lacks_on_the_way_back_is_told_and_nothing_is_lost(
         small.setattr(torch.UntypedStorage, "resize_", full)
         with pytest.raises(torch.OutOfMemoryError):
             moves.back("some")
-    assert moves.away("some")
-    assert_equal(named, before)
-    moves.back("some")
-    moves.close()
-    assert not moves.away("some")
-    assert_equal(named, before)
+    assert_comes_back(moves, named, before)
 
 
 KINDS: dict[str, tuple[str, dict[str, Any], TrainConfig]] = {
