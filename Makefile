@@ -7,7 +7,7 @@ ARGS ?=
 
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
-# Else each of the two workers rewrites the assertions of every test file on every run.
+# Else each of the workers rewrites the assertions of every test file on every run.
 export PYTHONDONTWRITEBYTECODE :=
 BIN := .venv/bin
 
@@ -17,8 +17,9 @@ BIN := .venv/bin
 train: setup  ## warm start, RL with KPop on a tiny MoE, report
 	$(BIN)/rollkeel train $(RECIPE) $(ARGS)
 
+# Three at a time: a fifth of the tests' time is waiting, for processes, servers and deadlines.
 test: setup .venv/.triton  ## everything but the slow tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not cuda and not vllm" $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not cuda and not vllm" $(ARGS)
 
 test-slow: setup  ## the minutes-long tests
 	$(BIN)/python -m pytest -m "slow" $(ARGS)

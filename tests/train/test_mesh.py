@@ -151,9 +151,10 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 @pytest.mark.slow
-def test_every_mesh_model_and_objective(tmp_path: Path) -> None:
-    found = run(EVERY, tmp_path)
-    for case in EVERY:
+def test_every_mesh_model_and_objective_over_five_updates(tmp_path: Path) -> None:
+    cases = [replace(case, updates=5) for case in EVERY]
+    found = run(cases, tmp_path)
+    for case in cases:
         assert_alike(case, found)
 
 
