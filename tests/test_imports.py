@@ -49,13 +49,15 @@ FOUNDATIONS = {
     "events",
     "models",
     "host",
+    "named_twice",
 }
-MEETING_PLACES = {"loop", "diagnose", "evals", "cli", "__main__"}
+MEETING_PLACES = {"loop", "diagnose", "evals", "api", "cli", "__main__"}
 """The files in which stages meet."""
 OF_FOUNDATIONS = {
     "arrays": set(),
     "errors": set(),
     "host": set(),
+    "named_twice": set(),
     "types": {"errors"},
     "protocols": {"types"},
     "yaml_numbers": set(),
@@ -69,7 +71,7 @@ OF_FOUNDATIONS = {
     "events": {"errors"},
     "models": {"errors", "types", "config", "events"},
 }
-ONLY_IN = {"ray": "cluster/", "vllm": "engines/vllm", "rollkeel_doctor": ("cli/", "report/", "diagnose/")}
+ONLY_IN = {"ray": "cluster/", "vllm": "engines/vllm", "rollkeel_doctor": ("api", "cli/", "report/", "diagnose/")}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 OTHERS = [f for name in ALONE for f in sorted((ROOT / name).rglob("*.py")) if f.relative_to(ROOT).parts[1] != "build"]
