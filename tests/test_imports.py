@@ -51,7 +51,7 @@ FOUNDATIONS = {
     "host",
     "named_twice",
 }
-MEETING_PLACES = {"loop", "diagnose", "evals", "api", "cli", "__main__"}
+MEETING_PLACES = {"loop", "diagnose", "evals", "api", "scaffold", "cli", "__main__"}
 """The files in which stages meet."""
 OF_FOUNDATIONS = {
     "arrays": set(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +30,30 @@ def config(
         print(json.dumps(schema(), indent=1) if as_schema else markdown(), end="\n" if as_schema else "")
         return
     show_table(["key", "default", "type", ""], [[x.key, x.default, x.type, x.sentence] for x in leaves(section)])
+
+
+class Kind(StrEnum):
+    """What `init` writes."""
+
+    task = "task"
+    environment = "environment"
+    grader = "grader"
+    objective = "objective"
+
+
+@app.command()
+def init(
+    kind: Annotated[Kind, typer.Argument(help="What to write.")],
+    name: Annotated[str, typer.Argument(help="A lower-case Python name; the files are called so.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the files.")] = Path("."),
+) -> None:
+    """Write a working task, environment, grader or objective of your own, with its test and a recipe."""
+    from rollkeel.scaffold import init as write
+
+    out.mkdir(parents=True, exist_ok=True)
+    for path in write(kind, name, out):
+        print(path)
+    print(f"next: cd {out} && python -m pytest {name}_test.py && rollkeel train {name}.yaml")
 
 
 @app.command()
