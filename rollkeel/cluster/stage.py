@@ -13,6 +13,7 @@ from rich.console import Console
 from rollkeel.cluster.machines import RayMachines
 from rollkeel.config import Config
 from rollkeel.events import write_atomic
+from rollkeel.loop.machines import Helpers
 from rollkeel.protocols import Engine
 from rollkeel.record.live import LiveView
 from rollkeel.record.run_config import CONFIG
@@ -30,8 +31,8 @@ def machines(config: Config, path: Path, view: LiveView, *, sampling: bool) -> I
 
 
 @contextmanager
-def served(config: Config) -> Iterator[Engine]:
-    """The engines of the cluster, which serve the model and have proven it. What actors print is gone behind it."""
+def served(config: Config) -> Iterator[tuple[Engine, Helpers | None]]:
+    """The engines of the cluster, which serve the model and have proven it, and its graders. What actors print is gone behind it."""
     with (
         tempfile.TemporaryDirectory(prefix=".actors-", dir=".") as path,
         machines(config, Path(path), LiveView(console=Console(file=io.StringIO())), sampling=True) as made,
@@ -39,4 +40,4 @@ def served(config: Config) -> Iterator[Engine]:
         made.trainer()
         engine, _ = made.engine(RunFolder(Path(path), config, None))
         made.publisher(engine, None, shared=False)()
-        yield engine
+        yield engine, made.graders()

@@ -23,6 +23,7 @@ from rollkeel.loop.assemble import (
     prompt_source,
     sampling_params,
 )
+from rollkeel.loop.machines import Helpers
 from rollkeel.loop.play import gathering
 from rollkeel.loop.warm_start import sft, warm_start_key
 from rollkeel.models import adapter_files
@@ -88,7 +89,11 @@ def rollout_stage(config: Config, out: Path, step: int) -> list[Rollout]:
     size = config.rollout
     first = (step - 1) * size.prompts
     prompts = prompt_source(config, policy, "train").prompts(range(first, first + size.prompts))
-    with StopFlag() as stop, gathering(config, policy.tokenizer) as gather, _serving(config, policy) as engine:
+    with (
+        StopFlag() as stop,
+        _serving(config, policy) as (engine, helpers),
+        gathering(config, policy.tokenizer, players=helpers) as gather,
+    ):
         issued = issue(prompts, size.samples, sampling_params(config, policy.stop_token_ids), first, engine)
         sampled = gather(engine, issued, policy.tokenizer, deadline_s=config.engine.deadline_s, should_stop=stop)
     _make_parent(out)
@@ -130,9 +135,9 @@ def eval_stage(config: Config, out: Path | None) -> dict[str, float]:
         raise BadInput("eval: data.eval_fraction=0 holds nothing back to evaluate on; raise it")
     with (
         StopFlag() as stop,
-        gathering(config, policy.tokenizer) as gather,
-        _serving(config, policy) as engine,
-        open_graders(config) as grader,
+        _serving(config, policy) as (engine, helpers),
+        gathering(config, policy.tokenizer, players=helpers) as gather,
+        open_graders(config, helpers) as grader,
     ):
         metrics, answers = evaluate(
             engine,
@@ -256,16 +261,16 @@ def _policy(config: Config) -> Policy:
 
 
 @contextmanager
-def _serving(config: Config, policy: Policy) -> Iterator[Engine]:
-    """The config's engine, which serves the policy: here, or the actors of a cluster."""
+def _serving(config: Config, policy: Policy) -> Iterator[tuple[Engine, Helpers | None]]:
+    """The config's engine, which serves the policy: here, or the actors of a cluster; and who grades and plays there."""
     if not config.clustered:
-        served = opened(config, policy)
-    else:
-        from rollkeel.cluster import stage
+        with opened(config, policy) as engine:
+            yield engine, None
+        return
+    from rollkeel.cluster import stage
 
-        served = stage.served(config)
-    with served as engine:
-        yield engine
+    with stage.served(config) as served:
+        yield served
 
 
 def _refuse_existing(out: Path) -> None:

@@ -36,6 +36,7 @@ from rollkeel.recipe import load
         ("cluster.engines=2 engine.processes=2", "engine.processes=2: does not run on a cluster yet"),
         ("cluster.engines=2 engine.kind=vllm", "engine.kind=vllm: "),
         ("cluster.engines=1 cluster.placement=colocated run.loop=async", "cluster.placement=colocated: "),
+        ("cluster.graders=1 engine.kind=vllm", "engine.kind=vllm: "),
         ("cluster.address=nowhere", "cluster.address: expected HOST:PORT of a Ray cluster's head, got 'nowhere'"),
         ("cluster.address=auto", "cluster.address=auto: expected RAY_ADDRESS"),
     ],
