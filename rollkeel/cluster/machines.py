@@ -92,6 +92,11 @@ class RayMachines:
             view.actors = self.states
             self._ended = made.pop_all()
 
+    @property
+    def checksum(self) -> int:
+        """Of what the engines serve."""
+        return self._engine.checksum
+
     def findings(self) -> list[Finding]:
         return [*self._findings, *unreached(self.policy.model)]
 

@@ -13,8 +13,7 @@ from rich.console import Console
 from rollkeel.cluster.machines import RayMachines
 from rollkeel.config import Config
 from rollkeel.events import write_atomic
-from rollkeel.loop.machines import Helpers
-from rollkeel.protocols import Engine
+from rollkeel.loop.serving import Served
 from rollkeel.record.live import LiveView
 from rollkeel.record.run_config import CONFIG
 from rollkeel.record.runfolder import RunFolder
@@ -31,7 +30,7 @@ def machines(config: Config, path: Path, view: LiveView, *, sampling: bool) -> I
 
 
 @contextmanager
-def served(config: Config) -> Iterator[tuple[Engine, Helpers | None]]:
+def served(config: Config) -> Iterator[Served]:
     """The engines of the cluster, which serve the model and have proven it, and its graders. What actors print is gone behind it."""
     with (
         tempfile.TemporaryDirectory(prefix=".actors-", dir=".") as path,
@@ -40,4 +39,4 @@ def served(config: Config) -> Iterator[tuple[Engine, Helpers | None]]:
         made.trainer()
         engine, _ = made.engine(RunFolder(Path(path), config, None))
         made.publisher(engine, None, shared=False)()
-        yield engine, made.graders()
+        yield Served(engine, made.graders(), made.checksum)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +21,11 @@ from rollkeel.loop.assemble import (
     prompt_source,
     sampling_params,
 )
-from rollkeel.loop.machines import Helpers
 from rollkeel.loop.play import gathering
+from rollkeel.loop.serving import served_policy, serving
 from rollkeel.loop.warm_start import sft, warm_start_key
 from rollkeel.models import adapter_files
-from rollkeel.models.loading import Policy, save_policy
-from rollkeel.protocols import Engine
+from rollkeel.models.loading import save_policy
 from rollkeel.recipe import load
 from rollkeel.record.live import LiveView
 from rollkeel.record.rollout_store import read_step, to_rollouts, write_step
@@ -85,13 +82,13 @@ def merge_stage(config: Config, out: Path) -> None:
 def rollout_stage(config: Config, out: Path, step: int) -> list[Rollout]:
     """Sample the prompts of training step `step` with `model.path` and write ungraded rollouts to `out` (parquet)."""
     _refuse_existing(out)
-    policy = _policy(config)
+    policy = served_policy(config)
     size = config.rollout
     first = (step - 1) * size.prompts
     prompts = prompt_source(config, policy, "train").prompts(range(first, first + size.prompts))
     with (
         StopFlag() as stop,
-        _serving(config, policy) as (engine, helpers),
+        serving(config, policy) as (engine, helpers, _),
         gathering(config, policy.tokenizer, players=helpers) as gather,
     ):
         issued = issue(prompts, size.samples, sampling_params(config, policy.stop_token_ids), first, engine)
@@ -126,7 +123,7 @@ def eval_stage(config: Config, out: Path | None) -> dict[str, float]:
     """Evaluate `model.path` on the held-out items; the answers go to `out` (parquet) if given."""
     if out is not None:
         _refuse_existing(out)
-    policy = _policy(config)
+    policy = served_policy(config)
     for part in config.data.parts or [config.data]:
         if part.path is not None:
             rewards.get(part.grader)
@@ -135,7 +132,7 @@ def eval_stage(config: Config, out: Path | None) -> dict[str, float]:
         raise BadInput("eval: data.eval_fraction=0 holds nothing back to evaluate on; raise it")
     with (
         StopFlag() as stop,
-        _serving(config, policy) as (engine, helpers),
+        serving(config, policy) as (engine, helpers, _),
         gathering(config, policy.tokenizer, players=helpers) as gather,
         open_graders(config, helpers) as grader,
     ):
@@ -247,30 +244,6 @@ def measured(scenario: Scenario) -> Scenario:
 def _alone(config: Config, command: str) -> None:
     if config.clustered:
         raise BadInput(f"cluster, train.mesh: {command} runs in one process; leave them out")
-
-
-def _policy(config: Config) -> Policy:
-    """That of `model.path`; over a cluster its weights lie on actors."""
-    if not config.clustered:
-        return policy_of(config)
-    from rollkeel.cluster.check import check_cluster
-    from rollkeel.cluster.skeleton import skeleton
-
-    check_cluster(config)
-    return skeleton(config.model)
-
-
-@contextmanager
-def _serving(config: Config, policy: Policy) -> Iterator[tuple[Engine, Helpers | None]]:
-    """The config's engine, which serves the policy: here, or the actors of a cluster; and who grades and plays there."""
-    if not config.clustered:
-        with opened(config, policy) as engine:
-            yield engine, None
-        return
-    from rollkeel.cluster import stage
-
-    with stage.served(config) as served:
-        yield served
 
 
 def _refuse_existing(out: Path) -> None:
