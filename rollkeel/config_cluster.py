@@ -31,8 +31,8 @@ class MeshConfig(Node):
 
 
 class ClusterConfig(Node):
-    """Trainer and engines as actors of a Ray cluster (extra `cluster`). Without `address`, `trainers`, `engines` and a mesh a run is
-    one process."""
+    """Trainer and engines as actors of a Ray cluster (extra `cluster`). Without `address`, `trainers`, `engines`, `graders` and a mesh
+    a run is one process."""
 
     address: str | None = None
     """`HOST:PORT` of a running Ray cluster to join, `auto` for that of the Ray job that runs this; None starts Ray on this machine for
@@ -41,18 +41,22 @@ class ClusterConfig(Node):
     """Ranks that train; without a `train.mesh` they shard the model. None takes what the mesh says."""
     engines: int | None = Field(default=None, ge=1)
     """Engine actors; None is one."""
+    graders: int = Field(default=0, ge=0)
+    """Actors that grade and hold the environments of episodes, with `reward.graders.workers` CPUs each; 0 leaves that to the process that
+    runs the loop. Rewards do not depend on it."""
     placement: Literal["colocated", "disaggregated"] = "disaggregated"
     """`disaggregated` gives ranks and engines places of their own; `colocated` puts engines in the places of ranks, and they take turns
     (not with `run.loop=async`)."""
     restarts: int = Field(default=3, ge=0)
-    """How many lost engines a run replaces, and how often it goes on from its newest checkpoint after a rank was lost."""
+    """How many lost engines a run replaces, how many lost graders, and how often it goes on from its newest checkpoint after a rank was
+    lost."""
     deadline_s: float = Field(default=600.0, gt=0)
     """Longest wait of ranks for each other, and of a run for places, actors and weights."""
 
     @property
     def asked(self) -> bool:
         """Whether anything here asks for a cluster."""
-        return any(value is not None for value in (self.address, self.trainers, self.engines))
+        return self.graders > 0 or any(value is not None for value in (self.address, self.trainers, self.engines))
 
 
 class SyncConfig(Node):

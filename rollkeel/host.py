@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import metadata
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -18,6 +19,17 @@ _FIXED = 0x10
 """`MAP_FIXED`, which `mmap` lacks."""
 _PART = 1 << 28
 """Most bytes of one read or write."""
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what decides a run's bits, as a checkpoint records them."""
+    installed = {}
+    for package in ("rollkeel", "torch", "transformers", "safetensors"):
+        try:
+            installed[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            installed[package] = "not installed"
+    return installed
 
 
 def keep_freed_memory() -> None:

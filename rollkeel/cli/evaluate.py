@@ -65,8 +65,6 @@ def evaluate(
 
         show_result(eval_stage(config, out), out, as_json)
         return
-    if config.clustered:
-        raise BadInput("cluster, train.mesh: rollkeel eval --benchmark runs in one process; leave them out")
     if out is None:
         raise BadInput("eval --benchmark: expected --out, the folder of results; the same command goes on in it")
     from rollkeel.evals.benchmarks import contexts_of

@@ -24,8 +24,10 @@ from rollkeel.errors import BadInput, nearest
 from rollkeel.record.run_config import EVENTS, digest
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-PARTS = {"rank": "trainer-", "engine": "engine-"}
-NOTICED = ("engine_lost", "restarted", "actor_lost")
+PARTS = {"rank": "trainer-", "engine": "engine-", "grader": "grader-"}
+NOTICED = ("engine_lost", "grader_lost", "restarted", "actor_lost")
+WELL = ("stage", "engine_renewed", "engine_joined", "grader_renewed")
+"""Events that say that the run goes on."""
 LOOK_S = 0.02
 
 
@@ -126,7 +128,7 @@ class Chaos:
         if noticed is None:
             return False
         incident.noticed_s = after[noticed]["time"] - incident.time
-        later = [e for e in after[noticed:] if e["event"] in ("stage", "engine_renewed", "engine_joined")]
+        later = [e for e in after[noticed:] if e["event"] in WELL]
         if later:
             incident.goes_on_s = later[0]["time"] - incident.time
         return bool(later)

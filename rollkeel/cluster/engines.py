@@ -272,6 +272,8 @@ class ActorEngine(PartedEngine[_Actor]):
         super().__init__(int(hf_config.get_text_config().vocab_size), config.deadline_s)
         self._attempt, self._left, self._publishing = 0, renewals, False
         self._hands_over = renewals > 0
+        self.checksum = 0
+        """Of the weights that are served."""
         self.again: Callable[[Sequence[_Actor]], None] | None = None
         self.tell: Callable[[str, _Actor], None] = lambda what, actor: None
         """Called with `lost`, `renewed` or `joined`."""
@@ -353,7 +355,9 @@ class ActorEngine(PartedEngine[_Actor]):
             raise
         for part, checksum in zip(asked, sums, strict=True):
             self._send(part, ("finish", self._attempt, checksum))
-        return self._proven(asked, head.version, "to prove weights")
+        proof = self._proven(asked, head.version, "to prove weights")
+        self.checksum = proof.checksum
+        return proof
 
     def rest(self) -> None:
         """See `RestingEngine.rest`: every actor whose engine can gives its device away."""

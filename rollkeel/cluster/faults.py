@@ -8,7 +8,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 FAULTS = ("crash", "hang", "wrong answer", "broken publication", "full disk", "interrupt")
-PARTS = ("controller", "trainer rank", "engine", "engine server", "grader", "environment", "sandbox node", "storage")
+PARTS = (
+    "controller",
+    "trainer rank",
+    "engine",
+    "engine server",
+    "grader",
+    "grader actor",
+    "environment",
+    "sandbox node",
+    "storage",
+)
 
 
 class Row(NamedTuple):
@@ -42,6 +52,9 @@ TABLE = (
     Row("crash", "grader", "its process is gone", "at the next answer", "another process grades it", "every reward", "tests/rewards/test_grader_workers.py::test_a_worker_that_died_between_gradings_is_replaced"),
     Row("hang", "grader", "no verdict", "`reward.graders.deadline_s`", "its process is killed; the rollout counts as failed, never as a reward of 0", "the other rollouts", "tests/rewards/test_grader_workers.py::test_a_hanging_one_holds_nobody_up_and_is_killed"),
     Row("wrong answer", "grader", "it raises an error", "at once", "the rollout counts as failed, never as a reward of 0; above `rollout.failure_budget` exit code 3", "the newest checkpoint", "tests/test_loop.py::test_broken_graders_stop_the_run_and_never_score_zero"),
+    Row("crash", "grader actor", "the call to it fails", "at its next answer", "another one does again what it did and plays its episodes again, `cluster.restarts` times; then the others alone, and without any exit code 3", "every reward", "tests/cluster/test_grader_actors.py::test_a_killed_one_is_replaced_and_nothing_is_lost"),
+    Row("hang", "grader actor", "a call to it takes too long", "`reward.graders.deadline_s` and 20 s more, or twice its longest call so far and 10 s", "it is killed; then as for a crash", "every reward", "tests/cluster/test_grader_actors.py::test_a_stopped_one_is_replaced"),
+    Row("wrong answer", "grader actor", "it dies of a grading, twice", "at once", "the rollout counts as failed, never as a reward of 0", "the other rollouts", "tests/cluster/test_grader_actors.py::test_a_grading_that_kills_two_actors_has_failed"),
     Row("crash", "environment", "it raises an error, or its terminal is lost", "at once", "the rollout counts as failed", "the other rollouts", "tests/rollout/test_episodes.py::test_a_broken_environment_is_no_reward_and_stops_nobody"),
     Row("crash", "sandbox node", "its connections break", "a second", "its jobs are run on other nodes, once more at most", "one result for every job", "tests/sandbox/test_front.py::test_three_thousand_jobs_while_nodes_are_killed_and_frozen"),
     Row("hang", "sandbox node", "checks miss deadlines that follow its measured times", "seconds", "it is isolated; then as for a crash", "one result for every job", "tests/sandbox/test_front.py::test_three_thousand_jobs_while_nodes_are_killed_and_frozen"),

@@ -1,8 +1,9 @@
 """A run over a Ray cluster, as the loop sees it: implements `rollkeel.loop.machines.Machines`.
 
-controller: the loop, prompts, graders ── calls, numbers per token ──▶ ranks: the trainer
-     │                                                                   │ weights, in buckets
-     └───────── requests, tokens ─────────▶ engines ◀────────────────────┘
+controller: the loop, prompts ── calls, numbers per token ──▶ ranks: the trainer
+     │ │                                                        │ weights, in buckets
+     │ └───────── requests, tokens ─────────▶ engines ◀─────────┘
+     └─ texts, actions ─▶ graders
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from rollkeel.cluster import logs, start
 from rollkeel.cluster.calls import CONTROL, Ranks
 from rollkeel.cluster.check import ranked, refuse_others
 from rollkeel.cluster.engines import ActorEngine
+from rollkeel.cluster.grader import GraderActor
+from rollkeel.cluster.graders import GraderActors
 from rollkeel.cluster.publish import StreamPublisher
 from rollkeel.cluster.ranks import Rank
 from rollkeel.cluster.skeleton import skeleton
@@ -27,6 +30,7 @@ from rollkeel.cluster.trainer import RemoteTrainer
 from rollkeel.config import Config
 from rollkeel.errors import BadInput
 from rollkeel.events import EventLog
+from rollkeel.host import versions
 from rollkeel.loop.assemble import device_of
 from rollkeel.loop.machines import Publish
 from rollkeel.protocols import Engine
@@ -36,11 +40,19 @@ from rollkeel.record.runfolder import RunFolder
 from rollkeel.record.stopping import StopFlag
 from rollkeel.sync.proof import Probes
 from rollkeel.sync.shared import engine_drops
-from rollkeel.train.checkpoint import Written, versions
+from rollkeel.train.checkpoint import Written
 from rollkeel.train.unfinished import Unfinished
 from rollkeel.types import Rollout
 
-HANDED = ("PYTHONPATH", "ROLLKEEL_CACHE", "HF_HOME", "HF_HUB_OFFLINE", "HF_TOKEN", "TOKENIZERS_PARALLELISM")
+HANDED = (
+    "PYTHONPATH",
+    "ROLLKEEL_CACHE",
+    "ROLLKEEL_SANDBOX_TOKEN",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "HF_TOKEN",
+    "TOKENIZERS_PARALLELISM",
+)
 """Variables that actors get from this process."""
 
 
@@ -64,7 +76,7 @@ class RayMachines:
 
                 self._config = config = settled(config, self.policy.model.config, device_of(config))
                 tell(config, self.policy.model.config, folder.events)
-            if start.connect(config, config.run.threads * (config.train.mesh.size + self._count)):
+            if start.connect(config, start.cpus_of(config, self._count)):
                 made.callback(start.disconnect)
             self._places = start.Places(config, self._count, self._gpus)
             made.callback(self._places.remove)
@@ -72,10 +84,18 @@ class RayMachines:
             made.callback(self._ranks.close)
             self._engine = self._engines()
             made.callback(self._engine.close)
+            self._graders = self._helpers()
+            if self._graders is not None:
+                made.callback(self._graders.close)
             self._meet()
             self._findings = self._ranks.call("load")
             view.actors = self.states
             self._ended = made.pop_all()
+
+    @property
+    def checksum(self) -> int:
+        """Of what the engines serve."""
+        return self._engine.checksum
 
     def findings(self) -> list[Finding]:
         return [*self._findings, *unreached(self.policy.model)]
@@ -103,6 +123,9 @@ class RayMachines:
             host, pid = part.place
             folder.events.emit("actor", name=f"engine-{part.index}", host=host, pid=pid)
         return self._engine, "engines are actors with memory of their own"
+
+    def graders(self) -> GraderActors | None:
+        return self._graders
 
     def publisher(self, engine: Engine, probes: Probes | None, *, shared: bool) -> Publish:
         assert self._trainer is not None
@@ -146,7 +169,7 @@ class RayMachines:
         found = {f"trainer-{i}": self._ranks.doing or "idle" for i in range(len(self._ranks.actors))}
         for part in self._engine.parts:
             found[f"engine-{part.index}"] = part.dead or (f"{len(part.flying)} requests" if part.flying else "idle")
-        return found
+        return found | (self._graders.states() if self._graders is not None else {})
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -170,6 +193,22 @@ class RayMachines:
         engine = ActorEngine(hf_config, config.engine, places, threads=config.run.threads, **about)
         engine.tell = self._of_engine
         return engine
+
+    def _helpers(self) -> GraderActors | None:
+        config = self._config
+        if not (config.cluster.graders and self._count):
+            return None
+
+        def start(index: int) -> Any:
+            fixed: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, **self._places.grader(index)}
+            return ray.remote(**fixed, **self._surroundings(f"grader-{index}"))(GraderActor).remote(config)
+
+        def tell(what: str, **about: Any) -> None:
+            self._folder.events.emit(what, **about)
+            if what == "grader_lost":
+                self._view.note(f"{about['name']} {about['why']}; others do what it did")
+
+        return GraderActors(start, config.cluster.graders, config.reward.graders, config.cluster.restarts, tell)
 
     def _again(self, stream: StreamPublisher, to: Sequence[Any]) -> None:
         """Bring weights, which may be away, to engines in the middle of a phase."""
@@ -209,8 +248,12 @@ class RayMachines:
                 )
         host, port = ranks.first("address")
         ranks.call("join", host, port, self._config.cluster.deadline_s)
+        graders = ""
+        if self._graders is not None:
+            self._graders.begin(lambda name, there: refuse_others(name, there, own))
+            graders = f", {len(self._graders.parts)} graders"
         placement = self._config.cluster.placement
-        self._view.note(f"cluster: {len(ranks.actors)} trainer ranks, {self._count} engines, {placement}")
+        self._view.note(f"cluster: {len(ranks.actors)} trainer ranks, {self._count} engines{graders}, {placement}")
 
     def _say(self, said: tuple[Any, ...]) -> None:
         """What a rank says to the view or the log of the run."""

@@ -13,7 +13,7 @@ from rich.console import Console
 from rollkeel.cluster.machines import RayMachines
 from rollkeel.config import Config
 from rollkeel.events import write_atomic
-from rollkeel.protocols import Engine
+from rollkeel.loop.serving import Served
 from rollkeel.record.live import LiveView
 from rollkeel.record.run_config import CONFIG
 from rollkeel.record.runfolder import RunFolder
@@ -30,8 +30,8 @@ def machines(config: Config, path: Path, view: LiveView, *, sampling: bool) -> I
 
 
 @contextmanager
-def served(config: Config) -> Iterator[Engine]:
-    """The engines of the cluster, which serve the model and have proven it. What actors print is gone behind it."""
+def served(config: Config) -> Iterator[Served]:
+    """The engines of the cluster, which serve the model and have proven it, and its graders. What actors print is gone behind it."""
     with (
         tempfile.TemporaryDirectory(prefix=".actors-", dir=".") as path,
         machines(config, Path(path), LiveView(console=Console(file=io.StringIO())), sampling=True) as made,
@@ -39,4 +39,4 @@ def served(config: Config) -> Iterator[Engine]:
         made.trainer()
         engine, _ = made.engine(RunFolder(Path(path), config, None))
         made.publisher(engine, None, shared=False)()
-        yield engine
+        yield Served(engine, made.graders(), made.checksum)

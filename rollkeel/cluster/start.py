@@ -74,8 +74,14 @@ def disconnect() -> None:
         ray.shutdown()
 
 
+def cpus_of(config: Config, engines: int) -> int:
+    """CPUs that the actors of a run take, if each has a place of its own."""
+    graders = config.cluster.graders * config.reward.graders.workers
+    return config.run.threads * (config.train.mesh.size + engines) + graders
+
+
 class Places:
-    """A bundle of resources for each rank and engine."""
+    """A bundle of resources for each rank, engine and grader."""
 
     def __init__(self, config: Config, engines: int, gpus: int) -> None:
         """`gpus`: of each rank and engine, 0 or 1. Raises `BadInput` for more than the cluster has."""
@@ -83,10 +89,13 @@ class Places:
         self._shared = config.cluster.placement == "colocated"
         bundle = {"CPU": float(config.run.threads)} | ({"GPU": 1.0} if gpus else {})
         count = max(ranks, engines) if self._shared else ranks + engines
-        self._bundle, self._ranks = bundle, ranks
+        self._bundle, self._ranks, self._count = bundle, ranks, count
+        self._grader = {"CPU": float(config.reward.graders.workers)}
+        graders = config.cluster.graders
         self._group: PlacementGroup | None = None
-        _check([bundle] * count, ranks, engines)
-        self._group = placement_group([bundle] * count, strategy="PACK")
+        bundles = [bundle] * count + [self._grader] * graders
+        _check(bundles, f"{ranks} ranks and {engines} engines take {count} places of {_said(bundle)}", graders)
+        self._group = placement_group(bundles, strategy="PACK")
         if not self._group.wait(config.cluster.deadline_s):
             self.remove()
             raise BadInput(
@@ -102,6 +111,10 @@ class Places:
         """Ray's options for an engine."""
         return self._options(index if self._shared else self._ranks + index)
 
+    def grader(self, index: int) -> dict[str, Any]:
+        """Ray's options for a grader, which has CPUs alone."""
+        return {"num_cpus": self._grader["CPU"], "scheduling_strategy": self._strategy(self._count + index)}
+
     def remove(self) -> None:
         """Give them back."""
         if self._group is not None:
@@ -110,22 +123,26 @@ class Places:
 
     def _options(self, bundle: int) -> dict[str, Any]:
         share = 0.5 if self._shared else 1.0  # two actors in one place, of which one computes at a time
-        assert self._group is not None
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         gpus = {"num_gpus": share} if "GPU" in self._bundle else {}
-        return {"num_cpus": share * self._bundle["CPU"], "scheduling_strategy": strategy, **gpus}
+        return {"num_cpus": share * self._bundle["CPU"], "scheduling_strategy": self._strategy(bundle), **gpus}
+
+    def _strategy(self, bundle: int) -> PlacementGroupSchedulingStrategy:
+        assert self._group is not None
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
 
 
-def _check(bundles: Sequence[Mapping[str, float]], ranks: int, engines: int) -> None:
+def _check(bundles: Sequence[Mapping[str, float]], asked: str, graders: int) -> None:
     """Ray waits for ever for places that no cluster of these nodes could have."""
+    if graders:
+        asked += f" and {graders} graders {graders} of {_said(bundles[-1])}"
     nodes = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
     for bundle in bundles:
         node = next((n for n in nodes if all(n.get(k, 0.0) >= v for k, v in bundle.items())), None)
         if node is None:
             there = "; ".join(_said(one["Resources"]) for one in ray.nodes() if one["Alive"])
             raise BadInput(
-                f"cluster: {ranks} ranks and {engines} engines take {len(bundles)} places of {_said(bundle)}, the cluster has"
-                f" {there}; lower cluster.trainers, train.mesh, cluster.engines or run.threads"
+                f"cluster: {asked}, the cluster has {there}; lower cluster.trainers, train.mesh, cluster.engines,"
+                f" {'cluster.graders, reward.graders.workers ' if graders else ''}or run.threads"
             )
         for key, value in bundle.items():
             node[key] -= value

@@ -14,8 +14,9 @@ from rollkeel.evals import record
 from rollkeel.evals.benchmarks import Loaded
 from rollkeel.evals.summary import summarize
 from rollkeel.events import write_atomic
-from rollkeel.loop.assemble import EVAL_SEED, open_graders, opened, policy_of, prompt_source, sampling_params
+from rollkeel.loop.assemble import EVAL_SEED, open_graders, prompt_source, sampling_params
 from rollkeel.loop.play import gathering
+from rollkeel.loop.serving import served_policy, serving
 from rollkeel.models.loading import Policy
 from rollkeel.models.names import checkpoint_views
 from rollkeel.protocols import Engine
@@ -57,19 +58,25 @@ def run_benchmarks(
     found: dict[str, Any] = dict.fromkeys(counts)
     for context, some in by_context.items():
         stretched = _stretched(config, context)
-        policy = policy_of(stretched)
+        policy = served_policy(stretched)
         prompts = [_prompts(stretched, policy, b) for b in some]
-        if not settings:
-            settings = _settings(config, policy, benchmarks, counts, greedy)
-            settings |= {"contexts": dict(contexts)} if contexts else {}
-            record.open_folder(out, settings)
+
+        def begin(weights: int) -> dict[str, Any]:
+            found = _settings(config, weights, benchmarks, counts, greedy)
+            found |= {"contexts": dict(contexts)} if contexts else {}
+            record.open_folder(out, found)
             write_atomic(out / "config.yaml", config.to_yaml())
+            return found
+
+        if not (settings or config.clustered):
+            settings = begin(full_update(checkpoint_views(policy.model).items(), 0).checksum)
         with (
             StopFlag() as stop,
-            opened(stretched, policy) as engine,
-            open_graders(config) as graders,
+            serving(stretched, policy) as (engine, helpers, checksum),
+            open_graders(config, helpers) as graders,
             Workers(deadline_s=config.reward.graders.deadline_s) as workers,
         ):
+            settings = settings or begin(checksum or 0)  # the weights of a cluster are on its actors
             ask = _Asking(stretched, policy, engine, graders, workers, stop)
             for loaded, asked in zip(some, prompts, strict=True):
                 name = loaded.benchmark.name
@@ -182,10 +189,9 @@ def _check(config: Config, counts: dict[str, int], greedy: bool) -> None:
 
 
 def _settings(
-    config: Config, policy: Policy, benchmarks: Sequence[Loaded], counts: dict[str, int], greedy: bool
+    config: Config, weights: int, benchmarks: Sequence[Loaded], counts: dict[str, int], greedy: bool
 ) -> dict[str, Any]:
-    """Everything that decides an answer, and so must be the same when an evaluation resumes."""
-    weights = full_update(checkpoint_views(policy.model).items(), 0).checksum
+    """Everything that decides an answer, and so must be the same when an evaluation resumes. `weights`: their checksum."""
     return {
         "model": config.model.path,
         "weights": f"{weights:016x}",

@@ -16,7 +16,7 @@ from rollkeel.engines.local import LocalEngine
 from rollkeel.engines.open import check_engine, open_engine
 from rollkeel.errors import BadInput
 from rollkeel.loop.feeds import Budgeted, Feed, Lagged, Overlapped, Sampler, Whole
-from rollkeel.loop.machines import Machines
+from rollkeel.loop.machines import Helpers, Machines
 from rollkeel.loop.play import gather as gathered
 from rollkeel.loop.run import HeldOut, Run
 from rollkeel.models.adapters import named_adapters
@@ -174,15 +174,15 @@ def run_probes(config: Config, policy: Policy, source: PromptSource | None = Non
     )
 
 
-def open_graders(config: Config) -> Graders:
-    """The config's graders; the caller closes them."""
+def open_graders(config: Config, helpers: Helpers | None = None) -> Graders:
+    """The config's graders; the caller closes them. `helpers`: grade what need not be graded in this process."""
 
     def load_model(path: str) -> Scorer:
         from rollkeel.train.preferences import RewardModel  # pyright: ignore[reportMissingImports]
 
         return RewardModel.load(path, device_of(config))
 
-    return Graders(config.reward.graders, seed=config.run.seed, load_model=load_model)
+    return Graders(config.reward.graders, seed=config.run.seed, load_model=load_model, elsewhere=helpers)
 
 
 @contextmanager
@@ -241,7 +241,7 @@ def assemble(
         else:
             apart = "the engine was made elsewhere"
         made.callback(engine.close)
-        sampler = _sampler(config, policy, source, engine, objective, stop)
+        sampler = _sampler(config, policy, source, engine, objective.topk, stop, machines)
         made.callback(sampler.grader.close)
         run = Run(
             config=config,
@@ -305,7 +305,7 @@ def own_engine(config: Config, policy: Policy, folder: RunFolder, device: torch.
 
 
 def _sampler(
-    config: Config, policy: Policy, source: PromptSource, engine: Engine, objective: Objective, stop: StopFlag
+    config: Config, policy: Policy, source: PromptSource, engine: Engine, topk: int, stop: StopFlag, machines: Machines
 ) -> Sampler:
     length = engine.capabilities.max_length
     if config.sampling.max_new_tokens >= length:
@@ -316,7 +316,7 @@ def _sampler(
     sampling = replace(
         sampling_params(config, policy.stop_token_ids),
         # The facts per token that the objective and the metrics need.
-        return_topk=objective.topk,
+        return_topk=topk,
         return_experts=config.rollout.routing != "off" and engine.capabilities.returns_experts,
         return_prompt_experts=config.rollout.routing == "replay" and engine.capabilities.returns_experts,
     )
@@ -325,8 +325,8 @@ def _sampler(
         engine=engine,
         sampling=sampling,
         tokenizer=policy.tokenizer,
-        grader=open_graders(config),
-        gather=gathered(config, policy.tokenizer),
+        grader=open_graders(config, machines.graders()),
+        gather=gathered(config, policy.tokenizer, machines.graders()),
         budget=FailureBudget(config.rollout.failure_budget),
         deadline_s=config.silence_s,
         should_stop=stop,

@@ -15,12 +15,14 @@ import torch
 from rollkeel.batch.build import TrainingBatch
 from rollkeel.config import Config
 from rollkeel.events import EventLog
+from rollkeel.loop.play import Players
 from rollkeel.models.loading import Policy
 from rollkeel.protocols import Engine
 from rollkeel.record.checks import Finding
 from rollkeel.record.live import LiveView
 from rollkeel.record.runfolder import RunFolder
 from rollkeel.record.stopping import StopFlag
+from rollkeel.rewards.here import Elsewhere
 from rollkeel.sync.proof import Probes
 from rollkeel.train.checkpoint import Written
 from rollkeel.train.scores import Scores, UpdateOutput
@@ -72,6 +74,10 @@ class Trainer(Protocol):
     def close(self) -> None: ...
 
 
+class Helpers(Elsewhere, Players, Protocol):
+    """Processes that grade and play for this one."""
+
+
 class Machines(Protocol):
     """Makes trainer and engine, and moves weights: between them, to disk and back. `close` ends what it started."""
 
@@ -89,6 +95,10 @@ class Machines(Protocol):
     def trainer(self) -> Trainer: ...
     def engine(self, folder: RunFolder) -> tuple[Engine, str]:
         """The config's engine, and why it has weights of its own; empty if it computes with the trainer's."""
+        ...
+
+    def graders(self) -> Helpers | None:
+        """Who grades and plays, if not this process."""
         ...
 
     def publisher(self, engine: Engine, probes: Probes | None, *, shared: bool) -> Publish: ...

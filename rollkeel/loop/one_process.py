@@ -66,6 +66,9 @@ class OneProcess:
             tell(self._config, self.policy.model.config, folder.events)
         return made
 
+    def graders(self) -> None:
+        return None
+
     def publisher(self, engine: Engine, probes: Probes | None, *, shared: bool) -> Publish:
         config, trainer = self._config, self._made()
         kind = "full" if no_deltas(config, "two copies") else config.sync.kind

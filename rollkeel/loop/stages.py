@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +22,10 @@ from rollkeel.loop.assemble import (
     sampling_params,
 )
 from rollkeel.loop.play import gathering
+from rollkeel.loop.serving import served_policy, serving
 from rollkeel.loop.warm_start import sft, warm_start_key
 from rollkeel.models import adapter_files
-from rollkeel.models.loading import Policy, save_policy
-from rollkeel.protocols import Engine
+from rollkeel.models.loading import save_policy
 from rollkeel.recipe import load
 from rollkeel.record.live import LiveView
 from rollkeel.record.rollout_store import read_step, to_rollouts, write_step
@@ -84,11 +82,15 @@ def merge_stage(config: Config, out: Path) -> None:
 def rollout_stage(config: Config, out: Path, step: int) -> list[Rollout]:
     """Sample the prompts of training step `step` with `model.path` and write ungraded rollouts to `out` (parquet)."""
     _refuse_existing(out)
-    policy = _policy(config)
+    policy = served_policy(config)
     size = config.rollout
     first = (step - 1) * size.prompts
     prompts = prompt_source(config, policy, "train").prompts(range(first, first + size.prompts))
-    with StopFlag() as stop, gathering(config, policy.tokenizer) as gather, _serving(config, policy) as engine:
+    with (
+        StopFlag() as stop,
+        serving(config, policy) as (engine, helpers, _),
+        gathering(config, policy.tokenizer, players=helpers) as gather,
+    ):
         issued = issue(prompts, size.samples, sampling_params(config, policy.stop_token_ids), first, engine)
         sampled = gather(engine, issued, policy.tokenizer, deadline_s=config.engine.deadline_s, should_stop=stop)
     _make_parent(out)
@@ -121,7 +123,7 @@ def eval_stage(config: Config, out: Path | None) -> dict[str, float]:
     """Evaluate `model.path` on the held-out items; the answers go to `out` (parquet) if given."""
     if out is not None:
         _refuse_existing(out)
-    policy = _policy(config)
+    policy = served_policy(config)
     for part in config.data.parts or [config.data]:
         if part.path is not None:
             rewards.get(part.grader)
@@ -130,9 +132,9 @@ def eval_stage(config: Config, out: Path | None) -> dict[str, float]:
         raise BadInput("eval: data.eval_fraction=0 holds nothing back to evaluate on; raise it")
     with (
         StopFlag() as stop,
-        gathering(config, policy.tokenizer) as gather,
-        _serving(config, policy) as engine,
-        open_graders(config) as grader,
+        serving(config, policy) as (engine, helpers, _),
+        gathering(config, policy.tokenizer, players=helpers) as gather,
+        open_graders(config, helpers) as grader,
     ):
         metrics, answers = evaluate(
             engine,
@@ -242,30 +244,6 @@ def measured(scenario: Scenario) -> Scenario:
 def _alone(config: Config, command: str) -> None:
     if config.clustered:
         raise BadInput(f"cluster, train.mesh: {command} runs in one process; leave them out")
-
-
-def _policy(config: Config) -> Policy:
-    """That of `model.path`; over a cluster its weights lie on actors."""
-    if not config.clustered:
-        return policy_of(config)
-    from rollkeel.cluster.check import check_cluster
-    from rollkeel.cluster.skeleton import skeleton
-
-    check_cluster(config)
-    return skeleton(config.model)
-
-
-@contextmanager
-def _serving(config: Config, policy: Policy) -> Iterator[Engine]:
-    """The config's engine, which serves the policy: here, or the actors of a cluster."""
-    if not config.clustered:
-        served = opened(config, policy)
-    else:
-        from rollkeel.cluster import stage
-
-        served = stage.served(config)
-    with served as engine:
-        yield engine
 
 
 def _refuse_existing(out: Path) -> None:

@@ -1,10 +1,11 @@
-"""Bytes of a run on one device, by component. A function of the config and the model's sizes; nothing is built or measured."""
+"""Bytes of a run on each of its devices, by component. A function of the config and the model's sizes; nothing is built or measured."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollkeel.config import Config, LoraConfig
@@ -22,6 +23,11 @@ SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "bf16": 2, "fp16": 2}
 """Bytes of a number; quantised engines compute with rounded float32."""
 REMAINDERS = {"float32": 0, "bfloat16": 2, "float16": 4}
 """Bytes that restore the exact float32 master of a weight."""
+OF_ENGINE = ("engine's weights", "KV blocks", "engine's buffers")
+MESSAGE = 4 * 2**24
+"""Most bytes of gradients that travel between ranks in one message, see `rollkeel.train.mesh`; the next one is made meanwhile."""
+SHARDS = tuple(2**n for n in range(1, 11))
+"""Numbers of shards that `advice` tries."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +35,23 @@ class Plan:
     """What a run takes."""
 
     parts: Mapping[str, int]
-    """Bytes by component, all on the device."""
+    """Bytes by component: of the device, or of the fullest rank and of one engine."""
     tokens: int
     """Tokens of the largest micro-batch: `train.micro_batch_tokens`, or the longest sequence, which is never split."""
+    apart: bool = False
+    """Whether ranks and engines have devices of their own."""
+
+    @property
+    def devices(self) -> dict[str, int]:
+        """Bytes of each kind of device."""
+        engine = sum(self.parts.get(name, 0) for name in OF_ENGINE)
+        total = sum(self.parts.values())
+        return {"rank": total - engine, "engine": engine} if self.apart else {"device": total}
 
     @property
     def total(self) -> int:
-        return sum(self.parts.values())
+        """Of the fullest device."""
+        return max(self.devices.values())
 
 
 @dataclass(frozen=True)
@@ -50,25 +66,75 @@ class Setting:
 
 def plan(config: Config, shape: Shape, setting: Setting = Setting()) -> Plan:
     """What the run of `config` takes with a model of `shape`: the trainer's peak beside a full engine."""
+    rank = _Rank(config, shape)
     train, size = config.train, SIZES[config.model.dtype]
     own = max(shape.context, config.model.context or 0)
     context = min(own, config.engine.max_length or own)
     longest = min(context, setting.prompt + config.sampling.max_new_tokens)
     tokens = max(train.micro_batch_tokens, longest)
-    adapters, lora = shape.adapters(train.lora), train.lora.rank > 0
-    trained = adapters if lora else shape.parameters
-    reference = 4 * adapters if lora else shape.parameters * size
+    adapters, lora = -(-shape.adapters(train.lora) // rank.mesh.shard), train.lora.rank > 0
+    trained = adapters if lora else rank.parameters
+    reference = 4 * adapters if lora else rank.parameters * size
     parts = {
-        "weights": shape.parameters * size + 4 * adapters,
+        "weights": rank.parameters * size + 4 * adapters,
         "master remainder": 0 if lora else trained * REMAINDERS[config.model.dtype],
         "gradients": trained * 4,
         "moments": trained * 8 if train.moments == "float32" else trained * 2 + trained // SCALED * 8,
         "reference model": reference if train.keeps_reference else 0,
-        **activations(config, shape, setting, tokens),
+        **activations(config, rank.shape, setting, -(-tokens // rank.mesh.context)),
+        **rank.travelling(adapters),
         **(engine(config, shape, context, longest) if config.engine.kind == "local" else {}),
         "last publication": published(config, shape) if setting.cpu else 0,
     }
-    return Plan(parts, tokens)
+    return Plan(parts, tokens, config.clustered and config.cluster.placement == "disaggregated")
+
+
+class _Rank:
+    """What the fullest rank of a mesh has of a model."""
+
+    def __init__(self, config: Config, shape: Shape) -> None:
+        self.mesh, self._config = config.train.mesh, config
+        if config.clustered:
+            from rollkeel.cluster.check import ranked
+
+            self.mesh = ranked(config).train.mesh
+        self.shape, self.parameters = shape, shape.parameters
+        self._gathered, self._added = 0, 0
+        if (mesh := self.mesh).size > 1:
+            from rollkeel.train.mesh import Mesh
+            from rollkeel.train.parts import part_shape
+
+            sizes = mesh.model_dump()
+            first, unsharded = Mesh(**sizes), Mesh(**{**sizes, "shard": 1})
+            own = [(name, n, math.prod(part_shape(first, name, whole))) for name, whole, n in shape.tensors()]
+            self.parameters = sum(n * part for _, n, part in own)
+            if mesh.replicate * mesh.context > 1:
+                self._added = self.parameters
+            elif mesh.expert > 1:
+                self._added = sum(n * part for name, n, part in own if ".experts." not in name)
+            if mesh.shard > 1:  # embeddings, head and two layers come in for a pass
+                self._gathered = sum(
+                    (2 * n // shape.layers if n > 1 else 1) * math.prod(part_shape(unsharded, name, whole))
+                    for name, whole, n in shape.tensors()
+                )
+            self.shape = replace(
+                shape,
+                heads=shape.heads // mesh.tensor,
+                kv_heads=max(1, shape.kv_heads // mesh.tensor),
+                mlp=shape.mlp // mesh.tensor,
+                vocab=shape.vocab // (mesh.tensor if shape.vocab % mesh.tensor == 0 else 1),
+                experts=shape.experts // mesh.expert,
+            )
+
+    def travelling(self, adapters: int) -> dict[str, int]:
+        """What comes from other ranks for a pass, and what is on its way; `adapters`: parameters that are trained alone, if any are."""
+        if not self._config.clustered:
+            return {}
+        added = min(self._added, adapters or self._added)
+        return {
+            "of other ranks": self._gathered * (SIZES[self._config.model.dtype] + 4),
+            "messages": min(2 * MESSAGE, 4 * added) + int(self._config.sync.buffer_mb * 1e6),
+        }
 
 
 def beside(config: Config, fields: Mapping[str, Any]) -> int:
@@ -152,7 +218,7 @@ def engine(config: Config, shape: Shape, context: int, longest: int) -> dict[str
     table = 8 * -(-context // BLOCK)
     slot = context * (16 + (2 * shape.layers * shape.chosen if config.rollout.routing != "off" else 0)) + table
     gathered = 4 * slots * longest * shape.keys * size
-    weights = size * shape.parameters if two_copies(config) else 0
+    weights = size * shape.parameters if two_copies(config) or config.clustered else 0
     return {
         "engine's weights": copies * (weights + 4 * shape.adapters(config.train.lora)),
         "KV blocks": copies * blocks * block,
@@ -196,9 +262,23 @@ def advice(config: Config, shape: Shape, space: int, setting: Setting = Setting(
         if most := most_tokens(changed, shape, space, setting):
             return words.format(min(most, config.train.micro_batch_tokens))
     adapted = with_values(low, "train", lora=LoraConfig(rank=32, experts=True))
+    more = _more_shards(config, shape, space, setting)
     if not config.train.lora.rank and most_tokens(adapted, shape, space, setting):
-        return "no setting trains every weight there; adapters of rank 32 (LoRA) on a frozen bfloat16 model would fit"
+        said = "no setting trains every weight there; adapters of rank 32 (LoRA) on a frozen bfloat16 model would fit"
+        return said + (f", and so would {more}" if more else "")
+    if more:
+        return f"set {more}: ranks that hold a part of the model each"
     return "lower sampling.max_new_tokens, engine.slots and engine.kv_memory_gb, or take a smaller model"
+
+
+def _more_shards(config: Config, shape: Shape, space: int, setting: Setting) -> str:
+    """The fewest shards, beside what the mesh has else, with which the run fits; empty if none do."""
+    mesh = _Rank(config, shape).mesh
+    for count in (n for n in SHARDS if n > mesh.shard):
+        wider = with_values(config, "train", mesh=mesh.model_copy(update={"shard": count}))
+        if most_tokens(with_values(wider, "cluster", trainers=None), shape, space, setting):
+            return f"train.mesh.shard={count}"
+    return ""
 
 
 def answer(config: Config, device: str, setting: Setting = Setting()) -> dict[str, Any]:
@@ -211,6 +291,7 @@ def answer(config: Config, device: str, setting: Setting = Setting()) -> dict[st
     return {
         "device": device,
         "bytes": {name: count for name, count in made.parts.items() if count},
+        "devices": made.devices,
         "phases": phases(config, shape, setting),
         "total": total,
         "available": space,
@@ -225,8 +306,10 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     """An `answer` for people."""
     out = [f"{name:18} {count / GB:10.2f} GB" for name, count in found["bytes"].items()]
     out += [f"in {phase:15} {count / GB:10.2f} GB" for phase, count in found["phases"].items()]
+    if len(found["devices"]) > 1:
+        out += [f"each {name:13} {count / GB:10.2f} GB" for name, count in found["devices"].items()]
     out.append(
-        f"{'at most' if found['phases'] else 'together':18} {found['total'] / GB:10.2f} GB of {found['available'] / GB:.0f} on {found['device']}"
+        f"{'at most' if found['phases'] or len(found['devices']) > 1 else 'together':18} {found['total'] / GB:10.2f} GB of {found['available'] / GB:.0f} on {found['device']}"
     )
     if found["fits"]:
         return [*out, f"fits; train.micro_batch_tokens may be {found['most_micro_batch_tokens']:,}"]

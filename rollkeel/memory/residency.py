@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rollkeel.config import Config
-from rollkeel.memory.plan import SIZES, Setting, plan
+from rollkeel.memory.plan import Setting, plan
 from rollkeel.memory.shapes import Shape
 from rollkeel.sync.shared import engine_drops, two_copies
 
@@ -53,6 +53,7 @@ RULES: Mapping[str, Rule] = {
     "gradients": Rule("none", ("update",), "dropped"),
     "activations": Rule("none", ("update",), "dropped"),
     "backward": Rule("none", ("score", "update"), "dropped"),
+    "of other ranks": Rule("none", ("score", "update"), "dropped"),
     "engine's weights": Rule("all", ENGINE, "dropped"),
     "KV blocks": Rule("optimizer", ("rollout", "evaluate", "checkpoint"), "dropped"),
     "communicators": Rule("all", TRAINER, "dropped"),
@@ -109,13 +110,8 @@ class Residency:
 
 
 def residency(config: Config, shape: Shape, level: str, setting: Setting = Setting()) -> Residency:
-    """The plan for one rank and its engine. Parts of a mesh are counted as equal, layers that come in for a pass are left out."""
-    sizes, mesh = dict(plan(config, shape, setting).parts), config.train.mesh
-    parts = mesh.shard * mesh.expert * mesh.tensor
-    for name in ("weights", "reference model", "master remainder", "moments", "gradients"):
-        sizes[name] //= parts
-    if config.clustered and not two_copies(config):  # an actor shares nothing
-        sizes["engine's weights"] += shape.parameters * SIZES.get(config.engine.dtype, 4)
+    """The plan for one rank and its engine."""
+    sizes = dict(plan(config, shape, setting).parts)
     fixed = stays(config)
     places: dict[str, dict[str, Place]] = {
         phase: {name: "device" if name in fixed else place(name, phase, level) for name in sizes} for phase in PHASES

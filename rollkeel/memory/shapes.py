@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,13 +96,28 @@ class Shape:
             sizes.append(self.experts * (2 * self.width + 3 * self.mlp))
         return lora.rank * self.layers * sum(sizes)
 
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...], int]]:
+        """Parameters: the name of the first of those that are alike, its shape, and how many there are."""
+        for name, (inputs, outputs) in self.linear.items():
+            at = f"model.layers.0.{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}"
+            yield f"{at}.weight", (outputs, inputs), self.layers
+            if self.biases and name[0] in "qkv":
+                yield f"{at}.bias", (outputs,), self.layers
+        if self.experts:
+            experts = "model.layers.0.mlp.experts"
+            yield f"{experts}.gate_up_proj", (self.experts, 2 * self.mlp, self.width), self.layers
+            yield f"{experts}.down_proj", (self.experts, self.width, self.mlp), self.layers
+            yield "model.layers.0.mlp.gate.weight", (self.experts, self.width), self.layers
+        yield "model.layers.0.input_layernorm.weight", (self.width,), 2 * self.layers + 1
+        if self.head_norms:
+            yield "model.layers.0.self_attn.q_norm.weight", (self.head,), 2 * self.layers
+        yield "model.embed_tokens.weight", (self.vocab, self.width), 1
+        if not self.tied:
+            yield "lm_head.weight", (self.vocab, self.width), 1
+
     @property
     def parameters(self) -> int:
-        layer = sum(inputs * outputs for inputs, outputs in self.linear.values())
-        layer += 3 * self.experts * self.width * self.mlp
-        layer += self.experts * self.width + 2 * self.width + (2 * self.head if self.head_norms else 0)
-        layer += self.queries + 2 * self.keys if self.biases else 0
-        return self.layers * layer + self.width + self.vocab * self.width * (1 if self.tied else 2)
+        return sum(times * math.prod(shape) for _, shape, times in self.tensors())
 
 
 def shape_of(path: str, overrides: Mapping[str, Any]) -> Shape:

@@ -245,6 +245,11 @@ def register(name: str, fn: GraderFn | str) -> None:
     _GRADERS[name] = Entry(lane=Lane.WORKER if path else Lane.INLINE, run=fn)
 
 
+def built_in(name: str) -> bool:
+    """True of graders that every process of this version has."""
+    return name in _BUILT_IN
+
+
 def names() -> list[str]:
     """Names of all graders known now."""
     return list(_GRADERS)

@@ -11,29 +11,23 @@ What a rollout is given depends on it alone, so that grading beside sampling giv
 
 from __future__ import annotations
 
-import json
 import math
-import numbers
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, final
 
 import numpy as np
 
-from rollkeel import plugins
 from rollkeel.config import GradersConfig
 from rollkeel.errors import BadInput, GraderFailure
-from rollkeel.host import within
 from rollkeel.rewards import graders
-from rollkeel.rewards.graders import Entry, Lane
+from rollkeel.rewards.graders import Lane
+from rollkeel.rewards.here import Elsewhere, Here, Outcome, Part, movable, part_of, reason
 from rollkeel.rewards.mix import combined, parts_of
-from rollkeel.rewards.sandboxed import SharedSandbox
-from rollkeel.rewards.workers import Broken, NoVerdict, Workers
+from rollkeel.rewards.workers import Broken
 from rollkeel.tasks.base import hash_fraction
 from rollkeel.types import Rollout, Status
 
@@ -45,47 +39,12 @@ WAITS = 90
 """Deadlines of a grading that a step waits for any one: queues are long where workers are few."""
 SLOW = 0.5
 """Share of a grading's deadline above which it is reported as slow."""
-HUNG = 2
-"""Gradings in this process that may run into the deadline before a step stops; others would follow, one after the other."""
 
 
 class Scorer(Protocol):
     """A reward model: one score for each text."""
 
     def score(self, texts: list[str]) -> list[float]: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """One grader's verdict on one rollout."""
-
-    reward: float | None
-    """None: the grader failed, and `detail` says why."""
-    detail: str
-    undecided: bool = False
-    """The reward is 0 because the response was not decided."""
-    began: float = 0.0
-    ended: float = 0.0
-    """`time.perf_counter`, seconds."""
-
-
-@dataclass(kw_only=True)
-class Part:
-    """One grading: a rollout (whose `prompt.grader` is the part's own) and the grader it names."""
-
-    rollout: Rollout
-    entry: Entry
-    future: Future[Outcome] | None = None
-    outcome: Outcome | None = None
-
-    @property
-    def name(self) -> str:
-        return plugins.short(self.rollout.prompt.grader.name)
-
-    @property
-    def apart(self) -> bool:
-        """Graded in another process, while this one works on."""
-        return self.entry.lane in (Lane.WORKER, Lane.SANDBOX, Lane.SERVICE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,19 +84,17 @@ class Graders:
         load_model: Callable[[str], Scorer] | None = None,
         regrade: float | None = None,
         memory_mb: int = 1024,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         """Nothing is started before it is needed. `seed`: of the share `regrade` (`REGRADE`) that is graded twice; `load_model`: opens
-        a reward model; `memory_mb`: of a worker, beyond what the grader takes when it is imported."""
+        a reward model; `memory_mb`: see `Here`; `elsewhere`: does what can be done in other processes."""
         self.settings = settings or GradersConfig()
         self._seed, self._load_model = seed, load_model
         self._regrade = REGRADE if regrade is None else regrade
         self._lock = threading.RLock()
         self._begun: dict[int, Item] = {}
-        self._threads: dict[Lane, ThreadPoolExecutor] = {}
-        self._workers = Workers(deadline_s=self.settings.deadline_s, memory_mb=memory_mb)
-        self._sandbox = SharedSandbox(self.settings)
+        self._here, self._elsewhere = Here(self.settings, memory_mb), elsewhere
         self._models: dict[str, Scorer] = {}
-        self._gold_read: set[int] = set()
         self._watch = Watch()
 
     def __enter__(self) -> Graders:
@@ -148,16 +105,13 @@ class Graders:
 
     def close(self) -> None:
         """End workers and sandbox, whatever they are at."""
-        self._workers.close()
-        self._sandbox.close()
-        for threads in self._threads.values():
-            threads.shutdown(wait=True, cancel_futures=True)
+        self._here.close()
 
     def begin(self, rollouts: Sequence[Rollout]) -> None:
         """Start what runs in workers and sandbox, and return at once. Hand the same objects to `grade` later. Raises like it."""
         for item in [self._item(r) for r in rollouts]:
-            if any(part.apart for part in item.all):
-                self._start(item)
+            self._start(item)
+            if any(part.future for part in item.all):
                 with self._lock:
                     self._begun[id(item.rollout)] = item  # the item keeps the rollout, so that its id stays its own
 
@@ -180,7 +134,7 @@ class Graders:
         for item in items:
             self._start(item)
         parts = [part for item in items for part in item.all]
-        self._inline([part for part in parts if part.entry.lane is Lane.INLINE])
+        self._here.inline([part for part in parts if part.entry.lane is Lane.INLINE and part.future is None])
         self._score([part for item in items for part in item.parts])
         self._score([part for item in items for part in item.again])
         self._wait(parts)
@@ -226,60 +180,12 @@ class Graders:
 
     def _start(self, item: Item) -> None:
         for part in item.all:
-            if part.apart and part.future is None:
-                with self._lock:
-                    threads = self._threads.get(part.entry.lane)
-                    if threads is None:
-                        name = f"rollkeel-{part.entry.lane.name.lower()}"
-                        threads = ThreadPoolExecutor(self.settings.workers, thread_name_prefix=name)
-                        self._threads[part.entry.lane] = threads
-                runs = {Lane.WORKER: self._in_worker, Lane.SANDBOX: self._in_sandbox, Lane.SERVICE: Entry.run_on}
-                part.future = threads.submit(self._outcome, part, partial(runs[part.entry.lane], part.entry))
-
-    def _inline(self, parts: Sequence[Part]) -> None:
-        limit, hung = self.settings.deadline_s, 0
-        for part in parts:
-
-            def run(rollout: Rollout, entry: Entry = part.entry) -> Any:
-                with within(limit, Broken(f"no answer for {limit:g} s (reward.graders.deadline_s)")):
-                    return entry.run(rollout)
-
-            part.outcome = self._outcome(part, run)
-            hung += part.outcome.ended - part.outcome.began > limit
-            if hung > HUNG:
-                raise GraderFailure(
-                    f"grader {part.name}: {hung} gradings took longer than {limit:g} s each, the last is rollout {part.rollout.id}"
-                    " (reward.graders.deadline_s)"
-                )
-
-    def _in_worker(self, entry: Entry, rollout: Rollout) -> tuple[Any, str]:
-        prompt = rollout.prompt
-        return self._workers.run(entry.run, rollout.text, prompt.answer, prompt.grader.options)
-
-    def _in_sandbox(self, entry: Entry, rollout: Rollout) -> tuple[Any, str]:
-        return entry.run(self._sandbox.run, rollout)
-
-    def _outcome(self, part: Part, run: Callable[[Rollout], Any]) -> Outcome:
-        began = time.perf_counter()
-        try:
-            outcome = _checked(run(part.rollout))
-        except (Exception, SystemExit) as error:  # data here: counted, and never an end of the run by itself
-            outcome = Outcome(reward=None, detail=_reason(part, error))
-            if (part.entry.sound or isinstance(error, NoVerdict)) and self._reads_gold(part, run):
-                outcome = _undecided(outcome.detail)
-        return replace(outcome, began=began, ended=time.perf_counter())
-
-    def _reads_gold(self, part: Part, run: Callable[[Rollout], Any]) -> bool:
-        """Whether the grader has a result for the gold answer, so that what it threw was the response's doing."""
-        prompt = part.rollout.prompt
-        key = hash(json.dumps([prompt.grader.name, prompt.answer, prompt.grader.options], sort_keys=True, default=str))
-        if key not in self._gold_read:
-            try:
-                _checked(run(replace(part.rollout, text=prompt.answer)))
-            except Exception:  # as above
-                return False
-            self._gold_read.add(key)
-        return True
+            if part.future is None:
+                moved = movable(part) if self._elsewhere is not None else None
+                if moved is not None and self._elsewhere is not None:
+                    part.future = self._elsewhere.grade(moved)
+                elif part.apart:
+                    part.future = self._here.start(part)
 
     def _score(self, parts: Sequence[Part]) -> None:
         """Reward models, each on all of its texts in order."""
@@ -296,13 +202,13 @@ class Graders:
         began = time.perf_counter()
         try:
             scores = self._model(path).score([p.rollout.prompt.text + p.rollout.text for p in some])
-            outcomes = [self._outcome(p, lambda _, s=s: s) for p, s in zip(some, scores, strict=True)]
+            outcomes = [self._here.outcome(p, lambda _, s=s: s) for p, s in zip(some, scores, strict=True)]
         except Exception as error:  # as in `_outcome`
             if len(some) > 1:  # one text, such as one that is too long, must not take the others along
                 for part in some:
                     self._score_batch(path, [part])
                 return
-            outcomes = [Outcome(reward=None, detail=_reason(some[0], error))]
+            outcomes = [Outcome(reward=None, detail=reason(some[0], error))]
         each = (time.perf_counter() - began) / len(some)
         for i, (part, outcome) in enumerate(zip(some, outcomes, strict=True)):
             part.outcome = replace(outcome, began=began + i * each, ended=began + (i + 1) * each)
@@ -362,38 +268,9 @@ def _parts(rollout: Rollout) -> list[Part]:
     """Raises `BadInput` for an unknown grader."""
     own = rollout.prompt.grader
     specs = [own] if graders.get(own.name).lane is not Lane.MIX else parts_of(own)
-    return [
-        Part(rollout=replace(rollout, prompt=replace(rollout.prompt, grader=spec)), entry=graders.entry_of(spec))
-        for spec in specs
-    ]
+    return [part_of(replace(rollout, prompt=replace(rollout.prompt, grader=spec))) for spec in specs]
 
 
 def _of(part: Part) -> Outcome:
     assert part.outcome is not None  # `grade` waited for it
     return part.outcome
-
-
-def _reason(part: Part, error: BaseException) -> str:
-    own = None if part.entry.sound else part.entry.run
-    reason = " ".join(str(error).split()) if isinstance(error, Broken) else plugins.trouble(error, own)
-    return f"grader {part.name}: {reason}"
-
-
-def _undecided(reason: str) -> Outcome:
-    return Outcome(reward=0.0, detail=f"undecided: {reason}", undecided=True)
-
-
-def _checked(result: Any) -> Outcome:
-    """Raises `TypeError` or `ValueError` for anything but a finite real number, or None with a reason."""
-    value, detail = result if isinstance(result, tuple) and len(result) == 2 else (result, "")
-    detail = " ".join(str(detail).split())
-    if value is None and detail:
-        return _undecided(detail)
-    if not isinstance(value, numbers.Real):
-        if isinstance(value, Coroutine):
-            value.close()
-        raise TypeError(f"expected a real number as reward, got {type(value).__name__}")
-    reward = float(value)
-    if not math.isfinite(reward):
-        raise ValueError(f"expected a finite reward, got {reward}")
-    return Outcome(reward=reward, detail=detail)

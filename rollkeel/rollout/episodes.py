@@ -32,7 +32,7 @@ from rollkeel.errors import BadInput, Interrupted
 from rollkeel.protocols import Engine, Grader
 from rollkeel.rollout.collect import completed, decode
 from rollkeel.tasks.base import TaskItem
-from rollkeel.tasks.environment import Environment, Step, ToolLost, taken
+from rollkeel.tasks.environment import Environment, Playable, Step, ToolLost, taken
 from rollkeel.tasks.turns import Dialogue
 from rollkeel.types import IntArray, Rollout, Status, TokenSpan
 
@@ -137,11 +137,14 @@ class Episodes:
         turn_tokens: int,
         deadline_s: float,
         threads: int = 8,
+        opened: Callable[[], Playable] | None = None,
     ) -> None:
-        """`turn_tokens`: most of one turn, 0 is no limit; `threads`: steps at one time; `deadline_s`: longest time of a step."""
-        if environment.uses_tool and environment.tools is None:
+        """`turn_tokens`: most of one turn, 0 is no limit; `threads`: steps at one time; `deadline_s`: longest time of a step; `opened`:
+        an episode of this environment in another process."""
+        if environment.uses_tool and environment.tools is None and opened is None:
             raise BadInput(f"task {environment.name}: expected a tool to play with, got none; hand one in")
         self.environment, self.dialogue = environment, dialogue
+        self.opened = opened or environment.fresh
         self.turn_tokens, self.deadline_s = turn_tokens, deadline_s
         self._count = threads
         self.threads = _Threads(threads)
@@ -214,7 +217,7 @@ class _Table:
         if episode is None:
             *before, begun = turns_of(rollout.span, stops, limit)
             actions = [decode(np.array(turn), stops, self._tokenizer) for turn in before]
-            episode = self._open[rollout.id] = _Episode(rollout, self._of.environment.fresh(), actions)
+            episode = self._open[rollout.id] = _Episode(rollout, self._of.opened(), actions)
         else:
             rollout, begun = self._given(episode), []
         span, sampling = rollout.span, rollout.sampling
@@ -300,7 +303,7 @@ def turns_of(span: TokenSpan, stops: Collection[int], limit: int) -> list[list[i
 class _Episode:
     """One episode: its actions and their steps. Its thread and the caller's never touch it at the same time."""
 
-    def __init__(self, rollout: Rollout, environment: Environment[Any], actions: list[str]) -> None:
+    def __init__(self, rollout: Rollout, environment: Playable, actions: list[str]) -> None:
         """`actions`: those of the turns that `rollout` has already, which are to be played first."""
         self.rollout, self.actions = rollout, actions
         self.start = 0

@@ -176,7 +176,21 @@ class Environment(Task[E]):
         return GraderSpec(name=GRADER, options=super().grader(item).options)
 
 
-def taken(episode: Environment[Any], action: str) -> Step:
+class Remote(Protocol):
+    """An environment in another process."""
+
+    name: str
+
+    def reset(self, item: TaskItem) -> str: ...
+    def step(self, action: str) -> Step: ...
+    def close(self) -> None: ...
+
+
+Playable = Environment[Any] | Remote
+"""What plays an episode."""
+
+
+def taken(episode: Playable, action: str) -> Step:
     """What `step` makes of an action. Raises `BadInput` where that is no `Step`."""
     step = episode.step(action)
     if not isinstance(step, Step):

@@ -14,12 +14,12 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rollkeel.errors import BadInput, Corrupt
 from rollkeel.events import EventLog
+from rollkeel.host import versions
 from rollkeel.train.state import check_shapes, load_state, save_state
 
 __all__ = [
@@ -276,17 +276,6 @@ def _sha256(file: Path) -> str:
         while block := stream.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
-
-
-def versions() -> dict[str, str]:
-    """Installed versions of what decides a run's bits, as a checkpoint records them."""
-    installed = {}
-    for package in ("rollkeel", "torch", "transformers", "safetensors"):
-        try:
-            installed[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            installed[package] = "not installed"
-    return installed
 
 
 def _discard(path: Path) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import cli
 
 from rollkeel.cluster.check import check_cluster, ranked, refuse_others
 from rollkeel.errors import BadInput
@@ -36,6 +35,7 @@ from rollkeel.recipe import load
         ("cluster.engines=2 engine.processes=2", "engine.processes=2: does not run on a cluster yet"),
         ("cluster.engines=2 engine.kind=vllm", "engine.kind=vllm: "),
         ("cluster.engines=1 cluster.placement=colocated run.loop=async", "cluster.placement=colocated: "),
+        ("cluster.graders=1 engine.kind=vllm", "engine.kind=vllm: "),
         ("cluster.address=nowhere", "cluster.address: expected HOST:PORT of a Ray cluster's head, got 'nowhere'"),
         ("cluster.address=auto", "cluster.address=auto: expected RAY_ADDRESS"),
     ],
@@ -100,9 +100,3 @@ def test_a_plain_run_asks_for_no_cluster() -> None:
 def test_what_one_process_does_alone(call: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=rf"^cluster, train\.mesh: {said} .* one process; leave them out$"):
         call(load(None, ["cluster.trainers=2"]), tmp_path / "out")
-
-
-def test_benchmarks_are_asked_by_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = cli(capsys, "eval", "--benchmark", "aime25", "--out", tmp_path / "out", "cluster.trainers=2")
-    assert code == 2
-    assert "cluster, train.mesh: rollkeel eval --benchmark runs in one process; leave them out" in err

@@ -127,8 +127,10 @@ def test_adapters_on_two_ranks_come_to_the_numbers_of_one_process(whole: Path, t
 def test_one_rank_and_one_engine_have_the_bits_of_one_process(ray_cluster: None, tmp_path: Path) -> None:
     words = ["run.loop=budgeted", "rollout.budget.tokens=60", "rollout.budget.capacity=24", "run.steps=2"]
     alone, run = run_of(tmp_path / "alone", *words), tmp_path / "run"
-    run_of(run, *words, *ONE, "cluster.placement=colocated", "memory.offload=all")
+    actors = ["cluster.placement=colocated", "memory.offload=all", "cluster.graders=1", "reward.graders.workers=1"]
+    run_of(run, *words, *ONE, *actors)
     assert_same(run, alone)
+    assert (run / "actors" / "grader-0.log").is_file()
     assert sum(row.get("memory/update/moved_mb", 0.0) for row in rows(run, volatile=True)) > 0
 
 

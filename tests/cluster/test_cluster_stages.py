@@ -5,6 +5,7 @@ Not covered: several hosts, and what refuses to run over a cluster (test_cluster
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ import torch
 from cluster_kit import TINY, TWO
 from safetensors.torch import load_file
 
-from rollkeel.errors import Interrupted
+from rollkeel.errors import BadInput, Interrupted
+from rollkeel.evals.benchmarks import get
+from rollkeel.evals.run import run_benchmarks
 from rollkeel.loop import stages
 from rollkeel.loop.stages import eval_stage, rollout_stage, sft_stage
 from rollkeel.recipe import load
@@ -65,3 +68,21 @@ def test_actors_of_a_cluster_sample_what_one_process_samples(
         assert [r.text for r in one] == [r.text for r in two]
         assert all(np.allclose(a.span.logprobs, b.span.logprobs, atol=1e-5) for a, b in zip(one, two, strict=True))
     assert sorted(f.suffix for f in tmp_path.iterdir()) == [".parquet"] * 4  # nothing of the actors is left
+
+
+def test_a_benchmark_over_a_cluster_has_the_results_of_one_process(ray_cluster: None, tmp_path: Path) -> None:
+    rows = tmp_path / "train.jsonl"
+    rows.write_text("".join(json.dumps({"problem": f"{i} + 1 =", "answer": str(i + 1)}) + "\n" for i in range(5)))
+    aime, words = get("aime25").load(rows), ["model.path=preset:tiny-qwen3", "sampling.max_new_tokens=3"]
+    actors = ["cluster.trainers=2", "cluster.engines=2", "cluster.graders=1", "reward.graders.workers=1"]
+    found = {}
+    for out, more in (("one", []), ("two", actors)):
+        config = load(None, [*words, *more])
+        found[out] = run_benchmarks(config, [aime], tmp_path / out, samples=2, greedy=True, contexts={"aime25": 64})
+        found[out] = {key: value for key, value in found[out].items() if key != "config"}
+        kept = sorted((tmp_path / out / "aime25" / "items.jsonl").read_text().splitlines())
+        found[f"{out}-lines"] = [json.loads(line) for line in kept]
+    assert found["two"] == found["one"]  # the checksum of the weights too
+    assert found["two-lines"] == found["one-lines"]
+    with pytest.raises(BadInput, match="seed"):
+        run_benchmarks(load(None, [*words, *actors, "run.seed=9"]), [aime], tmp_path / "two", samples=2, greedy=True)

@@ -251,3 +251,40 @@ def test_a_config_without_sizes_is_refused_in_one_line(text: str, tmp_path: Path
 
 def test_the_page_is_current() -> None:
     assert Path("docs/memory.md").read_text(encoding="utf-8") == markdown()
+
+
+def test_ranks_and_engines_are_planned_each_for_its_device() -> None:
+    """Qwen3-8B by hand: 8,190,735,360 parameters of 4 bytes; an engine in bf16 has all of them."""
+    words = [
+        "model.path=Qwen/Qwen3-8B",
+        "engine.dtype=bf16",
+        "train.micro_batch_tokens=512",
+        "train.checkpointing=layer",
+    ]
+    shape = shape_of("Qwen/Qwen3-8B", {})
+    found = plan(load(None, [*words, "cluster.trainers=8"]), shape)
+    parts = found.parts
+    assert parts["weights"] == parts["gradients"] == parts["moments"] // 2 == 8_190_735_360 * 4 // 8
+    assert parts["engine's weights"] == 8_190_735_360 * 2
+    layer = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
+    assert parts["of other ranks"] == 8 * (2 * 151936 * 4096 + 2 * layer)
+    assert found.devices.keys() == {"rank", "engine"}
+    assert sum(found.devices.values()) == sum(parts.values()) > found.total == max(found.devices.values())
+    together = plan(load(None, [*words, "cluster.trainers=8", "cluster.placement=colocated"]), shape)
+    assert (together.parts, together.total) == (parts, sum(parts.values()))
+    mesh = "train.mesh={expert: 4, tensor: 2, context: 2}"
+    parts = plan(load(None, ["model.path=Qwen/Qwen3-30B-A3B", mesh]), shape_of("Qwen/Qwen3-30B-A3B", {})).parts
+    experts, attention, vocabulary = 48 * 3 * 128 * 2048 * 768, 48 * 2048 * (2 * 4096 + 2 * 512), 2 * 151936 * 2048
+    whole = 48 * (128 * 2048 + 2 * 2048 + 2 * 128) + 2048  # routers and norms
+    assert parts["weights"] == 4 * (experts // 8 + attention // 2 + vocabulary // 2 + whole)
+
+
+def test_advice_names_the_fewest_shards_that_fit() -> None:
+    config, shape = (
+        load(None, ["cluster.trainers=2", "model.path=Qwen/Qwen3-8B", "engine.dtype=bf16"]),
+        shape_of("Qwen/Qwen3-8B", {}),
+    )
+    space = 40 * memory.GB
+    assert "and so would train.mesh.shard=8" in advice(config, shape, space)
+    totals = [plan(load(None, [f"train.mesh.shard={n}", "model.path=Qwen/Qwen3-8B", "engine.dtype=bf16", "train.micro_batch_tokens=1"]), shape).total for n in (4, 8)]  # fmt: skip
+    assert totals[1] <= space < totals[0]

@@ -162,6 +162,8 @@ def watched(job: Job, mesh: Mesh, folder: Path) -> dict[str, Any]:
 
         with patch.object(t._stepper.adamw, "step", step), watcher.phase(peaks, "step"):
             update(t, 0)
+        with watcher.phase(peaks, "again"):
+            update(t, 0)
         acts: dict[str, Callable[[], object]] = {"named_weights": lambda: [None for _ in t.named_weights()]}
         if job.source:
             acts["save"] = lambda: t.save(folder / job.source)
