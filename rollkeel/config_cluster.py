@@ -40,7 +40,10 @@ class ClusterConfig(Node):
     trainers: int | None = Field(default=None, ge=1)
     """Ranks that train; without a `train.mesh` they shard the model. None takes what the mesh says."""
     engines: int | None = Field(default=None, ge=1)
-    """Engine actors; None is one."""
+    """Engine actors; None is one. `rollkeel scale RUN N` asks a run that goes on for another number."""
+    engines_min: int | None = Field(default=None, ge=1)
+    """Fewest engines with which a run begins and goes on; up to `engines` join when there are places for them. None: all of them to
+    begin, one to go on."""
     placement: Literal["colocated", "disaggregated"] = "disaggregated"
     """`disaggregated` gives ranks and engines places of their own; `colocated` puts engines in the places of ranks, and they take turns
     (not with `run.loop=async`)."""

@@ -214,6 +214,24 @@ def chaos(
 
 
 @app.command()
+def scale(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run over a cluster.")],
+    engines: Annotated[int, typer.Argument(metavar="N", min=1, help="Engines that it is to have.")],
+) -> None:
+    """Ask a run over a cluster that goes on for another number of engines.
+
+    Engines leave at the next publication of weights. Others start where the cluster has places, and join at the publication behind that.
+    """
+    if not (run / "config.yaml").is_file():
+        raise BadInput(f"scale {run}: expected a run folder with config.yaml, found none")
+    config, _ = _resumed_config(run, [])
+    from rollkeel.cluster.wanted import ask
+
+    ask(run, config, engines)
+    print(f"{run}: {engines} engines are wanted from its next publication on")
+
+
+@app.command()
 def plan(
     words: Words = None,
     device: Annotated[

@@ -19,11 +19,13 @@ import ray
 from rollkeel.cluster import logs, start
 from rollkeel.cluster.calls import CONTROL, Ranks
 from rollkeel.cluster.check import ranked, refuse_others
+from rollkeel.cluster.elastic import ElasticEngine, Seats
 from rollkeel.cluster.engines import ActorEngine
 from rollkeel.cluster.publish import StreamPublisher
 from rollkeel.cluster.ranks import Rank
 from rollkeel.cluster.skeleton import skeleton
 from rollkeel.cluster.trainer import RemoteTrainer
+from rollkeel.cluster.wanted import asked
 from rollkeel.config import Config
 from rollkeel.errors import BadInput
 from rollkeel.events import EventLog
@@ -50,8 +52,8 @@ class RayMachines:
     def __init__(self, config: Config, folder: RunFolder, view: LiveView, *, sampling: bool = True) -> None:
         """Start everything and load the start model on the ranks. `sampling`: without, there are no engines."""
         self._config = config = ranked(config)
-        self._count = (config.cluster.engines or 1) if sampling else 0
         self._folder, self._view = folder, view
+        self._count = self._wanted() if sampling else 0
         self._gpus = int(device_of(config).type == "cuda")
         self._trainer: RemoteTrainer | None = None
         self._told: dict[str, Any] = {}
@@ -66,7 +68,7 @@ class RayMachines:
                 tell(config, self.policy.model.config, folder.events)
             if start.connect(config, config.run.threads * (config.train.mesh.size + self._count)):
                 made.callback(start.disconnect)
-            self._places = start.Places(config, self._count, self._gpus)
+            self._places = start.Places(config, min(self._count, self._needed()), self._gpus)
             made.callback(self._places.remove)
             self._ranks = Ranks(self._actors(), self._say)
             made.callback(self._ranks.close)
@@ -164,12 +166,25 @@ class RayMachines:
     def _engines(self) -> ActorEngine:
         config, hf_config = self._config, self.policy.model.config
         device = "cuda" if self._gpus else "cpu"
-        places = [{**self._places.engine(i), **self._surroundings(f"engine-{i}")} for i in range(self._count)]
         about = {"device": device, "max_length": None, "lora": self.policy.lora, "offload": engine_drops(config)}
-        about |= {"renewals": config.cluster.restarts}
-        engine = ActorEngine(hf_config, config.engine, places, threads=config.run.threads, **about)
+        about |= {"renewals": config.cluster.restarts, "wanted": self._wanted, "threads": config.run.threads}
+
+        def take(index: int) -> dict[str, Any]:
+            return {**self._places.engine(index), **self._surroundings(f"engine-{index}")}
+
+        seats = Seats(take, self._places.there, self._places.leave)
+        count = min(self._count, self._needed())
+        engine = ElasticEngine(hf_config, config.engine, seats, count, least=config.cluster.engines_min or 1, **about)
         engine.tell = self._of_engine
         return engine
+
+    def _wanted(self) -> int:
+        """Engines that the run is to have now."""
+        return asked(self._folder.path, self._config)
+
+    def _needed(self) -> int:
+        """Engines with which the run begins; others join."""
+        return self._config.cluster.engines_min or self._count
 
     def _again(self, stream: StreamPublisher, to: Sequence[Any]) -> None:
         """Bring weights, which may be away, to engines in the middle of a phase."""
@@ -182,7 +197,9 @@ class RayMachines:
         """Note what became of an engine, in the log and for people."""
         if what == "lost":
             self._folder.events.emit("engine_lost", name=f"engine-{part.index}", why=part.dead)
-            self._view.note(f"{part.dead}; another one takes its place")
+            self._view.note(f"{part.dead}{'; another one takes its place' * part.renewing}")
+        elif what == "left":
+            self._folder.events.emit("engine_left", name=f"engine-{part.index}", why=part.dead)
         else:
             host, pid = part.place
             self._folder.events.emit("actor", name=f"engine-{part.index}", host=host, pid=pid)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollkeel.cluster.check import LOOPBACK, address_of, on_loopback
@@ -75,43 +76,64 @@ def disconnect() -> None:
 
 
 class Places:
-    """A bundle of resources for each rank and engine."""
+    """A bundle of resources for each rank and engine. An engine beside the ranks has one of its own, that can come and go."""
 
     def __init__(self, config: Config, engines: int, gpus: int) -> None:
-        """`gpus`: of each rank and engine, 0 or 1. Raises `BadInput` for more than the cluster has."""
+        """`engines`: without which a run does not begin; `gpus`: of each rank and engine, 0 or 1. Raises `BadInput` for more than the
+        cluster has."""
         ranks = config.train.mesh.size
         self._shared = config.cluster.placement == "colocated"
-        bundle = {"CPU": float(config.run.threads)} | ({"GPU": 1.0} if gpus else {})
-        count = max(ranks, engines) if self._shared else ranks + engines
-        self._bundle, self._ranks = bundle, ranks
-        self._group: PlacementGroup | None = None
-        _check([bundle] * count, ranks, engines)
-        self._group = placement_group([bundle] * count, strategy="PACK")
-        if not self._group.wait(config.cluster.deadline_s):
-            self.remove()
-            raise BadInput(
-                f"cluster: waited {config.cluster.deadline_s:g} s for {count} places of {_said(bundle)}; the cluster has"
-                f" {_said(ray.cluster_resources())}, of which {_said(ray.available_resources())} are free"
-            )
+        self._bundle = {"CPU": float(config.run.threads)} | ({"GPU": 1.0} if gpus else {})
+        count = max(ranks, engines) if self._shared else ranks
+        self._engines = dict[int, PlacementGroup]()
+        everything = count if self._shared else ranks + engines
+        _check([self._bundle] * everything, ranks, engines)
+        self._group = self._asked(count)
+        for index in range(0 if self._shared else engines):
+            self._engines[index] = self._asked(1)
+        end = time.monotonic() + config.cluster.deadline_s
+        for group in [self._group, *self._engines.values()]:
+            if not group.wait(max(0.0, end - time.monotonic())):
+                self.remove()
+                raise BadInput(
+                    f"cluster: waited {config.cluster.deadline_s:g} s for {everything} places of {_said(self._bundle)}; the cluster"
+                    f" has {_said(ray.cluster_resources())}, of which {_said(ray.available_resources())} are free"
+                )
 
     def rank(self, index: int) -> dict[str, Any]:
         """Ray's options for a rank."""
-        return self._options(index)
+        return self._options(self._group, index)
 
     def engine(self, index: int) -> dict[str, Any]:
-        """Ray's options for an engine."""
-        return self._options(index if self._shared else self._ranks + index)
+        """Ray's options for an engine, whose place is asked for if it has none."""
+        if self._shared:
+            return self._options(self._group, index)
+        if index not in self._engines:
+            self._engines[index] = self._asked(1)
+        return self._options(self._engines[index], 0)
+
+    def there(self, index: int) -> bool:
+        """Whether an engine's place has come, and its node is not known to be lost."""
+        group = self._group if self._shared else self._engines.get(index)
+        return group is not None and placement_group_table(group).get("state") == "CREATED"
+
+    def leave(self, index: int) -> None:
+        """Give an engine's place back."""
+        if index in self._engines:
+            remove_placement_group(self._engines.pop(index))
 
     def remove(self) -> None:
-        """Give them back."""
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+        """Give all back."""
+        for index in list(self._engines):
+            self.leave(index)
+        remove_placement_group(self._group)
 
-    def _options(self, bundle: int) -> dict[str, Any]:
+    def _asked(self, count: int) -> PlacementGroup:
+        return placement_group([self._bundle] * count, strategy="PACK")
+
+    def _options(self, group: PlacementGroup, bundle: int) -> dict[str, Any]:
         share = 0.5 if self._shared else 1.0  # two actors in one place, of which one computes at a time
-        assert self._group is not None
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         gpus = {"num_gpus": share} if "GPU" in self._bundle else {}
         return {"num_cpus": share * self._bundle["CPU"], "scheduling_strategy": strategy, **gpus}
 
