@@ -126,7 +126,9 @@ class Chaos:
         if noticed is None:
             return False
         incident.noticed_s = after[noticed]["time"] - incident.time
-        later = [e for e in after[noticed:] if e["event"] in ("stage", "engine_renewed", "engine_joined")]
+        later = [
+            e for e in after[noticed:] if e["event"] in ("stage", "engine_renewed", "engine_joined", "ranks_restarted")
+        ]
         if later:
             incident.goes_on_s = later[0]["time"] - incident.time
         return bool(later)

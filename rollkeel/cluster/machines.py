@@ -17,10 +17,11 @@ from typing import Any
 import ray
 
 from rollkeel.cluster import logs, start
-from rollkeel.cluster.calls import CONTROL, Ranks
+from rollkeel.cluster.calls import CONTROL
 from rollkeel.cluster.check import ranked, refuse_others
 from rollkeel.cluster.elastic import ElasticEngine, Seats
 from rollkeel.cluster.engines import ActorEngine
+from rollkeel.cluster.kept import KeptRanks
 from rollkeel.cluster.publish import StreamPublisher
 from rollkeel.cluster.ranks import Rank
 from rollkeel.cluster.skeleton import skeleton
@@ -70,7 +71,7 @@ class RayMachines:
                 made.callback(start.disconnect)
             self._places = start.Places(config, min(self._count, self._needed()), self._gpus)
             made.callback(self._places.remove)
-            self._ranks = Ranks(self._actors(), self._say)
+            self._ranks = KeptRanks(self._actors, self._meet, self._say, config.cluster.restarts)
             made.callback(self._ranks.close)
             self._engine = self._engines()
             made.callback(self._engine.close)
@@ -113,7 +114,27 @@ class RayMachines:
         adapters = self._config.train.lora.rank > 0
         if self._config.run.loop != "async":  # there the trainer's weights may have changed since
             self._engine.again = lambda to: self._again(stream, to)
-        return lambda: stream.publish(None, trainer.version, adapters)
+        keeps = self._keeps()
+
+        def publish() -> Mapping[str, float]:
+            told = stream.publish(None, trainer.version, adapters)
+            if keeps:
+                self._ranks.keep()
+            return told
+
+        return publish
+
+    def _keeps(self) -> bool:
+        """Whether ranks leave their states in memory."""
+        if not self._config.cluster.peer_copies or self._config.memory.offload != "none":
+            return False
+        if not (room := self._ranks.room(self._told["state_bytes"])):
+            mb = self._told["state_bytes"] / 2**20
+            self._view.note(
+                f"cluster.peer_copies: off, Ray's object store has no room for states of {mb:,.0f} MB a rank; a lost rank costs the"
+                " steps since the newest checkpoint"
+            )
+        return room
 
     def precision(self) -> dict[str, Any]:
         return self._told["precision"]
@@ -216,6 +237,7 @@ class RayMachines:
         ranks, own = self._ranks, versions()
         for i, about in enumerate(ranks.gather("about", patience_s=self._config.cluster.deadline_s)):
             ranks.pids.append(about["pid"])
+            ranks.nodes.append(about["node"])
             ranks.names[i] = f"trainer rank {i} (node {about['host']}, process {about['pid']})"
             self._folder.events.emit("actor", name=f"trainer-{i}", host=about["host"], pid=about["pid"])
             refuse_others(ranks.names[i], about["versions"], own)

@@ -10,6 +10,7 @@ import torch
 from ray.exceptions import RayError, RayTaskError
 
 from rollkeel.cluster.engines import ActorEngine
+from rollkeel.cluster.kept import BegunAgain
 from rollkeel.cluster.stream import BUCKET_BYTES, DEADLINE_S, Sink, stream
 from rollkeel.errors import EngineFailure, RollkeelError
 from rollkeel.types import Proof, WeightUpdate
@@ -82,7 +83,11 @@ class StreamPublisher:
     def _bring(self, kind: str, base: int | None, version: int, to: Sequence[Any] | None = None) -> Proof:
         mode = "fp32" if kind == "adapter" else self.engine.capabilities.dtype
         head = WeightUpdate(kind=kind, base_version=base, version=version, slices=(), checksum=0, mode=mode)
-        return self.engine.publish(head, lambda sinks: self._feed(head, sinks), to)
+        while True:
+            try:
+                return self.engine.publish(head, lambda sinks: self._feed(head, sinks), to)
+            except BegunAgain:
+                continue
 
     def _feed(self, head: WeightUpdate, sinks: Sequence[Sink]) -> Sequence[int]:
         try:

@@ -82,7 +82,8 @@ def _until_done(config: Config, folder: RunFolder, view: LiveView, stop: StopFla
             (_begin if fresh else _resume)(config, folder, view, stop)
             return
         except RankLost as lost:
-            if not left or stop():
+            left -= lost.spent
+            if left <= 0 or stop():
                 raise
             why = str(lost).partition("; resume")[0]
         left, fresh = left - 1, False

@@ -176,7 +176,7 @@ def test_a_number_is_asked_for_in_the_folder_of_the_run(tmp_path: Path, capsys: 
     assert (code, err.count("\n")) == (2, 1)
     assert "at least 2 engines (cluster.engines_min), got 1" in err
     for words in (["run.steps=1"], ["cluster.engines=1", "cluster.placement=colocated"]):
-        with pytest.raises(BadInput, match="scale: expected a run with cluster.engines"):
+        with pytest.raises(BadInput, match=r"scale: expected a run with cluster\.engines"):
             ask(tmp_path, load(None, words), 2)
     code, _, err = cli(capsys, "scale", tmp_path / "nothing", "1")
     assert (code, err.count("\n")) == (2, 1)
