@@ -28,6 +28,7 @@ from ray.exceptions import RayError
 
 from rollkeel.cluster import logs
 from rollkeel.cluster.arriving import Bucket, Channel, Said, Weights, actor_options
+from rollkeel.cluster.calls import reason
 from rollkeel.cluster.patience import Patience
 from rollkeel.cluster.stream import BUCKET_BYTES, Bytes, Feed, Layout, Sink, send
 from rollkeel.config import EngineConfig
@@ -145,9 +146,8 @@ class _Actor(Part):
     rooms: dict[str, Mapping[str, Room]] = field(default_factory=dict)
     """Where it has what an update of each kind brings, once it has told."""
     starting: bool = False
-    """Counts as dead until it has started, and nobody waits for that."""
     left: bool = False
-    """It was not lost: there were more engines than wanted."""
+    """Whether it counts as dead because it has not started yet, or left because there were more engines than wanted."""
 
     def renew(self, handle: Any) -> None:
         """Another actor in its place."""
@@ -222,7 +222,7 @@ class _Actor(Part):
         try:
             first, said = ray.get(done)
         except RayError as error:
-            self.end = f"died ({type(error).__name__})"
+            self.end = f"died ({reason(error)})"
             raise EOFError from None
         self.came |= dict(enumerate(said, first))
         if self.free:

@@ -69,6 +69,7 @@ class RayMachines:
                 tell(config, self.policy.model.config, folder.events)
             if start.connect(config, config.run.threads * (config.train.mesh.size + self._count)):
                 made.callback(start.disconnect)
+            made.enter_context(start.watched())
             self._places = start.Places(config, min(self._count, self._needed()), self._gpus)
             made.callback(self._places.remove)
             self._ranks = KeptRanks(self._actors, self._meet, self._say, config.cluster.restarts)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,11 +19,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rollkeel.cluster.check import LOOPBACK, address_of, on_loopback
 from rollkeel.cluster.stream import STORE
 from rollkeel.config import Config
-from rollkeel.errors import BadInput
+from rollkeel.errors import BadInput, RunStopped
 from rollkeel.host import within
 
 STORE_BYTES = 512 << 20
 """Object store of a Ray that is started here: a few buckets of weights, and batches."""
+GONE_S, LOOK_S = 10.0, 2.0
+"""How long Ray's head may not answer, and how often it is asked."""
 JOIN_S = 60.0
 """Longest wait for a cluster whose address answers to take this process in."""
 
@@ -73,6 +77,44 @@ def disconnect() -> None:
     """Leave the cluster; one that `connect` started ends."""
     with _handlers_kept():
         ray.shutdown()
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Inside, `RunStopped` is raised in the main thread once Ray's head has not answered for `GONE_S`: Ray itself would end this process,
+    without a word, after a minute. Nothing is watched outside of the main thread, which alone can be interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    address, over = ray.get_runtime_context().gcs_address, threading.Event()
+    host, _, port = address.rpartition(":")
+
+    def look() -> None:
+        heard = time.monotonic()
+        while not over.wait(LOOK_S):
+            try:
+                socket.create_connection((host, int(port)), LOOK_S).close()
+                heard = time.monotonic()
+            except OSError:
+                if time.monotonic() - heard > GONE_S:
+                    return os.kill(os.getpid(), signal.SIGUSR2)
+
+    def gone(*_: Any) -> None:
+        if not over.is_set():
+            raise RunStopped(
+                f"Ray's head at {address} has not answered for {GONE_S:g} s; start the cluster again and resume the run with"
+                " rollkeel train --resume"
+            )
+
+    before = signal.signal(signal.SIGUSR2, gone)
+    thread = threading.Thread(target=look, daemon=True, name="rollkeel-head")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        signal.signal(signal.SIGUSR2, before)
 
 
 class Places:
