@@ -58,6 +58,7 @@ class ElasticEngine(ActorEngine):
             self._fit(max(least, wanted()))
 
     def close(self) -> None:
+        self.tell = lambda what, part: None  # nothing is lost any more
         for part in self.parts:
             if part.starting:
                 part.kill()
