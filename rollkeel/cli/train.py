@@ -190,7 +190,11 @@ def simulate_goodput(
 def chaos(
     words: Words = None,
     faults: Annotated[
-        str, typer.Option(help="Some of kill:rank, kill:engine, stop:rank, stop:engine, with commas.")
+        str,
+        typer.Option(
+            help="Some of kill:rank, kill:engine, stop:rank, stop:engine, slow:rank, slow:engine, kill:controller, with commas; one"
+            " that is named twice comes twice as often."
+        ),
     ] = "kill:rank,kill:engine,stop:rank,stop:engine",
     count: Annotated[int, typer.Option(min=1, help="Faults.")] = 5,
     every: Annotated[float, typer.Option(min=0, help="Seconds between them on average, while the run goes on.")] = 10.0,
