@@ -9,15 +9,17 @@ What was sampled does not depend on who sampled it, so that in the loop `sync` t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from rollkeel.cluster.engines import BEAT_S, UNPLACED, ActorEngine, _Actor
+from rollkeel.cluster.stream import Feed
 from rollkeel.config import EngineConfig
 from rollkeel.engines.parts import START_S
 from rollkeel.errors import EngineFailure, RollkeelError
+from rollkeel.types import Proof, WeightUpdate
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,30 @@ class ElasticEngine(ActorEngine):
         self._seats, self._wanted, self._least = seats, wanted, least
         super().__init__(hf_config, config, [seats.take(index) for index in range(count)], **options)
         self._hands_over = True
+        self.welcome: Callable[[Sequence[_Actor]], None] = lambda actors: None
+        """Brings actors that have just joined the weights that adapters stand beside."""
         if count:
             self._fit(max(least, wanted()))
 
     def close(self) -> None:
+        """Nothing: actors outlive the run that polls them, see `end`."""
+
+    def empty(self) -> None:
+        """Drop everything in flight; weights of any version may come next."""
+        with suppress(RollkeelError):
+            self._version = 0  # what they decode is dropped, whatever it is
+            self.interrupt()
+            self.advance(0)
+        self._done, self._orphans, self._version = [], [], -1
+        self._carried.clear()
+        asked = self._here()
+        for part in asked:
+            part.flying.clear()
+            self._send(part, ("rewind",))
+        self._answers(asked, self._deadline_s, "to forget its weights", may_die=True)
+
+    def end(self) -> None:
+        """End all actors."""
         self.tell = lambda what, part: None  # nothing is lost any more
         for part in self.parts:
             if part.starting:
@@ -152,6 +174,11 @@ class ElasticEngine(ActorEngine):
 
     def _may_renew(self, part: _Actor) -> bool:
         return super()._may_renew(part) and (self._seats.there(part.index) or not self._here())
+
+    def _publish(self, head: WeightUpdate, feed: Feed, asked: Sequence[_Actor]) -> Proof:
+        if head.kind == "adapter" and (bare := [p for p in asked if "full" not in p.rooms]):
+            self.welcome(bare)
+        return super()._publish(head, feed, asked)
 
     def _renew(self, part: _Actor) -> None:
         assert self.again is not None

@@ -71,6 +71,11 @@ class KeptRanks(Ranks):
             if other is not None:
                 self.actors[other % len(made)].hold.options(concurrency_group=CONTROL).remote(rank, *state)
 
+    def begin_from_nothing(self) -> None:
+        """New ranks that have met, and know nothing."""
+        self._fixed, self._kept, self._noted = [], [], []
+        self._renew()
+
     def gather(self, what: str, *args: Any, **about: Any) -> list[Any]:
         while True:
             try:
@@ -128,12 +133,15 @@ class KeptRanks(Ranks):
         finally:
             self._renewing = False
 
-    def _begin_anew(self) -> None:
+    def _renew(self) -> None:
         self.close()
         self.pids, self.nodes = [], []
         self.actors, self._asked = list(self._start()), [None] * len(self.names)
         self.failed, self._gone, self._next = "", False, None
         self._meet()
+
+    def _begin_anew(self) -> None:
+        self._renew()
         super().gather("load")
         super().gather("begin")
         super().gather("take", self._fixed, self._kept)

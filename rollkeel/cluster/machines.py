@@ -20,7 +20,6 @@ from rollkeel.cluster import logs, start
 from rollkeel.cluster.calls import CONTROL
 from rollkeel.cluster.check import ranked, refuse_others
 from rollkeel.cluster.elastic import ElasticEngine, Seats
-from rollkeel.cluster.engines import ActorEngine
 from rollkeel.cluster.kept import KeptRanks
 from rollkeel.cluster.publish import StreamPublisher
 from rollkeel.cluster.ranks import Rank
@@ -75,7 +74,7 @@ class RayMachines:
             self._ranks = KeptRanks(self._actors, self._meet, self._say, config.cluster.restarts)
             made.callback(self._ranks.close)
             self._engine = self._engines()
-            made.callback(self._engine.close)
+            made.callback(self._engine.end)
             self._meet()
             self._findings = self._ranks.call("load")
             view.actors = self.states
@@ -160,6 +159,12 @@ class RayMachines:
         assert folder is not None  # the state itself says next to nothing
         return self._trainer.load(str(folder))
 
+    def begin_again(self) -> None:
+        self._engine.empty()
+        self._trainer, self._phase = None, ""
+        self._ranks.begin_from_nothing()
+        self._findings = self._ranks.call("load")
+
     def close(self) -> None:
         """End every actor; a Ray that was started for this run ends too."""
         self._view.actors = dict
@@ -185,7 +190,7 @@ class RayMachines:
 
         return [made(rank) for rank in range(world)]
 
-    def _engines(self) -> ActorEngine:
+    def _engines(self) -> ElasticEngine:
         config, hf_config = self._config, self.policy.model.config
         device = "cuda" if self._gpus else "cpu"
         about = {"device": device, "max_length": None, "lora": self.policy.lora, "offload": engine_drops(config)}

@@ -76,7 +76,7 @@ def elastic(ray_cluster: None) -> Iterator[list[Elastic]]:
     made = list[Elastic]()
     yield made
     for each in made:
-        each.engine.close()
+        each.engine.end()
 
 
 def forced(count: int, length: int, first: int = 0) -> list[Request]:
