@@ -3,7 +3,8 @@
     wanted ─▶ too many: the last ones hand over what they have in flight, and end
               too few:  others start where there are places, and nobody waits; once started, they join at a publication
 
-What was sampled does not depend on who sampled it, so that in the loop `sync` the number of engines changes no bit.
+What was sampled does not depend on who sampled it: in the loop `sync` the number of engines changes no token. Log-probs differ in their last
+bits, which depend on the size of a batch.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class RayMachines:
         self._gpus = int(device_of(config).type == "cuda")
         self._trainer: RemoteTrainer | None = None
         self._told: dict[str, Any] = {}
-        self._phase = ""
+        self._phase, self._lost = "", -1
         with ExitStack() as made:
             lora = config.train.lora if config.train.lora.rank else None
             self.policy = replace(skeleton(config.model), lora=lora)
@@ -222,15 +222,19 @@ class RayMachines:
 
     def _of_engine(self, what: str, part: Any) -> None:
         """Note what became of an engine, in the log and for people."""
+        name, known = f"engine-{part.index}", self._lost == part.index
+        self._lost = part.index if what == "lost" else -1
+        if what == "lost" and known:
+            return  # he who was to take its place was lost, too
         if what == "lost":
-            self._folder.events.emit("engine_lost", name=f"engine-{part.index}", why=part.dead)
+            self._folder.events.emit("engine_lost", name=name, why=part.dead)
             self._view.note(f"{part.dead}{'; another one takes its place' * part.renewing}")
         elif what == "left":
-            self._folder.events.emit("engine_left", name=f"engine-{part.index}", why=part.dead)
+            self._folder.events.emit("engine_left", name=name, why=part.dead)
         else:
             host, pid = part.place
-            self._folder.events.emit("actor", name=f"engine-{part.index}", host=host, pid=pid)
-            self._folder.events.emit(f"engine_{what}", name=f"engine-{part.index}")
+            self._folder.events.emit("actor", name=name, host=host, pid=pid)
+            self._folder.events.emit(f"engine_{what}", name=name)
 
     def _surroundings(self, name: str) -> dict[str, Any]:
         """Ray's option with what the actor `name` needs of this process's environment, wherever it is."""

@@ -91,7 +91,7 @@ def test_ranks_that_are_killed_again_and_again_begin_again_from_memory(stage: st
 
 
 @pytest.mark.slow
-def test_without_copies_all_begin_again_from_the_checkpoint(whole: Path, tmp_path: Path) -> None:
+def test_without_copies_ranks_begin_again_from_the_checkpoint(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     killer = kill_when(run, "trainer-1", "update", 2)
     run_of(run, *TWO, "cluster.peer_copies=false")
@@ -99,6 +99,9 @@ def test_without_copies_all_begin_again_from_the_checkpoint(whole: Path, tmp_pat
     assert_same(run, whole)
     (told,) = [e for e in events(run) if e["event"] == "restarted"]
     assert "trainer rank 1 (node" in told["reason"]
+    pids = [(e["name"], e["pid"]) for e in events(run) if e["event"] == "actor"]
+    assert len(pids) == 6
+    assert len(set(pids)) == 5  # the engine is the one that was there
 
 
 @pytest.mark.slow
