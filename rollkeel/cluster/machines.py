@@ -76,6 +76,8 @@ class RayMachines:
             self._engine = self._engines()
             made.callback(self._engine.end)
             self._meet()
+            placement = config.cluster.placement
+            view.note(f"cluster: {len(self._ranks.actors)} trainer ranks, {self._count} engines, {placement}")
             self._findings = self._ranks.call("load")
             view.actors = self.states
             self._ended = made.pop_all()
@@ -102,7 +104,7 @@ class RayMachines:
 
     def engine(self, folder: RunFolder) -> tuple[Engine, str]:
         _ = self._engine.capabilities  # which waits for them to start
-        for part in self._engine.parts:
+        for part in (p for p in self._engine.parts if not p.dead):
             host, pid = part.place
             folder.events.emit("actor", name=f"engine-{part.index}", host=host, pid=pid)
         return self._engine, "engines are actors with memory of their own"
@@ -258,8 +260,6 @@ class RayMachines:
                 )
         host, port = ranks.first("address")
         ranks.call("join", host, port, self._config.cluster.deadline_s)
-        placement = self._config.cluster.placement
-        self._view.note(f"cluster: {len(ranks.actors)} trainer ranks, {self._count} engines, {placement}")
 
     def _say(self, said: tuple[Any, ...]) -> None:
         """What a rank says to the view or the log of the run."""
