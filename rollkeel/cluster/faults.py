@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 
 TABLE = (
-    Row("crash", "controller", "its actors and workers see that it is gone", "at once", "everything ends; `--resume` goes on", "the newest checkpoint", "tests/cluster/test_cluster_faults.py::test_a_killed_controller_leaves_nothing_and_the_run_goes_on"),
+    Row("crash", "controller", "its actors and workers see that it is gone", "at once", "everything ends; `--resume` goes on", "the newest checkpoint, with pool, queue and the bound on staleness", "tests/cluster/test_cluster_faults.py::test_a_killed_controller_loses_neither_pool_nor_queue_nor_the_bound_on_staleness"),
     Row("interrupt", "controller", "Ctrl-C, SIGTERM", "the end of the step", "a checkpoint, exit code 130", "everything", "tests/cluster/test_cluster_faults.py::test_ctrl_c_in_a_terminal_reaches_all_processes_and_ends_with_a_checkpoint"),
     Row("crash", "trainer rank", "Ray says so to the call that waits", "seconds", "the ranks begin again from what they held in memory after the last publication, and do again what they were told since; without that (`cluster.peer_copies`) all actors begin anew from the newest checkpoint; `cluster.restarts` times, then exit code 3", "in `sync` and `budgeted` every bit; engines keep what they have", "tests/cluster/test_cluster_runs.py::test_a_run_goes_on_without_a_killed_rank_as_if_it_had_not_been"),
     Row("hang", "trainer rank", "its second thread does not answer", "twice its longest silence so far and 10 s, at most 30 s; a wait of ranks for each other `cluster.deadline_s`", "as for a crash", "as for a crash", "tests/cluster/test_cluster_faults.py::test_who_is_stopped_is_told_within_a_deadline_with_his_stack"),
