@@ -40,16 +40,21 @@ class ClusterConfig(Node):
     trainers: int | None = Field(default=None, ge=1)
     """Ranks that train; without a `train.mesh` they shard the model. None takes what the mesh says."""
     engines: int | None = Field(default=None, ge=1)
-    """Engine actors; None is one."""
+    """Engine actors; None is one. `rollkeel scale RUN N` asks a run that goes on for another number."""
     graders: int = Field(default=0, ge=0)
     """Actors that grade and hold the environments of episodes, with `reward.graders.workers` CPUs each; 0 leaves that to the process that
     runs the loop. Rewards do not depend on it."""
+    engines_min: int | None = Field(default=None, ge=1)
+    """Fewest engines with which a run begins and goes on; up to `engines` join when there are places for them. None: all of them to
+    begin, one to go on."""
     placement: Literal["colocated", "disaggregated"] = "disaggregated"
     """`disaggregated` gives ranks and engines places of their own; `colocated` puts engines in the places of ranks, and they take turns
     (not with `run.loop=async`)."""
     restarts: int = Field(default=3, ge=0)
-    """How many lost engines a run replaces, how many lost graders, and how often it goes on from its newest checkpoint after a rank was
-    lost."""
+    """How many lost engines a run replaces, how many lost graders, and how often it goes on after a rank was lost."""
+    peer_copies: bool = True
+    """Every rank leaves its state in the object store of its node after a publication, with a copy on another rank's node: ranks that are
+    lost begin again from there and not from a checkpoint. Not with `memory.offload`, and not where the store has no room."""
     deadline_s: float = Field(default=600.0, gt=0)
     """Longest wait of ranks for each other, and of a run for places, actors and weights."""
 

@@ -190,7 +190,11 @@ def simulate_goodput(
 def chaos(
     words: Words = None,
     faults: Annotated[
-        str, typer.Option(help="Some of kill: and stop: with rank, engine, grader, with commas.")
+        str,
+        typer.Option(
+            help="Some of kill:, stop: and slow: with rank, engine, grader, and kill:controller, with commas; one that is named twice"
+            " comes twice as often."
+        ),
     ] = "kill:rank,kill:engine,stop:rank,stop:engine",
     count: Annotated[int, typer.Option(min=1, help="Faults.")] = 5,
     every: Annotated[float, typer.Option(min=0, help="Seconds between them on average, while the run goes on.")] = 10.0,
@@ -211,6 +215,24 @@ def chaos(
     print(json.dumps(found) if as_json else summary(found))
     if found["noticed"] < len(found["incidents"]) or found["exit_code"] or not found.get("same_model", True):
         raise typer.Exit(1)
+
+
+@app.command()
+def scale(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run over a cluster.")],
+    engines: Annotated[int, typer.Argument(metavar="N", min=1, help="Engines that it is to have.")],
+) -> None:
+    """Ask a run over a cluster that goes on for another number of engines.
+
+    Engines leave at the next publication of weights. Others start where the cluster has places, and join at the publication behind that.
+    """
+    if not (run / "config.yaml").is_file():
+        raise BadInput(f"scale {run}: expected a run folder with config.yaml, found none")
+    config, _ = _resumed_config(run, [])
+    from rollkeel.cluster.wanted import ask
+
+    ask(run, config, engines)
+    print(f"{run}: {engines} engines are wanted from its next publication on")
 
 
 @app.command()

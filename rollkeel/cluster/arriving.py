@@ -48,6 +48,9 @@ class Weights:
             return self._begin(*message[1:])
         if message[0] == "finish":
             return self._finish(*message[1:])
+        if message[0] == "rewind":
+            self._newest = -1
+            return True
         if message[0] != "rest":
             raise unknown(message)
         if isinstance(engine, RestingEngine):

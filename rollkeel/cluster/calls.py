@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
 from rollkeel.cluster import logs
 from rollkeel.cluster.patience import Patience
@@ -93,10 +93,10 @@ class Ranks:
     def _answer(self, rank: int, ref: Any, what: str) -> tuple[Any, Exception | None]:
         try:
             value, error = ray.get(ref)
-        except RayActorError as died:
-            return None, self._lost(f"{self.names[rank]} died while it did {what}: {_reason(died)}")
+        except (RayActorError, OutOfMemoryError) as died:
+            return None, self._lost(f"{self.names[rank]} died while it did {what}: {reason(died)}")
         except RayError as broke:
-            return None, RunStopped(f"{self.names[rank]}: {what}: {_reason(broke)}")
+            return None, RunStopped(f"{self.names[rank]}: {what}: {reason(broke)}")
         return value, error
 
     def _lost(self, why: str) -> RankLost:
@@ -142,10 +142,16 @@ class Ranks:
                     self._say(rank)
 
 
-def _reason(error: Exception) -> str:
-    """What Ray says about it, in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = next(
-        (line for line in lines if line.startswith(("The actor", "The node", "Worker"))), lines[0] if lines else ""
-    )
+def reason(error: Exception) -> str:
+    """What Ray says about it, in one line; of a process that ended without a word, who does that."""
+    said = str(error)
+    if "node has died" in said:
+        return f"{type(error).__name__}: its node was lost"
+    if "connection error code 2" in said or isinstance(error, OutOfMemoryError):
+        return (
+            f"{type(error).__name__}: its process crashed or was killed (signal 9), as the kernel does when memory runs out: see its"
+            " log and dmesg"
+        )
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    told = next((one for one in lines if one.startswith(("The actor", "The node", "Worker"))), "".join(lines[:1]))
     return f"{type(error).__name__}" + (f" ({told[:160]})" if told else "")

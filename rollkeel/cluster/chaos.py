@@ -2,7 +2,9 @@
 
 rollkeel train … (a process of its own) ── events.jsonl ──▶ who lives, in which step
          ▲                                                        │
-         └──────────── SIGKILL, SIGSTOP to an actor ◀── drawn ────┘
+         └── SIGKILL, SIGSTOP to an actor, or to itself ◀── drawn ┘
+
+A killed controller is started again with `--resume`. `slow` stops an actor for four fifths of the time for a while: that nobody may notice.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +26,15 @@ from rollkeel.config import Config
 from rollkeel.errors import BadInput, nearest
 from rollkeel.record.run_config import EVENTS, digest
 
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "slow": signal.SIGSTOP}
 PARTS = {"rank": "trainer-", "engine": "engine-", "grader": "grader-"}
-NOTICED = ("engine_lost", "grader_lost", "restarted", "actor_lost")
-WELL = ("stage", "engine_renewed", "engine_joined", "grader_renewed")
+CONTROLLER = "controller"
+NOTICED = ("engine_lost", "grader_lost", "restarted", "actor_lost", "resumed")
+WELL = ("stage", "engine_renewed", "engine_joined", "grader_renewed", "ranks_restarted")
 """Events that say that the run goes on."""
 LOOK_S = 0.02
+SLOW_S, RUNS_S, STANDS_S = 5.0, 0.05, 0.2
+"""How long an actor is slow, and how long it runs and stands in turn."""
 
 
 @dataclass
@@ -47,7 +53,7 @@ class Incident:
 
 def parsed(faults: str) -> list[tuple[str, str]]:
     """`kill:rank,stop:engine` as pairs. Raises `BadInput`."""
-    known = [f"{kind}:{part}" for kind in SIGNALS for part in PARTS]
+    known = [*(f"{kind}:{part}" for kind in SIGNALS for part in PARTS), f"kill:{CONTROLLER}"]
     for text in faults.split(","):
         if text not in known:
             raise BadInput(f"--faults {text!r}: expected some of {', '.join(known)}{nearest(text, known)}")
@@ -72,45 +78,48 @@ class Chaos:
 
     def __call__(self, count: int, every_s: float, say: Callable[[str], None]) -> int:
         """Exit code of the run."""
-        with subprocess.Popen(
-            [sys.executable, "-m", "rollkeel", "train", *self._words, f"run.dir={self.run}"],
-            stdout=subprocess.DEVNULL, start_new_session=True,
-        ) as process:  # fmt: skip
-            try:
-                while len(self.incidents) < count and self._one(process, every_s):
-                    say(line(self.incidents[-1]))
-                return process.wait()
-            except BaseException:
-                process.send_signal(signal.SIGINT)
-                raise
+        process = self._begun(*self._words, f"run.dir={self.run}")
+        try:
+            while len(self.incidents) < count and self._one(process, every_s):
+                if self.incidents[-1].actor == CONTROLLER:
+                    process.wait()
+                    process = self._begun("--resume", str(self.run))
+                self._until(process, lambda seen: self._followed(seen, self.incidents[-1]))
+                say(line(self.incidents[-1]))
+            return process.wait()
+        except BaseException:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            raise
+
+    def _begun(self, *words: str) -> subprocess.Popen[Any]:
+        command = [sys.executable, "-m", "rollkeel", "train", *words]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
 
     def _one(self, process: subprocess.Popen[Any], every_s: float) -> bool:
-        """Inject a fault and see it through; False if the run ended before."""
-        since = self.incidents[-1].time if self.incidents else 0.0
-        if not self._until(process, lambda seen: self._ready(seen, since)):
-            return False
-        until = time.monotonic() + self._draw.uniform(0, 2 * every_s)
-        while time.monotonic() < until:
-            if process.poll() is not None:
+        """Inject a fault; False if the run ended before."""
+        since, until = self.incidents[-1].time if self.incidents else 0.0, 0.0
+        seen = list[dict[str, Any]]()
+        while not seen or not self._ready(seen, since):  # again, if somebody died of the last fault only now
+            if not self._until(process, lambda seen: self._ready(seen, since)):
                 return False
-            time.sleep(LOOK_S)
+            until = until or time.monotonic() + self._draw.uniform(0, 2 * every_s)
+            while time.monotonic() < until:
+                if process.poll() is not None:
+                    return False
+                time.sleep(LOOK_S)
+            seen = events(self.run)
         kind, part = self._draw.choice(self._faults)
-        seen = events(self.run)
-        if not self._ready(seen, since):
-            return process.poll() is None  # somebody died of the last fault only now
-        names = sorted({e["name"] for e in seen if e["event"] == "actor" and e["name"].startswith(PARTS[part])})
-        actor = self._draw.choice(names)
-        pid = [e["pid"] for e in seen if e["event"] == "actor" and e["name"] == actor][-1]
-        step = max(e["step"] for e in seen if e["event"] == "stage")
-        incident = Incident(kind, actor, step, time.time())
-        self._harm(pid, kind, actor)
+        pids = {e["name"]: e["pid"] for e in seen if e["event"] == "actor"} | {CONTROLLER: process.pid}
+        actor = self._draw.choice(sorted(name for name in pids if name.startswith(PARTS.get(part, part))))
+        incident = Incident(kind, actor, max(e["step"] for e in seen if e["event"] == "stage"), time.time())
         self.incidents.append(incident)
-        self._until(process, lambda seen: self._followed(seen, incident))
+        self._harm(pids[actor], kind, actor)
         return True
 
     def _ready(self, seen: Sequence[Mapping[str, Any]], since: float) -> bool:
         """A step is under way, with actors that the last fault did not strike."""
-        begun = [i for i, e in enumerate(seen) if e["event"] == "stage" and e["time"] > since]
+        begun = [i for i, e in enumerate(seen) if e["event"] == "stage" and e["stage"] != "sft" and e["time"] > since]
         return bool(begun) and not any(e["event"] in NOTICED for e in seen[begun[-1] :])
 
     def _harm(self, pid: int, kind: str, actor: str) -> None:
@@ -118,15 +127,26 @@ class Chaos:
             ours = Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::")
         except OSError:
             return  # it has just died by itself: nobody will notice this one
-        if not ours:
+        if not ours and actor != CONTROLLER:
             raise BadInput(f"{actor}: process {pid} is none of Ray's here; chaos harms actors of this machine alone")
-        os.kill(pid, SIGNALS[kind])
+        end = time.monotonic() + SLOW_S
+        with suppress(ProcessLookupError):
+            os.kill(pid, SIGNALS[kind])
+            while kind == "slow" and time.monotonic() < end:
+                time.sleep(STANDS_S)
+                os.kill(pid, signal.SIGCONT)
+                time.sleep(RUNS_S)
+                os.kill(pid, SIGNALS[kind])
+            if kind == "slow":
+                os.kill(pid, signal.SIGCONT)
 
     def _followed(self, seen: Sequence[Mapping[str, Any]], incident: Incident) -> bool:
         after = [e for e in seen if e["time"] > incident.time]
         noticed = next((i for i, e in enumerate(after) if e["event"] in NOTICED), None)
         if noticed is None:
-            return False
+            return incident.fault == "slow" and any(
+                e["event"] == "stage" and e["time"] > incident.time + SLOW_S for e in after
+            )
         incident.noticed_s = after[noticed]["time"] - incident.time
         later = [e for e in after[noticed:] if e["event"] in WELL]
         if later:
@@ -144,7 +164,8 @@ class Chaos:
 
 def line(incident: Incident) -> str:
     """An incident for people."""
-    noticed = "never noticed" if incident.noticed_s is None else f"noticed after {incident.noticed_s:6.2f} s"
+    never = "nobody was taken for dead" if incident.fault == "slow" else "never noticed"
+    noticed = never if incident.noticed_s is None else f"noticed after {incident.noticed_s:6.2f} s"
     on = "" if incident.goes_on_s is None else f", went on after {incident.goes_on_s:6.2f} s"
     return f"step {incident.step:4}  {incident.fault} {incident.actor:10} {noticed}{on}"
 
@@ -187,7 +208,7 @@ def chaos(
     }
     last = events(run)[-1:] or [{}]
     found["status"] = last[0].get("status", "died")
-    found["noticed"] = sum(i.noticed_s is not None for i in made.incidents)
+    found["noticed"] = sum((i.noticed_s is None) == (i.fault == "slow") for i in made.incidents)
     if not made.incidents:
         raise BadInput(f"chaos: the run ended ({found['status']}, exit code {code}) before the first fault; see {run}")
     if compare and code == 0:

@@ -62,6 +62,16 @@ def check_cluster(config: Config) -> None:
         }
     for setting in (setting for setting, there in refused.items() if there):
         raise BadInput(f"{setting}: does not run on {what} yet; leave it out, or run in one process")
+    if (least := config.cluster.engines_min) is not None:
+        if least > (config.cluster.engines or 1):
+            raise BadInput(
+                f"cluster.engines_min: expected at most cluster.engines={config.cluster.engines or 1}, got {least}"
+            )
+        if config.cluster.placement == "colocated":
+            raise BadInput(
+                "cluster.engines_min: engines of cluster.placement=colocated have the places of ranks, and cannot leave; set"
+                " disaggregated"
+            )
     if config.cluster.placement == "colocated" and config.run.loop == "async":
         raise BadInput(
             "cluster.placement=colocated: engines and ranks take turns, with run.loop=async they would not; set disaggregated"

@@ -28,6 +28,7 @@ from ray.exceptions import RayError
 
 from rollkeel.cluster import logs
 from rollkeel.cluster.arriving import Bucket, Channel, Said, Weights, actor_options
+from rollkeel.cluster.calls import reason
 from rollkeel.cluster.patience import Patience
 from rollkeel.cluster.stream import BUCKET_BYTES, Bytes, Feed, Layout, Sink, send
 from rollkeel.config import EngineConfig
@@ -45,6 +46,7 @@ BEAT_S = 1.0
 SILENT_S = 20.0
 """Longest silence of a process that somebody waits for, whatever it does; less once it is known how long it takes."""
 CLOSE_S = 5.0
+UNPLACED = "actor {} (not placed yet)"
 DIED_S = 0.2  # for Ray to tell of a death that a sender of weights has seen
 
 
@@ -143,13 +145,16 @@ class _Actor(Part):
     """Its node, as Ray names it."""
     rooms: dict[str, Mapping[str, Room]] = field(default_factory=dict)
     """Where it has what an update of each kind brings, once it has told."""
+    starting: bool = False
+    left: bool = False
+    """Whether it counts as dead because it has not started yet, or left because there were more engines than wanted."""
 
     def renew(self, handle: Any) -> None:
         """Another actor in its place."""
         self.handle, self.taking, self.place, self.node, self.rooms = handle, None, ("", 0), "", {}
         self.sent, self.received, self.steps = 0, 0, 0
         self.calls, self.came = [], {}
-        self.heard, self.end, self.dead = time.monotonic(), "was killed", ""
+        self.heard, self.end, self.dead, self.left = time.monotonic(), "was killed", "", False
         self.patience, self.ping = Patience(float("inf")), None
 
     def send(self, message: tuple[Any, ...]) -> None:
@@ -217,7 +222,7 @@ class _Actor(Part):
         try:
             first, said = ray.get(done)
         except RayError as error:
-            self.end = f"died ({type(error).__name__})"
+            self.end = f"died ({reason(error)})"
             raise EOFError from None
         self.came |= dict(enumerate(said, first))
         if self.free:
@@ -276,12 +281,18 @@ class ActorEngine(PartedEngine[_Actor]):
         """Of the weights that are served."""
         self.again: Callable[[Sequence[_Actor]], None] | None = None
         self.tell: Callable[[str, _Actor], None] = lambda what, actor: None
-        """Called with `lost`, `renewed` or `joined`."""
+        """Called with `lost`, `renewed`, `joined` or `left`."""
         own = config.model_copy(update={"processes": 0})
-        kinds: list[Any] = [ray.remote(**actor_options(placement, threads))(EngineActor) for placement in placements]
-        self._start = lambda index: kinds[index].remote(hf_config, own, options)
-        for index in range(len(placements)):
-            self.parts.append(_Actor(index, f"actor {index} (not placed yet)", handle=self._start(index)))
+        self._placements = list(placements)
+
+        def kind(index: int) -> Any:
+            return ray.remote(**actor_options(self._placements[index], threads))(EngineActor)
+
+        self._start = lambda index: kind(index).remote(hf_config, own, options)
+        self.parts += [self._part(index) for index in range(len(placements))]
+
+    def _part(self, index: int) -> _Actor:
+        return _Actor(index, UNPLACED.format(index), handle=self._start(index))
 
     def update_weights(self, update: WeightUpdate) -> Proof:
         """Send an update whose tensors this process holds, in whole slices; see `publish` for those of others."""
@@ -306,10 +317,14 @@ class ActorEngine(PartedEngine[_Actor]):
                 try:
                     return self._publish(head, feed, asked)
                 except EngineFailure:
-                    if not (self._left and any(p.dead for p in asked)):
+                    if not (self._goes_on() and any(p.dead for p in asked)):
                         raise
         finally:
             self._publishing = False
+
+    def _goes_on(self) -> bool:
+        """Whether a publication in which an actor died is tried again."""
+        return bool(self._left)
 
     def _join(self) -> None:
         """Start others in the places of dead actors, as long as that may be done."""

@@ -7,18 +7,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-FAULTS = ("crash", "hang", "wrong answer", "broken publication", "full disk", "interrupt")
+FAULTS = (
+    "crash", "out of memory", "hang", "slow", "lost node", "partition", "wrong answer", "broken publication", "full disk", "interrupt",
+)  # fmt: skip
 PARTS = (
-    "controller",
-    "trainer rank",
-    "engine",
-    "engine server",
-    "grader",
-    "grader actor",
-    "environment",
-    "sandbox node",
-    "storage",
-)
+    "controller", "trainer rank", "engine", "engine server", "grader", "grader actor", "environment", "sandbox node", "storage", "Ray",
+)  # fmt: skip
 
 
 class Row(NamedTuple):
@@ -39,12 +33,20 @@ class Row(NamedTuple):
 
 
 TABLE = (
-    Row("crash", "controller", "its actors and workers see that it is gone", "at once", "everything ends; `--resume` goes on", "the newest checkpoint", "tests/cluster/test_cluster_faults.py::test_a_killed_controller_leaves_nothing_and_the_run_goes_on"),
+    Row("crash", "controller", "its actors and workers see that it is gone", "at once", "everything ends; `--resume` goes on", "the newest checkpoint, with pool, queue and the bound on staleness", "tests/cluster/test_cluster_faults.py::test_a_killed_controller_loses_neither_pool_nor_queue_nor_the_bound_on_staleness"),
     Row("interrupt", "controller", "Ctrl-C, SIGTERM", "the end of the step", "a checkpoint, exit code 130", "everything", "tests/cluster/test_cluster_faults.py::test_ctrl_c_in_a_terminal_reaches_all_processes_and_ends_with_a_checkpoint"),
-    Row("crash", "trainer rank", "Ray says so to the call that waits", "seconds", "all actors begin anew from the newest checkpoint, `cluster.restarts` times; then exit code 3", "the newest checkpoint; in `sync` and `budgeted` every bit", "tests/cluster/test_cluster_runs.py::test_a_run_goes_on_without_a_killed_rank_as_if_it_had_not_been"),
+    Row("crash", "trainer rank", "Ray says so to the call that waits", "seconds", "the ranks begin again from what they held in memory after the last publication, and do again what they were told since; without that (`cluster.peer_copies`) all actors begin anew from the newest checkpoint; `cluster.restarts` times, then exit code 3", "in `sync` and `budgeted` every bit; engines keep what they have", "tests/cluster/test_cluster_runs.py::test_a_run_goes_on_without_a_killed_rank_as_if_it_had_not_been"),
     Row("hang", "trainer rank", "its second thread does not answer", "twice its longest silence so far and 10 s, at most 30 s; a wait of ranks for each other `cluster.deadline_s`", "as for a crash", "as for a crash", "tests/cluster/test_cluster_faults.py::test_who_is_stopped_is_told_within_a_deadline_with_his_stack"),
-    Row("crash", "engine", "the call that waits for it fails", "seconds", "another one does again what it was told, `cluster.restarts` times; in `async` the other engines take over", "in `sync` and `budgeted` every bit; in `async` every request", "tests/cluster/test_cluster_runs.py::test_a_killed_engine_is_replaced_and_the_run_is_the_undisturbed_one"),
+    Row("out of memory", "trainer rank", "as a crash; the message names signal 9 and where to look", "seconds", "as for a crash", "as for a crash", "tests/cluster/test_node_faults.py::test_memory_that_runs_out_is_named_where_an_actor_was_killed"),
+    Row("slow", "trainer rank", "it answers, and deadlines follow measured times", "never", "nothing: who is slow is not dead", "everything", "tests/cluster/test_node_faults.py::test_who_is_slow_is_not_taken_for_dead"),
+    Row("lost node", "trainer rank", "Ray's health checks", "16 s as Ray is set by default", "as for a crash, in another place; a neighbour's node has a copy of the state", "as for a crash", "tests/cluster/test_node_faults.py::test_a_node_with_a_rank_is_lost_and_another_node_goes_on_from_its_neighbours_copy"),
+    Row("partition", "trainer rank", "Ray's health checks, or the rank's silence", "the earlier of 16 s and the deadline of a hang", "as for a lost node; what comes back is not asked again", "as for a crash", "tests/cluster/test_node_faults.py::test_a_node_with_a_rank_is_lost_and_another_node_goes_on_from_its_neighbours_copy"),
+    Row("crash", "engine", "the call that waits for it fails", "seconds", "another one does again what it was told, `cluster.restarts` times; in `async`, and without a place for another one, the other engines take over", "in `sync` and `budgeted` every bit, if another one took its place; else every request", "tests/cluster/test_cluster_runs.py::test_a_killed_engine_is_replaced_and_the_run_is_the_undisturbed_one"),
     Row("hang", "engine", "it says nothing while it decodes", "20 s, or twice its longest silence so far and 10 s", "it is killed; then as for a crash", "as for a crash", "tests/cluster/test_cluster_faults.py::test_who_is_stopped_is_told_within_a_deadline_with_his_stack"),
+    Row("out of memory", "engine", "as a crash; the message names signal 9 and where to look", "seconds", "as for a crash", "as for a crash", "tests/cluster/test_node_faults.py::test_memory_that_runs_out_is_named_where_an_actor_was_killed"),
+    Row("slow", "engine", "it answers, and deadlines follow measured times", "never", "nothing: who is slow is not dead", "everything", "tests/cluster/test_node_faults.py::test_who_is_slow_is_not_taken_for_dead"),
+    Row("lost node", "engine", "Ray's health checks", "16 s as Ray is set by default", "the other engines take over; another one joins once there is a place", "every request; in `sync` every token, log-probs to 1e-6", "tests/cluster/test_node_faults.py::test_a_node_with_an_engine_is_lost_and_the_others_take_over"),
+    Row("partition", "engine", "Ray's health checks, or the engine's silence", "the earlier of 16 s and the deadline of a hang", "as for a lost node; what comes back is not asked again", "as for a lost node", "tests/cluster/test_node_faults.py::test_a_node_that_is_cut_off_is_treated_as_lost_and_changes_nothing_when_it_comes_back"),
     Row("broken publication", "engine", "checksums over its own memory", "before a token", "nothing is served; exit code 3", "the newest checkpoint", "tests/cluster/test_publications.py::test_no_token_is_stamped_with_a_version_whose_stream_went_wrong"),
     Row("crash", "engine server", "its process ended or its streams broke", "seconds", "it is started again, gets proven weights, and goes on from the tokens that came", "every token", "tests/engines/test_served.py::test_a_server_killed_in_the_middle_costs_no_rollout"),
     Row("hang", "engine server", "no token of any request", "a fifth of `engine.deadline_s`", "it is killed; then as for a crash", "every token", "tests/engines/test_served.py::test_a_hanging_server_is_killed_and_its_work_goes_on"),
@@ -59,6 +61,7 @@ TABLE = (
     Row("crash", "sandbox node", "its connections break", "a second", "its jobs are run on other nodes, once more at most", "one result for every job", "tests/sandbox/test_front.py::test_three_thousand_jobs_while_nodes_are_killed_and_frozen"),
     Row("hang", "sandbox node", "checks miss deadlines that follow its measured times", "seconds", "it is isolated; then as for a crash", "one result for every job", "tests/sandbox/test_front.py::test_three_thousand_jobs_while_nodes_are_killed_and_frozen"),
     Row("full disk", "storage", "a write fails", "at once", "exit code 2, in one line", "what was written before, unharmed", "tests/test_cli.py::test_full_disk_leaves_nothing_half_written"),
+    Row("crash", "Ray", "its head does not answer", "30 s", "exit code 3, in one line; `--resume` goes on over another cluster", "the newest checkpoint", "tests/cluster/test_node_faults.py::test_the_head_of_ray_is_gone_in_one_line_and_the_run_resumes"),
 )  # fmt: skip
 
 
@@ -69,8 +72,8 @@ def markdown() -> str:
         "# Faults",
         "",
         "What may break in a run, how it is noticed, and what then happens. `rollkeel/cluster/faults.py` holds this table and prints this",
-        "page; every row names the test that injects the fault. What is not in it (slow parts, a network that is cut, memory that runs out, a",
-        "lost node or Ray itself) has no test, and so no promise.",
+        "page; every row names the test that injects the fault. What is not in it has no test, and so no promise. Nodes were raylets on one",
+        "machine: nothing here has run over a network that fails.",
         "",
         f"| {' | '.join(head)} |",
         "|" + "---|" * len(head),

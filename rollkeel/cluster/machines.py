@@ -18,15 +18,17 @@ from typing import Any
 import ray
 
 from rollkeel.cluster import logs, start
-from rollkeel.cluster.calls import CONTROL, Ranks
+from rollkeel.cluster.calls import CONTROL
 from rollkeel.cluster.check import ranked, refuse_others
-from rollkeel.cluster.engines import ActorEngine
+from rollkeel.cluster.elastic import ElasticEngine, Seats
 from rollkeel.cluster.grader import GraderActor
 from rollkeel.cluster.graders import GraderActors
+from rollkeel.cluster.kept import KeptRanks
 from rollkeel.cluster.publish import StreamPublisher
 from rollkeel.cluster.ranks import Rank
 from rollkeel.cluster.skeleton import skeleton
 from rollkeel.cluster.trainer import RemoteTrainer
+from rollkeel.cluster.wanted import asked
 from rollkeel.config import Config
 from rollkeel.errors import BadInput
 from rollkeel.events import EventLog
@@ -62,12 +64,12 @@ class RayMachines:
     def __init__(self, config: Config, folder: RunFolder, view: LiveView, *, sampling: bool = True) -> None:
         """Start everything and load the start model on the ranks. `sampling`: without, there are no engines."""
         self._config = config = ranked(config)
-        self._count = (config.cluster.engines or 1) if sampling else 0
         self._folder, self._view = folder, view
+        self._count = self._wanted() if sampling else 0
         self._gpus = int(device_of(config).type == "cuda")
         self._trainer: RemoteTrainer | None = None
         self._told: dict[str, Any] = {}
-        self._phase = ""
+        self._phase, self._lost = "", -1
         with ExitStack() as made:
             lora = config.train.lora if config.train.lora.rank else None
             self.policy = replace(skeleton(config.model), lora=lora)
@@ -78,16 +80,24 @@ class RayMachines:
                 tell(config, self.policy.model.config, folder.events)
             if start.connect(config, start.cpus_of(config, self._count)):
                 made.callback(start.disconnect)
-            self._places = start.Places(config, self._count, self._gpus)
+            made.enter_context(start.watched())
+            self._places = start.Places(config, min(self._count, self._needed()), self._gpus)
             made.callback(self._places.remove)
-            self._ranks = Ranks(self._actors(), self._say)
+            self._ranks = KeptRanks(self._actors, self._meet, self._say, config.cluster.restarts)
             made.callback(self._ranks.close)
             self._engine = self._engines()
-            made.callback(self._engine.close)
+            made.callback(self._engine.end)
             self._graders = self._helpers()
             if self._graders is not None:
                 made.callback(self._graders.close)
             self._meet()
+            graders = ""
+            if self._graders is not None:
+                own = versions()
+                self._graders.begin(lambda name, there: refuse_others(name, there, own))
+                graders = f", {len(self._graders.parts)} graders"
+            placement = config.cluster.placement
+            view.note(f"cluster: {len(self._ranks.actors)} trainer ranks, {self._count} engines{graders}, {placement}")
             self._findings = self._ranks.call("load")
             view.actors = self.states
             self._ended = made.pop_all()
@@ -119,7 +129,7 @@ class RayMachines:
 
     def engine(self, folder: RunFolder) -> tuple[Engine, str]:
         _ = self._engine.capabilities  # which waits for them to start
-        for part in self._engine.parts:
+        for part in (p for p in self._engine.parts if not p.dead):
             host, pid = part.place
             folder.events.emit("actor", name=f"engine-{part.index}", host=host, pid=pid)
         return self._engine, "engines are actors with memory of their own"
@@ -134,7 +144,27 @@ class RayMachines:
         adapters = self._config.train.lora.rank > 0
         if self._config.run.loop != "async":  # there the trainer's weights may have changed since
             self._engine.again = lambda to: self._again(stream, to)
-        return lambda: stream.publish(None, trainer.version, adapters)
+        keeps = self._keeps()
+
+        def publish() -> Mapping[str, float]:
+            told = stream.publish(None, trainer.version, adapters)
+            if keeps:
+                self._ranks.keep()
+            return told
+
+        return publish
+
+    def _keeps(self) -> bool:
+        """Whether ranks leave their states in memory."""
+        if not self._config.cluster.peer_copies or self._config.memory.offload != "none":
+            return False
+        if not (room := self._ranks.room(self._told["state_bytes"])):
+            mb = self._told["state_bytes"] / 2**20
+            self._view.note(
+                f"cluster.peer_copies: off, Ray's object store has no room for states of {mb:,.0f} MB a rank; a lost rank costs the"
+                " steps since the newest checkpoint"
+            )
+        return room
 
     def precision(self) -> dict[str, Any]:
         return self._told["precision"]
@@ -158,6 +188,12 @@ class RayMachines:
         assert self._trainer is not None
         assert folder is not None  # the state itself says next to nothing
         return self._trainer.load(str(folder))
+
+    def begin_again(self) -> None:
+        self._engine.empty()
+        self._trainer, self._phase = None, ""
+        self._ranks.begin_from_nothing()
+        self._findings = self._ranks.call("load")
 
     def close(self) -> None:
         """End every actor; a Ray that was started for this run ends too."""
@@ -184,13 +220,18 @@ class RayMachines:
 
         return [made(rank) for rank in range(world)]
 
-    def _engines(self) -> ActorEngine:
+    def _engines(self) -> ElasticEngine:
         config, hf_config = self._config, self.policy.model.config
         device = "cuda" if self._gpus else "cpu"
-        places = [{**self._places.engine(i), **self._surroundings(f"engine-{i}")} for i in range(self._count)]
         about = {"device": device, "max_length": None, "lora": self.policy.lora, "offload": engine_drops(config)}
-        about |= {"renewals": config.cluster.restarts}
-        engine = ActorEngine(hf_config, config.engine, places, threads=config.run.threads, **about)
+        about |= {"renewals": config.cluster.restarts, "wanted": self._wanted, "threads": config.run.threads}
+
+        def take(index: int) -> dict[str, Any]:
+            return {**self._places.engine(index), **self._surroundings(f"engine-{index}")}
+
+        seats = Seats(take, self._places.there, self._places.leave)
+        count = min(self._count, self._needed())
+        engine = ElasticEngine(hf_config, config.engine, seats, count, least=config.cluster.engines_min or 1, **about)
         engine.tell = self._of_engine
         return engine
 
@@ -210,6 +251,14 @@ class RayMachines:
 
         return GraderActors(start, config.cluster.graders, config.reward.graders, config.cluster.restarts, tell)
 
+    def _wanted(self) -> int:
+        """Engines that the run is to have now."""
+        return asked(self._folder.path, self._config)
+
+    def _needed(self) -> int:
+        """Engines with which the run begins; others join."""
+        return self._config.cluster.engines_min or self._count
+
     def _again(self, stream: StreamPublisher, to: Sequence[Any]) -> None:
         """Bring weights, which may be away, to engines in the middle of a phase."""
         phase = self._phase
@@ -219,13 +268,19 @@ class RayMachines:
 
     def _of_engine(self, what: str, part: Any) -> None:
         """Note what became of an engine, in the log and for people."""
+        name, known = f"engine-{part.index}", self._lost == part.index
+        self._lost = part.index if what == "lost" else -1
+        if what == "lost" and known:
+            return  # he who was to take its place was lost, too
         if what == "lost":
-            self._folder.events.emit("engine_lost", name=f"engine-{part.index}", why=part.dead)
-            self._view.note(f"{part.dead}; another one takes its place")
+            self._folder.events.emit("engine_lost", name=name, why=part.dead)
+            self._view.note(f"{part.dead}{'; another one takes its place' * part.renewing}")
+        elif what == "left":
+            self._folder.events.emit("engine_left", name=name, why=part.dead)
         else:
             host, pid = part.place
-            self._folder.events.emit("actor", name=f"engine-{part.index}", host=host, pid=pid)
-            self._folder.events.emit(f"engine_{what}", name=f"engine-{part.index}")
+            self._folder.events.emit("actor", name=name, host=host, pid=pid)
+            self._folder.events.emit(f"engine_{what}", name=name)
 
     def _surroundings(self, name: str) -> dict[str, Any]:
         """Ray's option with what the actor `name` needs of this process's environment, wherever it is."""
@@ -238,6 +293,7 @@ class RayMachines:
         ranks, own = self._ranks, versions()
         for i, about in enumerate(ranks.gather("about", patience_s=self._config.cluster.deadline_s)):
             ranks.pids.append(about["pid"])
+            ranks.nodes.append(about["node"])
             ranks.names[i] = f"trainer rank {i} (node {about['host']}, process {about['pid']})"
             self._folder.events.emit("actor", name=f"trainer-{i}", host=about["host"], pid=about["pid"])
             refuse_others(ranks.names[i], about["versions"], own)
@@ -248,12 +304,6 @@ class RayMachines:
                 )
         host, port = ranks.first("address")
         ranks.call("join", host, port, self._config.cluster.deadline_s)
-        graders = ""
-        if self._graders is not None:
-            self._graders.begin(lambda name, there: refuse_others(name, there, own))
-            graders = f", {len(self._graders.parts)} graders"
-        placement = self._config.cluster.placement
-        self._view.note(f"cluster: {len(ranks.actors)} trainer ranks, {self._count} engines{graders}, {placement}")
 
     def _say(self, said: tuple[Any, ...]) -> None:
         """What a rank says to the view or the log of the run."""

@@ -9,10 +9,12 @@ from typing import Any, Protocol
 import torch
 from ray.exceptions import RayError, RayTaskError
 
+from rollkeel.cluster.elastic import ElasticEngine
 from rollkeel.cluster.engines import ActorEngine
+from rollkeel.cluster.kept import BegunAgain
 from rollkeel.cluster.stream import BUCKET_BYTES, DEADLINE_S, Sink, stream
 from rollkeel.errors import EngineFailure, RollkeelError
-from rollkeel.types import Proof, WeightUpdate
+from rollkeel.types import WeightUpdate
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
 
@@ -54,6 +56,8 @@ class StreamPublisher:
     def __init__(self, engine: ActorEngine, source: Source) -> None:
         self.engine, self.source = engine, source
         self._base: int | None = None
+        if isinstance(engine, ElasticEngine):
+            engine.welcome = lambda to: self._bring("full", None, self._base or 0, to)
 
     def publish(self, weights: Any, version: int, adapters: Any = None) -> Mapping[str, float]:
         """Publish the source's weights as `version`, or beside them its adapters: then weights are frozen, and arrive the
@@ -79,10 +83,14 @@ class StreamPublisher:
             self._bring("full", None, base, to)
             self._bring("adapter", base, version, to)
 
-    def _bring(self, kind: str, base: int | None, version: int, to: Sequence[Any] | None = None) -> Proof:
+    def _bring(self, kind: str, base: int | None, version: int, to: Sequence[Any] | None = None) -> Any:
         mode = "fp32" if kind == "adapter" else self.engine.capabilities.dtype
         head = WeightUpdate(kind=kind, base_version=base, version=version, slices=(), checksum=0, mode=mode)
-        return self.engine.publish(head, lambda sinks: self._feed(head, sinks), to)
+        while True:
+            try:
+                return self.engine.publish(head, lambda sinks: self._feed(head, sinks), to)
+            except BegunAgain:
+                continue
 
     def _feed(self, head: WeightUpdate, sinks: Sequence[Sink]) -> Sequence[int]:
         try:

@@ -23,7 +23,7 @@ from rollkeel.analyzer.record import record_tensors
 from rollkeel.batch.build import TrainingBatch
 from rollkeel.cluster import logs, wire
 from rollkeel.config import Config
-from rollkeel.errors import BadInput, EngineFailure
+from rollkeel.errors import BadInput, EngineFailure, RunStopped
 from rollkeel.host import keep_freed_memory
 from rollkeel.loop.assemble import build_objective, device_of
 from rollkeel.loop.machines import trainer_options
@@ -39,6 +39,9 @@ from rollkeel.train.together import UnfinishedTogether
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.train.unfinished import Unfinished
 from rollkeel.types import Rollout
+
+FIXED = ("reference", "base")
+"""Of a trainer's state: what no step changes."""
 
 
 class Answer(NamedTuple):
@@ -67,6 +70,7 @@ class Rank:
         """The batch that came last, and in `_scored` what passes said about it."""
         self._scored: dict[str, Any] = {}
         self._resident: Any = None
+        self._copies: dict[int, Any] = {}
 
     # -- the second thread ---------------------------------------------------------------------------------------------
 
@@ -75,6 +79,10 @@ class Rank:
         start at the next safe point."""
         self._stop = self._stop or stop
         return [self._told.popleft() for _ in range(len(self._told))]
+
+    def hold(self, rank: int, kept: Any, fixed: Any) -> None:
+        """Hold a copy of what another rank kept, in this node's store."""
+        self._copies[rank] = kept, fixed or self._copies.get(rank, (None, None))[1]
 
     # -- the first -----------------------------------------------------------------------------------------------------
 
@@ -87,10 +95,29 @@ class Rank:
             traceback.print_exc()
             return Answer(error=error)
 
+    def keep(self, whole: bool) -> tuple[bool, Any, Any]:
+        """True; what lies here of the trainer's state; and if `whole`, what of it no step changes."""
+        state = self._made.state_dict()
+        fixed = {key: state.pop(key) for key in FIXED if key in state}
+        return True, wire.state_out(state), wire.state_out(fixed) if whole else None
+
+    def _take(self, fixed: Sequence[Any], kept: Sequence[Any]) -> None:
+        """Go on from what a rank of this number kept, which may be in the store of another node."""
+        import ray
+        from ray.exceptions import RayError
+
+        try:
+            always, rest = ray.get([fixed[self._rank], kept[self._rank]])
+        except RayError as error:
+            raise RunStopped(f"trainer rank {self._rank}: its state is lost ({type(error).__name__})") from None
+        self._made.load_state_dict(wire.state_in(always | rest))
+
     def _about(self) -> dict[str, Any]:
         """Where this is, and with what."""
-        there = (self._folder / "config.yaml").is_file()
-        return {"host": socket.gethostname(), "pid": os.getpid(), "versions": versions(), "folder": there}
+        import ray
+
+        there, node = (self._folder / "config.yaml").is_file(), ray.get_runtime_context().get_node_id()
+        return {"host": socket.gethostname(), "pid": os.getpid(), "node": node, "versions": versions(), "folder": there}
 
     def _address(self) -> tuple[str, int]:
         """A free port of this node for the ranks to meet at."""
@@ -159,7 +186,11 @@ class Rank:
         """The start weights are there. Returns what does not change in a run."""
         if self._trainer is None:
             self._make()
-        return {"padded": self._made.padded, "precision": precision(self._made.model)}
+        held = [t for some in self._made.held().values() for named in some for t in named.values()]
+        weights = sum(local(p).nbytes for p in self._made.model.parameters())
+        own = sum(local(t).nbytes for t in held if isinstance(t, torch.Tensor))
+        about = {"padded": self._made.padded, "precision": precision(self._made.model)}
+        return about | {"state_bytes": own + 2 * weights}  # moments come with the first update
 
     def _make(self) -> None:
         """The trainer, whose ranks hold their parts of the model."""

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollkeel.cluster.check import LOOPBACK, address_of, on_loopback
 from rollkeel.cluster.stream import STORE
 from rollkeel.config import Config
-from rollkeel.errors import BadInput
+from rollkeel.errors import BadInput, RunStopped
 from rollkeel.host import within
 
 STORE_BYTES = 512 << 20
 """Object store of a Ray that is started here: a few buckets of weights, and batches."""
+GONE_S, LOOK_S = 30.0, 2.0
+"""How long Ray's head may not answer, and how often it is asked."""
 JOIN_S = 60.0
 """Longest wait for a cluster whose address answers to take this process in."""
 
@@ -80,55 +85,115 @@ def cpus_of(config: Config, engines: int) -> int:
     return config.run.threads * (config.train.mesh.size + engines) + graders
 
 
+@contextmanager
+def watched() -> Iterator[None]:
+    """Inside, `RunStopped` is raised in the main thread once Ray's head has not answered for `GONE_S`: Ray itself would end this process,
+    without a word, after a minute. Nothing is watched outside of the main thread, which alone can be interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    address, over = ray.get_runtime_context().gcs_address, threading.Event()
+    host, _, port = address.rpartition(":")
+
+    def look() -> None:
+        heard = time.monotonic()
+        while not over.wait(LOOK_S):
+            try:
+                socket.create_connection((host, int(port)), LOOK_S).close()
+                heard = time.monotonic()
+            except OSError:
+                if time.monotonic() - heard > GONE_S:
+                    return os.kill(os.getpid(), signal.SIGUSR2)
+
+    def gone(*_: Any) -> None:
+        if not over.is_set():
+            raise RunStopped(
+                f"Ray's head at {address} has not answered for {GONE_S:g} s; start the cluster again and resume the run with"
+                " rollkeel train --resume"
+            )
+
+    before = signal.signal(signal.SIGUSR2, gone)
+    thread = threading.Thread(target=look, daemon=True, name="rollkeel-head")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        signal.signal(signal.SIGUSR2, before)
+
+
 class Places:
-    """A bundle of resources for each rank, engine and grader."""
+    """A bundle of resources for each rank, engine and grader. An engine beside the ranks has one of its own, that can come and go."""
 
     def __init__(self, config: Config, engines: int, gpus: int) -> None:
-        """`gpus`: of each rank and engine, 0 or 1. Raises `BadInput` for more than the cluster has."""
+        """`engines`: without which a run does not begin; `gpus`: of each rank and engine, 0 or 1. Raises `BadInput` for more than the
+        cluster has."""
         ranks = config.train.mesh.size
         self._shared = config.cluster.placement == "colocated"
-        bundle = {"CPU": float(config.run.threads)} | ({"GPU": 1.0} if gpus else {})
-        count = max(ranks, engines) if self._shared else ranks + engines
-        self._bundle, self._ranks, self._count = bundle, ranks, count
+        self._bundle = {"CPU": float(config.run.threads)} | ({"GPU": 1.0} if gpus else {})
         self._grader = {"CPU": float(config.reward.graders.workers)}
         graders = config.cluster.graders
-        self._group: PlacementGroup | None = None
-        bundles = [bundle] * count + [self._grader] * graders
-        _check(bundles, f"{ranks} ranks and {engines} engines take {count} places of {_said(bundle)}", graders)
-        self._group = placement_group(bundles, strategy="PACK")
-        if not self._group.wait(config.cluster.deadline_s):
-            self.remove()
-            raise BadInput(
-                f"cluster: waited {config.cluster.deadline_s:g} s for {count} places of {_said(bundle)}; the cluster has"
-                f" {_said(ray.cluster_resources())}, of which {_said(ray.available_resources())} are free"
-            )
+        self._count = count = max(ranks, engines) if self._shared else ranks
+        self._engines = dict[int, PlacementGroup]()
+        everything = count if self._shared else ranks + engines
+        bundles = [self._bundle] * everything + [self._grader] * graders
+        _check(bundles, f"{ranks} ranks and {engines} engines take {everything} places of {_said(self._bundle)}", graders)
+        self._group = placement_group([self._bundle] * count + [self._grader] * graders, strategy="PACK")
+        for index in range(0 if self._shared else engines):
+            self._engines[index] = self._asked()
+        end = time.monotonic() + config.cluster.deadline_s
+        for group in [self._group, *self._engines.values()]:
+            if not group.wait(max(0.0, end - time.monotonic())):
+                self.remove()
+                raise BadInput(
+                    f"cluster: waited {config.cluster.deadline_s:g} s for {everything} places of {_said(self._bundle)}; the cluster"
+                    f" has {_said(ray.cluster_resources())}, of which {_said(ray.available_resources())} are free"
+                )
 
     def rank(self, index: int) -> dict[str, Any]:
         """Ray's options for a rank."""
-        return self._options(index)
+        return self._options(self._group, index)
 
     def engine(self, index: int) -> dict[str, Any]:
-        """Ray's options for an engine."""
-        return self._options(index if self._shared else self._ranks + index)
+        """Ray's options for an engine, whose place is asked for if it has none."""
+        if self._shared:
+            return self._options(self._group, index)
+        if index not in self._engines:
+            self._engines[index] = self._asked()
+        return self._options(self._engines[index], 0)
+
+    def there(self, index: int) -> bool:
+        """Whether an engine's place has come, and its node is not known to be lost."""
+        group = self._group if self._shared else self._engines.get(index)
+        return group is not None and placement_group_table(group).get("state") == "CREATED"
+
+    def leave(self, index: int) -> None:
+        """Give an engine's place back."""
+        if index in self._engines:
+            remove_placement_group(self._engines.pop(index))
 
     def grader(self, index: int) -> dict[str, Any]:
         """Ray's options for a grader, which has CPUs alone."""
-        return {"num_cpus": self._grader["CPU"], "scheduling_strategy": self._strategy(self._count + index)}
+        return {"num_cpus": self._grader["CPU"], "scheduling_strategy": _at(self._group, self._count + index)}
 
     def remove(self) -> None:
-        """Give them back."""
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+        """Give all back."""
+        for index in list(self._engines):
+            self.leave(index)
+        remove_placement_group(self._group)
 
-    def _options(self, bundle: int) -> dict[str, Any]:
+    def _asked(self) -> PlacementGroup:
+        return placement_group([self._bundle], strategy="PACK")
+
+    def _options(self, group: PlacementGroup, bundle: int) -> dict[str, Any]:
         share = 0.5 if self._shared else 1.0  # two actors in one place, of which one computes at a time
         gpus = {"num_gpus": share} if "GPU" in self._bundle else {}
-        return {"num_cpus": share * self._bundle["CPU"], "scheduling_strategy": self._strategy(bundle), **gpus}
+        return {"num_cpus": share * self._bundle["CPU"], "scheduling_strategy": _at(group, bundle), **gpus}
 
-    def _strategy(self, bundle: int) -> PlacementGroupSchedulingStrategy:
-        assert self._group is not None
-        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+
+def _at(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:
+    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
 
 
 def _check(bundles: Sequence[Mapping[str, float]], asked: str, graders: int) -> None:

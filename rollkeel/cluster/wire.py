@@ -7,7 +7,7 @@ told themselves, log-probs of a pass, is named and not sent back.
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -131,3 +131,24 @@ def _same(a: Any, b: Any) -> bool:
 
 def _split(values: Packed, lengths: Packed) -> list[np.ndarray]:
     return np.split(unpacked(values), np.cumsum(unpacked(lengths))[:-1])
+
+
+class _Bytes(NamedTuple):
+    data: np.ndarray
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def state_out(value: Any) -> Any:
+    """A trainer's state with its tensors as bytes, which Ray copies once."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        return _Bytes(flat.view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
+    return {key: state_out(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def state_in(told: Any) -> Any:
+    """The state that was told, in memory of its own."""
+    if isinstance(told, _Bytes):
+        return torch.from_numpy(told.data.copy()).view(told.dtype).reshape(told.shape)
+    return {key: state_in(one) for key, one in told.items()} if isinstance(told, dict) else told

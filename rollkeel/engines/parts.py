@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -49,6 +50,8 @@ class PartedEngine(ABC, Generic[P]):
         self._done: list[Segment] = []
         self._hands_over, self._orphans = False, list[Request]()
         """Whether others take over what a part had that nobody replaces; what they have not taken yet."""
+        self._carried: dict[int, TokenSpan] = {}
+        """What other parts have sampled of requests in flight, by id."""
 
     @abstractmethod
     def _wait(self, parts: Sequence[P], timeout_s: float) -> Sequence[P]:
@@ -61,7 +64,7 @@ class PartedEngine(ABC, Generic[P]):
     @property
     def capabilities(self) -> Capabilities:
         if self._ready is None:
-            self._ready = self._answers(self.parts, START_S, "to start")[0]
+            self._ready = self._answers(self._living(), START_S, "to start")[0]
         assert self._ready is not None
         return self._ready
 
@@ -120,7 +123,7 @@ class PartedEngine(ABC, Generic[P]):
             if not ready and not hung and time.monotonic() >= deadline:
                 break
         done, self._done = self._done, []
-        return done
+        return self._whole(done)
 
     def advance(self, steps: int) -> list[Segment]:
         """Exactly `steps` decode steps in every part, fewer in one that has nothing left; then what ended, by request id."""
@@ -139,7 +142,7 @@ class PartedEngine(ABC, Generic[P]):
             for part in asked:
                 part.flying = {i: r for i, r in part.flying.items() if i not in ended}
         done, self._done = sorted(self._done, key=lambda segment: segment.request_id), []
-        return done
+        return self._whole(done)
 
     def progress(self) -> dict[int, int]:
         """Response tokens that each request in flight has so far, its prefix included, by id."""
@@ -298,6 +301,34 @@ class PartedEngine(ABC, Generic[P]):
             self._done.append(
                 Segment(request_id=request.id, span=TokenSpan.empty(), status=Status.ENGINE_FAILURE, detail=why)
             )
+
+    def _hand_over(self, part: P) -> None:
+        """Stop what this part has in flight, and have the others go on with it, behind its tokens."""
+        mine = dict(part.flying)
+        if not mine:
+            return
+        for message, what in ((("interrupt", None), "to interrupt"), (("advance", 0), "to give its requests back")):
+            part.free = False
+            self._send(part, message)
+            for said in self._answers([part], self._deadline_s, what, may_die=True):
+                self._done += said if message[0] == "advance" else []
+        if not part.dead:
+            part.flying.clear()
+        done, self._done = self._done, []
+        for segment in done:
+            if segment.request_id not in mine or segment.status is not Status.INTERRUPTED:
+                self._done.append(segment)
+                continue
+            request, before = mine[segment.request_id], self._carried.get(segment.request_id, TokenSpan.empty())
+            self._carried[request.id] = before.append(segment.span)
+            self._orphans.append(replace(request, prefix=request.prefix.append(segment.span), kv=segment.kv))
+
+    def _whole(self, segments: Sequence[Segment]) -> list[Segment]:
+        """With what other parts had sampled before."""
+        return [
+            replace(s, span=before.append(s.span)) if (before := self._carried.pop(s.request_id, None)) else s
+            for s in segments
+        ]
 
     def _place_orphans(self) -> None:
         """Give what a part that is not replaced had in flight to the others, from where it stood when it was submitted."""

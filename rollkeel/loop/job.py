@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -75,19 +76,47 @@ def train(config: Config, *, view: LiveView | None = None, resume: str | Path | 
 
 
 def _until_done(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag, *, fresh: bool) -> None:
-    """Begin, or go on; and go on again, with actors that are all new, when ranks of the trainer were lost."""
-    left = config.cluster.restarts
-    while True:
+    """Begin, or go on; and go on again from the newest checkpoint when ranks of the trainer were lost."""
+    left, held = config.cluster.restarts, _Held(config, folder, view)
+    with closing(held):
+        while True:
+            try:
+                (_begin if fresh else _resume)(config, folder, view, stop, held)
+                return
+            except RankLost as lost:
+                left -= lost.spent
+                if left <= 0 or stop():
+                    raise
+                why = str(lost).partition("; resume")[0]
+            left, fresh = left - 1, False
+            view.note(f"{why}; the run goes on from its newest checkpoint")
+            folder.events.emit("restarted", reason=why)
+
+
+class _Held:
+    """The machines of a run, which outlive an attempt that lost ranks of the trainer."""
+
+    def __init__(self, config: Config, folder: RunFolder, view: LiveView) -> None:
+        self._about, self._made = (config, folder, view), list[Machines]()
+
+    @contextmanager
+    def machines(self) -> Iterator[Machines]:
+        if self._made:
+            self._made[0].begin_again()
+        else:
+            self._made.append(_machines(*self._about))
         try:
-            (_begin if fresh else _resume)(config, folder, view, stop)
-            return
-        except RankLost as lost:
-            if not left or stop():
-                raise
-            why = str(lost).partition("; resume")[0]
-        left, fresh = left - 1, False
-        view.note(f"{why}; the run goes on from its newest checkpoint")
-        folder.events.emit("restarted", reason=why)
+            yield self._made[0]
+        except RankLost:
+            raise
+        except BaseException:
+            self.close()
+            raise
+        self.close()
+
+    def close(self) -> None:
+        while self._made:
+            self._made.pop().close()
 
 
 def finish(folder: RunFolder, status: str, detail: str = "") -> None:
@@ -109,7 +138,7 @@ def default_folder(config: Config) -> str:
     return f"runs/{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _begin(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) -> None:
+def _begin(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag, held: _Held) -> None:
     """A new run: refuse unusable data before anything is trained, warm-start, then RL."""
     view.note(f"run folder {folder.path}")
     problems = problems_of(config.data, config.run.seed, "train")
@@ -117,7 +146,7 @@ def _begin(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) ->
     odd = ""
     for part in getattr(problems, "parts", [problems]):
         odd = trial(part, config.reward.graders, sampling_params(config, ()), warm_start=warm) or odd
-    with closing(_machines(config, folder, view)) as machines:
+    with held.machines() as machines:
         policy = machines.policy
         eval_prompts(config, policy)
         further_evaluations(config, policy)
@@ -133,7 +162,7 @@ def _begin(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) ->
             _reinforce(run, 0)
 
 
-def _resume(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) -> None:
+def _resume(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag, held: _Held) -> None:
     """Go on from the newest sound checkpoint. Nothing in the folder changes before it has been loaded and fits."""
     checkpoint.clean(folder.checkpoints)
     seen = EventLog(None)
@@ -148,11 +177,11 @@ def _resume(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag) -
         folder.change_config(config)
         plugins.record(config.model_dump(), folder.path)
         folder.truncate_after(-1)
-        _begin(config, folder, view, stop)
+        _begin(config, folder, view, stop, held)
         return
     told = changes_on_resume(folder.config, config, folder.path)
     with (
-        closing(_machines(config, folder, view)) as machines,
+        held.machines() as machines,
         closing(assemble(config, folder, machines.policy, view, stop, machines=machines)) as run,
     ):
         lacking = run.restore(saved)

@@ -43,6 +43,9 @@ class OneProcess:
         self._trainer: LocalTrainer | None = None
         self._resident: Resident | None = None
 
+    def begin_again(self) -> None:
+        """Nothing: there are no ranks."""
+
     def findings(self) -> list[Finding]:
         model = self.policy.model
         found = too_small([p for p in model.parameters() if p.requires_grad], self._config.train.lr)

@@ -7,8 +7,10 @@ when the clock has gone on by what was missing, whatever happened to the speed i
 from __future__ import annotations
 
 import heapq
+import math
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -62,6 +64,8 @@ class _Group:
     step_s: float = 0.0
     ends: list[tuple[float, int]] = field(default_factory=list)
     """Heap of (clock at which the sequence ends, id); entries of removed sequences are skipped."""
+    waiting: deque[int] = field(default_factory=deque)
+    """Sequences for which it has no slot yet."""
 
 
 @dataclass(frozen=True)
@@ -71,23 +75,27 @@ class _Stay:
     tokens: int
     """Response tokens at admission."""
     length: int
+    waits: bool = False
 
 
 class Fleet:
     """`engines` (any positive number) in `groups`; new sequences go to the group with the fewest, inside one they are even.
 
-    `prefill_tokens_s` is the speed of one engine at computing KV of tokens it did not just sample; 0 means it is free.
+    `prefill_tokens_s` is the speed of one engine at computing KV of tokens it did not just sample; 0 means it is free. `slots`: most
+    sequences that one engine decodes together; the others of its group wait, in order.
     """
 
-    def __init__(self, curve: Curve, engines: float, groups: int = 1, prefill_tokens_s: float = 0.0) -> None:
+    def __init__(
+        self, curve: Curve, engines: float, groups: int = 1, prefill_tokens_s: float = 0.0, slots: float | None = None
+    ) -> None:
         self.now = 0.0
         self.busy = 0.0
         """Sequence-seconds so far: running sequences, summed over time."""
         self.trace: list[tuple[float, int]] | None = None
         """(time, running sequences) at every change, when a list."""
         self._generated = 0.0
-        self._curve, self._size, self._prefill = curve, engines / groups, prefill_tokens_s
-        self._groups = [_Group() for _ in range(groups)]
+        self._curve, self._size, self._prefill, self._slots = curve, engines / groups, prefill_tokens_s, slots
+        self._groups, self._whole = [_Group() for _ in range(groups)], groups == 1
         self._stays: dict[int, _Stay] = {}
         self._steps: dict[int, float] = {}
 
@@ -100,19 +108,51 @@ class Fleet:
     def admit(self, id: int, tokens: int, length: int, prefill: float = 0, beside_s: float = 0.0) -> None:
         """Start or resume a sequence of `tokens < length` tokens; its engine first computes KV of `prefill` tokens and is busy
         for `beside_s` with what else that takes."""
-        index = min(range(len(self._groups)), key=lambda i: self._groups[i].running) if len(self._groups) > 1 else 0
+        load = [g.running + len(g.waiting) for g in self._groups] if len(self._groups) > 1 else [0]
+        index = load.index(min(load))
         group = self._groups[index]
         self._read(group)
-        self._stays[id] = _Stay(index, group.clock, tokens, length)
-        heapq.heappush(group.ends, (group.clock + length - tokens, id))
-        self._resize(group, 1)
+        self._stays[id] = _Stay(index, group.clock, tokens, length, waits=True)
+        group.waiting.append(id)
+        self._enter(group)
         group.at += (beside_s + (prefill / self._prefill if self._prefill else 0.0)) / self._size
 
     def remove(self, id: int) -> None:
         """Take a sequence out."""
-        group = self._groups[self._stays.pop(id).group]
+        stay = self._stays.pop(id)
+        group = self._groups[stay.group]
         self._read(group)
-        self._resize(group, -1)
+        if stay.waits:
+            group.waiting.remove(id)
+        else:
+            self._resize(group, -1)
+            self._enter(group)
+
+    def resize(self, engines: float) -> dict[int, int]:
+        """So many engines from now on: groups of engines come and go, or the only one has another size. Returns tokens of the sequences
+        whose engines are gone; they are out."""
+        for group in self._groups:
+            self._read(group)
+        if self._whole:
+            count, going = 1, sorted(self._stays)[round(len(self._stays) * min(1.0, engines / self._size)) :]
+            self._size = engines
+            self._steps.clear()
+            self._resize(self._groups[0], 0)
+        else:
+            count = max(1, round(engines / self._size))
+            going = [id for id in sorted(self._stays) if self._stays[id].group >= count]
+            self._groups += [_Group(at=self.now) for _ in range(count - len(self._groups))]
+        tokens = self.tokens(going)
+        for id in going:
+            self.remove(id)
+        del self._groups[count:]
+        self._enter(self._groups[0])
+        return tokens
+
+    @property
+    def engines(self) -> float:
+        """How many there are now."""
+        return self._size * len(self._groups)
 
     def clear(self) -> None:
         """Take all sequences out and forget what the groups were busy with."""
@@ -120,6 +160,7 @@ class Fleet:
         for group in self._groups:
             self._read(group)
             group.ends.clear()
+            group.waiting.clear()
             group.at, group.running = self.now, 0
         self._note()
 
@@ -160,6 +201,7 @@ class Fleet:
             if id in self._stays:
                 done[id] = self._stays.pop(id).length
         self._resize(group, -len(done))
+        self._enter(group)
         return dict(sorted(done.items()))
 
     def tokens(self, ids: Iterable[int] | None = None) -> dict[int, int]:
@@ -168,6 +210,9 @@ class Fleet:
         found: dict[int, int] = {}
         for id in sorted(self._stays) if ids is None else ids:
             stay = self._stays[id]
+            if stay.waits:
+                found[id] = stay.tokens
+                continue
             made = int(clocks[stay.group] - stay.start + _ROUNDING)
             found[id] = min(stay.length, stay.tokens + made)
         return found
@@ -182,6 +227,17 @@ class Fleet:
             whole = -(-tokens // max(group.running, 1))
             return group.at + whole * group.step_s
         return self.now + tokens / sum(g.running / g.step_s for g in self._groups if g.running)
+
+    def _enter(self, group: _Group) -> None:
+        """Those that wait take slots that are free."""
+        room = len(group.waiting)
+        if self._slots is not None:
+            room = max(0, math.ceil(self._slots * self._size - _ROUNDING) - group.running)
+        for id in [group.waiting.popleft() for _ in range(min(room, len(group.waiting)))]:
+            stay = replace(self._stays[id], start=group.clock, waits=False)
+            self._stays[id] = stay
+            heapq.heappush(group.ends, (group.clock + stay.length - stay.tokens, id))
+            self._resize(group, 1)
 
     def _clock(self, group: _Group) -> float:
         return group.clock + max(0.0, self.now - group.at) / group.step_s if group.running else group.clock

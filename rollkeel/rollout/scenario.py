@@ -50,6 +50,9 @@ class FleetConfig(Node):
     """Seconds of each prefill besides its tokens' time: of every group's prompt, and of every rollout whose KV is computed again."""
     resume_s: float = Field(default=0.0, ge=0)
     """Seconds to take an unfinished rollout out of the engine and in again with its KV."""
+    changes: list[list[int]] = Field(default=[])
+    """`[iteration, engines]`: from the beginning of that iteration on, counted from 0, so many engines are there. Those that go hand over
+    what they have in flight; `rollout` work and the pool's capacity stay what they were."""
     slots: int | None = Field(default=None, ge=1)
     """Sequences that one engine decodes together; None takes where the curve peaks. The barrier looks for its own."""
 
@@ -140,6 +143,9 @@ def load_scenario(file: str | Path | None = None, overrides: Sequence[str] = ())
             f"config warmup: expected fewer than iterations={scenario.iterations}, got {scenario.warmup}; nothing would "
             "be left to measure"
         )
+    for change in scenario.engine.changes:
+        if len(change) != 2 or change[0] < 0 or change[1] < 1:
+            raise BadInput(f"config engine.changes: expected pairs [iteration, engines], got {change}")
     return scenario
 
 

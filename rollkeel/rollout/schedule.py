@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, final
 
@@ -83,11 +84,12 @@ class Recorded(ScheduledEngine):
         self._engine, self._write = engine, write
         self._counted = engine if isinstance(engine, CountedEngine) else None
         self._base: list[int] | None = None
+        self._seen = list[int]()
         self._calls: list[dict[str, Any]] = []
 
     def begin(self) -> None:
         if self._counted is not None:
-            self._base = [n or 0 for n in self._counted.steps]
+            self._base = self._seen = [n or 0 for n in self._counted.steps]
 
     def submit(self, requests: Sequence[Request], *, turns: bool = False) -> None:
         self._engine.submit(requests)
@@ -122,7 +124,12 @@ class Recorded(ScheduledEngine):
     def _note(self, call: str, **more: Any) -> None:
         if self._counted is None or self._base is None:
             return
-        at = [None if n is None else n - start for n, start in zip(self._counted.steps, self._base, strict=True)]
+        steps, at = self._counted.steps, list[int | None]()
+        for n, start, seen in zip_longest(
+            steps, self._base, self._seen
+        ):  # one that joined has no start, or counts anew
+            at.append(None if n is None or start is None or n < seen else n - start)
+        self._seen = [n or 0 for n in steps]
         self._calls.append({"call": call, "at": at, **more})
 
 
@@ -242,7 +249,7 @@ def read_schedule(path: str | Path) -> list[dict[str, Any]]:
             raise BadInput(f"experiment.schedule={path}: line {number} is not a step of a schedule")
         if any(at is None for call in row["calls"] for at in call["at"]):
             raise BadInput(
-                f"experiment.schedule={path}: that run lost an engine worker before the end of step {row['step']}; it cannot be replayed"
+                f"experiment.schedule={path}: that run lost or got an engine worker before the end of step {row['step']}; it cannot be replayed"
             )
     return rows
 

@@ -72,7 +72,7 @@ def counted(
     """
     work, samples = scenario.rollout, scenario.rollout.samples
     target = work.prompts + round(extra * work.prompts)
-    fleet, result = _fleet(scenario), Result(name, slots, _peak(scenario), Ledger(lengths))
+    fleet, result = _fleet(scenario, slots), Result(name, slots, _peak(scenario), Ledger(lengths))
     book = result.ledger
     missing: dict[int, int] = {}  # open group → members that have not finished
     queue: deque[int] = deque()
@@ -85,7 +85,7 @@ def counted(
             started += 1
         complete = sum(left == 0 for left in missing.values())
         while complete < work.prompts:
-            while queue and len(fleet) < slots:
+            while queue and len(fleet) < slots * fleet.engines / scenario.engine.engines:
                 id = queue.popleft()
                 _admit(scenario, fleet, book, id, id // samples)
             done = fleet.finish_next()
@@ -109,7 +109,7 @@ def counted(
 def budgeted(scenario: Scenario, lengths: Lengths, slots: int) -> Result:
     """C3PO++: generation stops at the budget, training follows, parked rollouts resume under the new weights."""
     pool = Pool(_rules(scenario, lengths, slots, scenario.c3po.retention))
-    fleet, result = _fleet(scenario), Result("c3po", slots, _peak(scenario), Ledger(lengths))
+    fleet, result = _fleet(scenario, slots), Result("c3po", slots, _peak(scenario), Ledger(lengths))
     book = result.ledger
     for step in range(scenario.iterations):
         before = _begin(scenario, result, fleet, step)
@@ -134,11 +134,11 @@ def overlapped(scenario: Scenario, lengths: Lengths, slots: int) -> Result:
     slots = max(1, int(slots * share))
     # One batch ahead is its own limit; the pool's would stop an engine that here never waits.
     pool = Pool(replace(_rules(scenario, lengths, slots, bound - 1), train_capacity=0))
-    fleet, result = _fleet(scenario, share), Result("async", slots, _peak(scenario) * share, Ledger(lengths))
+    fleet, result = _fleet(scenario, slots, share), Result("async", slots, _peak(scenario) * share, Ledger(lengths))
     book = result.ledger
     publish_at = math.inf
     for step in range(scenario.iterations):
-        before = _begin(scenario, result, fleet, step)
+        before = _begin(scenario, result, fleet, step, share)
         base = fleet.generated()
         purged = pool.begin()
         for id in purged:
@@ -175,11 +175,21 @@ class _Before:
     generated: int
 
 
-def _begin(scenario: Scenario, result: Result, fleet: Fleet, step: int) -> _Before:
+def _begin(scenario: Scenario, result: Result, fleet: Fleet, step: int, share: float = 1.0) -> _Before:
     result.ledger.counting = step >= scenario.warmup
+    _change(scenario, result, fleet, step, share)
     if step == scenario.iterations - 1:
         fleet.trace = [(fleet.now, len(fleet))]
     return _Before(fleet.now, fleet.busy, result.ledger.generated)
+
+
+def _change(scenario: Scenario, result: Result, fleet: Fleet, step: int, share: float) -> None:
+    """Engines come or go; others go on with what those that go have in flight."""
+    for engines in (count for at, count in scenario.engine.changes if at == step):
+        book, moved = result.ledger, fleet.resize(engines * share)
+        book.note(moved)
+        for id in moved:
+            _admit(scenario, fleet, book, id, -1)
 
 
 def _train(scenario: Scenario, result: Result, fleet: Fleet, before: _Before, trained: int) -> None:
@@ -225,6 +235,8 @@ def _advance(
         fleet.run_to(full)
         return "budget"
     done = fleet.finish_next()
+    while fleet.next_end() <= fleet.now:  # in the same decode step of other engines
+        done |= fleet.finish_next()
     book.note(done)
     pool.advance({}, done)
     return "budget" if by_tokens and left() <= 0 else "ended"
@@ -266,10 +278,11 @@ def _admit(scenario: Scenario, fleet: Fleet, book: Ledger, id: int, source: int)
         fleet.admit(id, life.tokens, life.length, tokens, (once + (life.tokens > 0)) * scenario.engine.prefill_s)
 
 
-def _fleet(scenario: Scenario, share: float = 1.0) -> Fleet:
+def _fleet(scenario: Scenario, slots: int, share: float = 1.0) -> Fleet:
+    """Engines with so many slots in all."""
     engine = scenario.engine
     size = engine.engines * share
-    return Fleet(Curve(engine.curve), size, engine.groups, engine.prefill_tokens_s)
+    return Fleet(Curve(engine.curve), size, engine.groups, engine.prefill_tokens_s, slots / size)
 
 
 def _peak(scenario: Scenario) -> float:

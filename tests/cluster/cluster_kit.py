@@ -7,7 +7,9 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import pyarrow.parquet as pq
 from tiny_run import events
 
 from rollkeel.loop.job import train
@@ -45,6 +47,12 @@ def run_of(folder: Path, *words: str) -> Path:
 def pid_of(run: Path, name: str) -> int:
     """Process of an actor, by the newest line about it."""
     return [e["pid"] for e in events(run) if e["event"] == "actor" and e["name"] == name][-1]
+
+
+def tokens(run: Path) -> list[list[Any]]:
+    """What was sampled in every step, by rollout."""
+    files = sorted((run / "rollouts").iterdir())
+    return [pq.read_table(file, columns=["id", "token_ids"]).sort_by("id").to_pylist() for file in files]
 
 
 def kill_when(run: Path, name: str, stage: str, step: int) -> threading.Thread:

@@ -13,7 +13,7 @@ import pytest
 from cluster_kit import TINY, TWO
 from tiny_run import cli
 
-from rollkeel.cluster.chaos import Chaos, Incident, events, line, parsed, summary
+from rollkeel.cluster.chaos import SLOW_S, Chaos, Incident, events, line, parsed, summary
 from rollkeel.errors import BadInput
 
 
@@ -48,6 +48,19 @@ def test_the_next_fault_waits_until_actors_live_that_the_last_one_did_not_strike
     assert not made._ready([stage(9.0)], 10.0)
     assert not made._ready([stage(11.0), lost], 10.0)
     assert made._ready([stage(11.0), lost, stage(13.0)], 10.0)
+    assert not made._ready([stage(11.0), lost, {**stage(13.0), "stage": "sft"}], 10.0)  # engines have not begun
+
+
+def test_who_is_slow_is_followed_until_he_is_not_and_must_not_be_taken_for_dead(tmp_path: Path) -> None:
+    made = Chaos([], tmp_path, parsed("slow:engine,kill:controller"), 0)
+    incident = Incident("slow", "engine-0", 3, 10.0)
+    assert not made._followed(log(tmp_path, stage(11.0)), incident)
+    assert made._followed(log(tmp_path, stage(11.0), stage(10.1 + SLOW_S)), incident)
+    assert incident.noticed_s is None
+    assert "nobody was taken for dead" in line(incident)
+    lost = {"time": 14.0, "event": "engine_lost", "name": "engine-0", "why": "x"}
+    assert made._followed(log(tmp_path, stage(11.0), lost, stage(16.0)), incident)
+    assert incident.noticed_s == 4.0
 
 
 def test_what_it_says_at_the_end() -> None:
@@ -77,7 +90,22 @@ def test_a_run_that_is_harmed_comes_to_the_model_of_one_that_is_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*TINY, *TWO, "run.steps=20", "cluster.restarts=20", f"run.dir={tmp_path / 'run'}"]
-    code, out, _ = cli(capsys, "chaos", *words, "--count", "5", "--every", "1", "--compare", "--json")
+    faults = "kill:rank,kill:engine,stop:rank,stop:engine,slow:rank,slow:engine,kill:controller"
+    code, out, _ = cli(
+        capsys,
+        "chaos",
+        *words,
+        "--faults",
+        faults,
+        "--count",
+        "5",
+        "--every",
+        "1",
+        "--seed",
+        "2",
+        "--compare",
+        "--json",
+    )
     found = json.loads(out)
     assert code == 0, found
     assert found["same_model"]

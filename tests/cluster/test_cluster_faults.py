@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster_kit import TINY, TWO, kill_when, pid_of, run_of
+from cluster_kit import TINY, TWO, kill_when, pid_of, run_of, tokens
 from tiny_run import assert_same, events, rows, wait_for, weights
 
 from rollkeel.errors import RunStopped
@@ -74,6 +74,27 @@ def test_a_killed_controller_leaves_nothing_and_the_run_goes_on(whole: Path, tmp
     assert_gone(run)
     finished(run)
     assert_same(run, whole)
+
+
+def test_a_killed_controller_loses_neither_pool_nor_queue_nor_the_bound_on_staleness(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    """`budgeted`: the pool of unfinished rollouts, to the bit. `async`: every rollout is trained once, none too old."""
+    budgeted = ["run.loop=budgeted", "rollout.budget.tokens=60", "rollout.budget.capacity=24"]
+    for name, words in (("budgeted", budgeted), ("async", ["run.loop=async"])):
+        run = tmp_path / name
+        process = begin(*TINY, *TWO, *words, "run.steps=6", f"run.dir={run}")
+        wait_for(run, process, "update", 3)  # type: ignore[arg-type]
+        process.kill()
+        process.communicate(timeout=DEADLINE_S)
+        finished(run)
+        if name == "budgeted":
+            assert_same(run, run_of(tmp_path / "whole", *TWO, *words, "run.steps=6"))
+            continue
+        trained = [row["id"] for step in tokens(run) for row in step]
+        assert sorted(trained) == list(range(6 * 8 * 4))
+        limit = load(None, [*TINY, *words]).rollout.overlap.max_staleness
+        assert 0 < max(row.get("staleness/max", 0) for row in rows(run)) <= limit
 
 
 def test_ctrl_c_in_a_terminal_reaches_all_processes_and_ends_with_a_checkpoint(whole: Path, tmp_path: Path) -> None:

@@ -70,8 +70,38 @@ def test_a_run_goes_on_without_a_killed_rank_as_if_it_had_not_been(whole: Path, 
     run_of(run, *TWO)
     killer.join()
     assert_same(run, whole)
+    (told,) = [e for e in events(run) if e["event"] == "ranks_restarted"]
+    assert "trainer rank 1 (node" in told["reason"]
+    names = [e["name"] for e in events(run) if e["event"] == "actor"]
+    assert names == ["trainer-0", "trainer-1", "engine-0", "trainer-0", "trainer-1"]  # the engine was none of theirs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["rollout", "sync"])
+def test_ranks_that_are_killed_again_and_again_begin_again_from_memory(stage: str, whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    killers = [kill_when(run, f"trainer-{rank}", stage, step) for rank, step in ((0, 2), (1, 3))]
+    run_of(run, *TWO, "checkpoint.every=0", "cluster.restarts=2")
+    for killer in killers:
+        killer.join()
+    assert sum(e["event"] == "ranks_restarted" for e in events(run)) == 2
+    assert not any(e["event"] == "restarted" for e in events(run))
+    assert rows(run) == rows(whole)
+    assert weights(run) == weights(whole)
+
+
+@pytest.mark.slow
+def test_without_copies_ranks_begin_again_from_the_checkpoint(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    killer = kill_when(run, "trainer-1", "update", 2)
+    run_of(run, *TWO, "cluster.peer_copies=false")
+    killer.join()
+    assert_same(run, whole)
     (told,) = [e for e in events(run) if e["event"] == "restarted"]
     assert "trainer rank 1 (node" in told["reason"]
+    pids = [(e["name"], e["pid"]) for e in events(run) if e["event"] == "actor"]
+    assert len(pids) == 6
+    assert len(set(pids)) == 5  # the engine is the one that was there
 
 
 @pytest.mark.slow

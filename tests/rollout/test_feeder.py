@@ -380,7 +380,7 @@ def test_a_tighter_bound_on_resume_is_refused() -> None:
         ('{"step": 1, "calls": [{"call": "submit", "at": [0, 0]}]}', "line 1 is not a step"),
         (
             '{"step": 4, "calls": [{"call": "publish", "at": [3, null]}]}',
-            "lost an engine worker before the end of step 4",
+            "lost or got an engine worker before the end of step 4",
         ),
     ],
 )

@@ -128,6 +128,29 @@ def test_removed_sequences_are_gone_and_their_neighbours_speed_up() -> None:
     assert fleet.next_end() == float("inf")
 
 
+def test_an_engine_that_leaves_hands_over_and_one_that_joins_takes_new_work() -> None:
+    """Two engines with a slot each, ten steps a second; 4 and 6 tokens run, 3 wait behind the first. After one step the second engine goes:
+    its 6 wait, too, and lose no token. 4 end at 0.4 s, 3 at 0.7 s, and the other 5 of 6 at 1.2 s."""
+    fleet = Fleet(Curve([[1, 10]]), 2, groups=2, slots=1)
+    for id, length in enumerate((4, 6, 3)):
+        fleet.admit(id, 0, length)
+    fleet.run_to(0.1)
+    moved = fleet.resize(1)
+    assert moved == {1: 1}
+    fleet.admit(1, moved[1], 6)
+    assert fleet.tokens() == {0: 1, 1: 1, 2: 0}
+    ends = []
+    while len(fleet):
+        ends.append((fleet.finish_next(), round(fleet.now, 9)))
+    assert ends == [({0: 4}, 0.4), ({2: 3}, 0.7), ({1: 6}, 1.2)]
+    assert fleet.resize(3) == {}
+    assert fleet.engines == 3
+    for id in (7, 8, 9):
+        fleet.admit(id, 0, 2)
+    assert fleet.finish_next() | fleet.finish_next() | fleet.finish_next() == {7: 2, 8: 2, 9: 2}
+    assert fleet.now == pytest.approx(1.4)
+
+
 # -- policies by hand --------------------------------------------------------------------------------------------------
 
 
@@ -351,6 +374,7 @@ def test_command_writes_table_json_and_a_page_without_outside_references(
         (["policies=[sink]"], "config policies.0"),
         (["warmup=30"], "expected fewer than iterations=30, got 30"),
         (["rollout.samples=1"], "group=wait needs samples"),
+        (["engine.changes=[[3, 0]]"], "config engine.changes: expected pairs [iteration, engines], got [3, 0]"),
         (["lengths.rollouts=/no/such"], "no parquet files"),
         (["engine=3"], "expected a section of keys"),
     ],

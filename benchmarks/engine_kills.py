@@ -1,0 +1,126 @@
+"""What it costs that an engine is killed again and again: trained steps per second with and without, in one run.
+
+    python -m benchmarks.engine_kills                                    # 20 minutes of kills, one every 30 s, and as long without
+    python -m benchmarks.engine_kills --minutes 1 --every 15 run.loop=sync    # does it run; words change the run
+
+One run over Ray on this machine, two engines by default. Windows of `--window` seconds take turns: in every other one an engine is killed with
+SIGKILL every `--every` seconds. The lost share of steps is compared with what the log accounts for: from the beginning of the
+stage that was struck (lost work) to the moment at which another engine serves. In `run.loop=async` the other engine goes on meanwhile, so that a
+lost engine accounts for its share of the engines only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollkeel.cluster.chaos import events
+
+TINY = [
+    "data.options.digits=2", "sft.steps=60", "sft.lr=1e-2", "sampling.max_new_tokens=8", "rollout.prompts=16", "rollout.samples=8",
+    "eval.every=0", "eval.items=8", "eval.samples=2", "checkpoint.every=0", "report.rollouts=false", "run.steps=1000000",
+    "cluster.trainers=1", "cluster.engines=2", "cluster.restarts=1000", "run.loop=async",
+]  # fmt: skip
+
+
+def until(process: subprocess.Popen[Any], run: Path, begun: int) -> None:
+    """Wait for so many steps."""
+    while sum(e.get("stage") == "update" for e in events(run)) < begun:
+        if process.poll() is not None:
+            raise SystemExit(f"the run ended with exit code {process.returncode}")
+        time.sleep(0.2)
+
+
+def kill(run: Path, draw: random.Random) -> float:
+    """SIGKILL to an engine that lives; when."""
+    engines = {e["name"]: e["pid"] for e in events(run) if e["event"] == "actor" and e["name"].startswith("engine-")}
+    name = draw.choice(
+        [name for name, pid in sorted(engines.items()) if Path(f"/proc/{pid}").exists()] or sorted(engines)
+    )
+    try:
+        os.kill(engines[name], signal.SIGKILL)
+    except ProcessLookupError:
+        print(f"{name} had not come back yet")
+    return time.time()
+
+
+def measured(run: Path, process: subprocess.Popen[Any], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Windows in turn, without and with kills."""
+    draw, windows, end = random.Random(0), list[dict[str, Any]](), time.time() + 2 * 60 * args.minutes
+    while time.time() < end:
+        window: dict[str, Any] = {"begin": time.time(), "kills": []}
+        kills = len(windows) % 2 == 1
+        while time.time() < window["begin"] + args.window:
+            if kills and time.time() >= window["begin"] + args.every * len(window["kills"]):
+                window["kills"].append(kill(run, draw))
+            if process.poll() is not None:
+                raise SystemExit(f"the run ended with exit code {process.returncode}")
+            time.sleep(0.1)
+        windows.append({**window, "end": time.time(), "disturbed": kills})
+    return windows
+
+
+def accounted(seen: Sequence[Mapping[str, Any]], kills: Sequence[float], share: float) -> tuple[float, list[float]]:
+    """Seconds of the whole run that the kills account for, and how long each engine was away."""
+    total, away = 0.0, []
+    for at in kills:
+        back = [e["time"] for e in seen if e["event"] in ("engine_renewed", "engine_joined") and e["time"] > at]
+        began = [e["time"] for e in seen if e["event"] == "stage" and e["stage"] == "rollout" and e["time"] <= at]
+        if not back:
+            continue
+        away.append(back[0] - at)
+        total += share * (back[0] - max(began, default=at))
+    return total, away
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=20.0, help="with kills; as many without")
+    parser.add_argument("--every", type=float, default=30.0)
+    parser.add_argument("--window", type=float, default=120.0)
+    parser.add_argument("words", nargs="*")
+    args = parser.parse_args()
+    words = [*TINY, *args.words]
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        command = [sys.executable, "-m", "rollkeel", "train", *words, f"run.dir={run}"]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+            until(process, run, 5)
+            windows = measured(run, process, args)
+            seen = events(run)
+            process.send_signal(signal.SIGINT)
+    steps = [e["time"] for e in seen if e["event"] == "stage" and e["stage"] == "update"]
+    rates, spans, kills = dict[bool, float](), dict[bool, float](), list[float]()
+    for disturbed in (False, True):
+        some = [w for w in windows if w["disturbed"] == disturbed]
+        spans[disturbed] = sum(w["end"] - w["begin"] for w in some)
+        rates[disturbed] = sum(w["begin"] <= t < w["end"] for w in some for t in steps) / spans[disturbed]
+        kills += [at for w in some for at in w["kills"]]
+    engines = next(int(w.split("=")[1]) for w in reversed(words) if w.startswith("cluster.engines="))
+    alone = any(w == "run.loop=async" for w in [w for w in words if w.startswith("run.loop=")][-1:])
+    total, away = accounted(seen, kills, 1 / engines if alone else 1.0)
+    lost = 1 - rates[True] / rates[False]
+    print(
+        f"{len(kills)} kills in {spans[True]:.0f} s; {rates[False]:.3f} steps/s without, {rates[True]:.3f} with: {lost:.1%} lost, the log"
+        f" accounts for {total / spans[True]:.1%}; an engine was away for {sum(away) / max(1, len(away)):.1f} s (mean), {max(away, default=0):.1f} s"
+        " at most"
+    )
+    print(
+        json.dumps(
+            {"lost": lost, "accounted": total / spans[True], "away_s": away, "steps_s": [rates[False], rates[True]]}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
