@@ -12,15 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tiny_run import TINY, cli, events, rows
+from tiny_run import TINY, assert_same, cli, events, rows
 
 from benchmarks.doctor import alterations as alter
 from benchmarks.doctor import patches
 from rollkeel import advantages, report
 from rollkeel.engines import local
 from rollkeel.loop import assemble, learn, machines, steps
+from rollkeel.record.rollout_store import read_step
 from rollkeel.sync import publish
 from rollkeel.train.optimizer import Stepper
 from rollkeel.types import Rollout, Status, TokenSpan
@@ -266,3 +268,30 @@ def test_it_is_noticed_in_the_step_where_it_happens(
         assert rows(run)[-1]["step"] == first - (check != "not_trained")
     else:
         assert code == 0
+
+
+def test_a_stopped_run_goes_on_without_the_fault_as_if_it_had_not_been(
+    tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    asked = words("sync", last=FIRST + 1)
+    assert cli(capsys, "train", "default", *asked, f"run.dir={whole}")[0] == 0
+    with monkeypatch.context() as broken:
+        PATTERNS["shifted log-probs"][0](broken)
+        assert cli(capsys, "train", "default", *asked, f"run.dir={run}")[0] == 3
+    stopped = read_step(run / "rollouts" / f"step_{FIRST:06}.parquet").to_pydict()
+    assert any(values and np.isfinite(values).all() for values in stopped["train_logprobs"])
+    assert cli(capsys, "train", "--resume", run)[0] == 0
+    assert_same(run, whole)
+
+
+def test_a_warning_is_all_where_that_is_asked(
+    tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    batches(monkeypatch, lambda rollouts: [alter.shifted(r, 1) for r in [*rollouts, *rollouts]])
+    code, out, err = cli(capsys, "train", "default", *words("sync", "alarms.on_impossible=warn"), f"run.dir={run}")
+    assert (code, err) == (0, "")
+    assert {"repeated_ids", "fresh_ratio"} <= {e["check"] for e in events(run) if e["event"] == "check"}
+    assert "fresh_ratio" in out
+    assert rows(run)[-1]["optimizer/updates"] > 0
