@@ -188,10 +188,16 @@ def refused(error: Impossible, step: int) -> Finding:
     return Finding(check=error.check, step=step, evidence=str(error), advice=advice(error.check), stops=True)
 
 
-def tell(findings: Sequence[Finding], events: EventLog, note: Callable[[str], None]) -> None:
+def doctor_said(word: str) -> dict[str, str]:
+    """The doctor's verdict, as alarms carry it in the log."""
+    return {"doctor": word} if word else {}
+
+
+def tell(findings: Sequence[Finding], events: EventLog, note: Callable[[str], None], doctor: str = "") -> None:
     """Log and say each; those that stop the run are said by its end. Raises `StoppedByCheck` for the first of those."""
     for f in findings:
-        events.emit("check", step=f.step, check=f.check, evidence=[f.evidence], advice=f.advice)
+        about = {"evidence": [f.evidence], "advice": f.advice, **doctor_said(doctor)}
+        events.emit("check", step=f.step, check=f.check, **about)
         if not f.stops:
             note(f.line)
     for f in findings:

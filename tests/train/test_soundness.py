@@ -114,7 +114,7 @@ def bits(made: LocalTrainer) -> dict[str, bytes]:
     return {name: tensor.detach().numpy().tobytes() for name, tensor in made.named_weights()}
 
 
-def refusal(made: LocalTrainer, given: TrainingBatch, **terms: float) -> str:
+def refusal(made: LocalTrainer, given: TrainingBatch, **terms: Any) -> str:
     """What an update is refused with; empty if it is made. Refused, it changes nothing."""
     before, updates = bits(made), made.version
     try:
