@@ -24,7 +24,6 @@ from rollkeel.record.stopping import StopFlag
 from rollkeel.sync.proof import Probes
 from rollkeel.train.checkpoint import Written
 from rollkeel.train.scores import Scores, UpdateOutput
-from rollkeel.train.soundness import Fresh
 from rollkeel.train.unfinished import Unfinished
 from rollkeel.types import Rollout
 
@@ -43,7 +42,6 @@ def trainer_options(config: Config) -> dict[str, Any]:
         "replay_routing": config.rollout.routing == "replay",
         "rounding": config.experiment.rounding,
         "parity": config.run.parity,
-        "fresh": Fresh.of(config),
     }
 
 

@@ -191,6 +191,13 @@ CHECKS = (
         advice="Look at the grader: it may fail in silence.",
     ),
     Check(
+        name="credit",
+        rule=_when("rollout/miscredited", "{:.0f} rollouts have less advantage than one of their group with a lower reward"),
+        advice="Advantages do not belong to their rollouts: look at the order of rollouts and advantages.",
+        stop=1,
+        early=True,
+    ),
+    Check(
         name="uncaused",
         rule=_when("rollout/uncaused", "{:.0f} rollouts have an advantage in groups whose rewards are all equal"),
         advice="Rounding was divided by itself, or advantages are another batch's: look at the advantage estimator.",
@@ -201,13 +208,6 @@ CHECKS = (
         name="duplicates",
         rule=_when("rollout/duplicates", "{:.0f} rollouts repeat another of their prompt, which the policy's probabilities rule out"),
         advice="Look for requests with the same random numbers, or data that are collected twice.",
-    ),
-    Check(
-        name="credit",
-        rule=_when("rollout/miscredited", "{:.0f} rollouts have less advantage than one of their group with a lower reward"),
-        advice="Advantages do not belong to their rollouts: look at the order of rollouts and advantages.",
-        stop=1,
-        early=True,
     ),
     Check(
         name="same_prompt",

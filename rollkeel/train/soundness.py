@@ -42,7 +42,7 @@ class Apart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Fresh:
-    """What the numbers of engine and trainer explain of ρ ≠ 1 where both have the same weights."""
+    """What the numbers of engine and trainer explain of ρ ≠ 1 where both have the same weights; 0 and 0 for equal bits."""
 
     noise: float
     k3: float
@@ -55,11 +55,11 @@ class Fresh:
         trainer = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[config.model.dtype]
         cool = 1 / min(config.sampling.temperature or 1.0, 1.0)  # divided by it, logits are so much further apart
         sides = (config.engine.dtype, trainer)
-        parity = config.run.parity  # whose bits are the same
+        parity = config.run.parity
         return cls(
             noise=0.0 if parity else ABOVE * cool * sum(NOISE[side] for side in sides),
             k3=0.0 if parity else ABOVE * cool**2 * sum(K3[side] for side in sides),
-            words="run.parity" if parity else f"engine {sides[0]} and trainer {sides[1]}",
+            words=f"engine {sides[0]} and trainer {sides[1]}",
             stops=config.alarms.on_impossible == "stop",
         )
 
@@ -85,12 +85,17 @@ class Fresh:
         """`mismatch/beyond_dtypes_max`, empty without fresh tokens. Raises `Impossible` above 1."""
         found = self.apart(batch, logprobs, version)
         if found.times > 1 and self.stops:
+            seen = (batch.rollout_ids.cpu().numpy(), logprobs.detach().float().cpu().numpy())
+            if not self.k3:
+                raise Impossible(
+                    f"log-probs of fresh tokens differ by up to {found.noise:.3g} nats", check="parity", seen=seen
+                )
             raise Impossible(
                 f"{found.tokens} tokens that weights {version} sampled have other log-probs under weights {version}: noise in"
                 f" logits {found.noise:.3g}, k3 {found.k3:.2g}, which {self.words} explain up to {self.noise:.3g} and"
                 f" {self.k3:.2g}",
                 check="fresh_ratio",
-                seen=(batch.rollout_ids.cpu().numpy(), logprobs.detach().float().cpu().numpy()),
+                seen=seen,
             )
         return {"mismatch/beyond_dtypes_max": min(found.times, 1e9)} if found.tokens else {}
 

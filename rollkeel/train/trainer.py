@@ -49,14 +49,16 @@ class LocalTrainer:
     `replay_routing`: send every token to the experts that the engine chose for it, in `score` and `update` alike, weighted
     by the routers as they are now (rollout routing replay, Ma et al. 2025; the reference model keeps its own choice);
     `mesh`: this process's place among the ranks that train together, all with the same arguments and calls;
-    `rounding`: numeric mode of an engine that passes compute with, see `Rounding`; `parity`: in the arithmetic of `models.parity`;
-    `fresh`: judges passes over tokens that these very weights sampled.
+    `rounding`: numeric mode of an engine that passes compute with, see `Rounding`; `parity`: in the arithmetic of `models.parity`.
     Same inputs give bit-identical weights on a CPU. The model runs in eval mode: dropout would make log-probs of the same
     weights differ between passes.
     """
 
     settle: Callable[[], None] = staticmethod(lambda: None)
     """Called before an update looks at moments and masters: they may still be on their way from where they waited."""
+
+    fresh: Fresh | None = None
+    """Judges passes over tokens that these very weights sampled."""
 
     def __init__(
         self,
@@ -70,7 +72,6 @@ class LocalTrainer:
         rounding: str = "none",
         parity: bool = False,
         mesh: Mesh = Mesh(),
-        fresh: Fresh | None = None,
     ) -> None:
         self.policy, self.config, self.temperature = policy, config, temperature
         self.device = torch.device(device)
@@ -78,7 +79,6 @@ class LocalTrainer:
         if (policy.lora or LoraConfig()) != config.lora:
             raise BadInput("train.lora: expected a policy with these adapters; load it with lora=config.train.lora")
         self._mesh = self.mesh = mesh
-        self._fresh = fresh
         self._freeze()
         check_ranks(mesh, config, policy, rounding, parity)
         how: dict[str, Any] = {"checkpointing": config.checkpointing, "compiled": config.compile, "parity": parity}
@@ -163,7 +163,7 @@ class LocalTrainer:
         `experts`: with the routing of the pass, of a batch that holds the engine's.
         """
         scores = self._score(self._forward, batch, experts)
-        judged(self._fresh, batch, scores.logprobs, self.version, self._mesh)
+        judged(self.fresh, batch, scores.logprobs, self.version, self._mesh)
         return scores
 
     def logprobs(self, batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -255,7 +255,7 @@ class LocalTrainer:
                     raise
             sheet.gather(self._mesh)
             finite(batch, sheet.logprobs, self.version)
-            told = judged(self._fresh, batch, sheet.logprobs, self.version, self._mesh)
+            told = judged(self.fresh, batch, sheet.logprobs, self.version, self._mesh)
             every = self._mesh.losses(losses)
             for loss in every:
                 if not math.isfinite(loss):
