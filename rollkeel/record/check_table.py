@@ -21,6 +21,8 @@ REMEMBERED = 50
 """Steps whose rollouts are known again."""
 UNLIKELY, RECENT = 12.0, 20
 """Nats by which chance must be ruled out for equal rewards to be no chance, and the steps that say what is usual."""
+GAP, JUMPED = 0.2, 8.0
+"""Mean |log ρ| that policies 16 steps old have, and a growth from one step to the next that no update makes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +161,16 @@ CHECKS = (
             else ""
         ),
         advice="Engine and trainer do not compute one distribution: rollkeel doctor RUN names why.",
+    ),
+    Check(
+        name="gap_jumped",
+        rule=lambda row: (
+            f"log-probs of engine and trainer are {row['mismatch/logprob_abs_diff']:.3g} nats apart, for their staleness"
+            f" {row['gap_times']:.3g} times as far as in any recent step"
+            if row.get("gap_times", 0.0) > JUMPED and row["mismatch/logprob_abs_diff"] > GAP
+            else ""
+        ),
+        advice="Something changed between two steps, and staleness does not explain it: rollkeel doctor RUN names it.",
     ),
     Check(
         name="empty",

@@ -42,13 +42,28 @@ class Finding:
 
 
 class Usual:
-    """Which rewards are usual, from the steps so far."""
+    """What is usual, from the steps so far."""
 
     def __init__(self) -> None:
         self._groups: deque[tuple[float, float, float]] = deque(maxlen=RECENT)
+        self._gaps: deque[float] = deque(maxlen=RECENT)
         self._unlikely = 0.0
 
     def observe(self, row: Row) -> dict[str, float]:
+        """What rules compare a row with; nothing where too little came before."""
+        return {**self._rewards(row), **self._gap(row)}
+
+    def _gap(self, row: Row) -> dict[str, float]:
+        """The gap between engine and trainer for its staleness, over the largest of recent steps."""
+        gap = row.get("mismatch/logprob_abs_diff")
+        if gap is None:
+            return {}
+        gap, most = gap / (1 + row.get("staleness/mean", 0.0)), max(self._gaps, default=0.0)
+        known = len(self._gaps) > 1 and most > 0
+        self._gaps.append(gap)
+        return {"gap_times": gap / most} if known else {}
+
+    def _rewards(self, row: Row) -> dict[str, float]:
         """Of a step that has equal rewards alone, lower than usual: how unlikely it and those like it before are by chance, in nats.
 
         Each of its groups would have equal rewards with the share that recent groups had them."""

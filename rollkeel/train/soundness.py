@@ -20,8 +20,8 @@ from rollkeel.train.mesh import Mesh
 NOISE = {"fp32": 0.003, "bf16": 0.055, "fp16": 0.03, "int8": 0.04, "fp8_weights": 0.11, "fp8": 0.20, "int4": 0.45}
 K3 = {"fp32": 1e-4, "bf16": 3e-3, "fp16": 1e-3, "int8": 2e-3, "fp8_weights": 6e-3, "fp8": 1.5e-2, "int4": 6e-2}
 """Largest honest noise in logits and largest honest mean(ρ − 1 − log ρ): the doctor's, whose thresholds say what was measured."""
-ABOVE = 2.0
-"""Times as much that a step must have: honest steps have 0.92 at most."""
+ABOVE = 3.0
+"""Times as much that a step must have: honest steps have 0.92 at most, a mixture of 32 experts a little over 1."""
 LEAST = 40
 """Tokens that say something, from which it is judged."""
 ERRORS = 3.0

@@ -49,8 +49,8 @@ def shifted(tokens: int, by: float) -> torch.Tensor:
 def test_the_limits_are_the_doctor_s_and_add_up() -> None:
     assert (soundness.NOISE, soundness.K3) == (thresholds.NOISE, thresholds.K3)
     fresh = Fresh.of(load(None, ["engine.dtype=fp8", "sampling.temperature=0.5", "model.dtype=bfloat16"]))
-    assert fresh.noise == pytest.approx(2 * 2 * (0.20 + 0.055))
-    assert fresh.k3 == pytest.approx(2 * 4 * (1.5e-2 + 3e-3))
+    assert fresh.noise == pytest.approx(3 * 2 * (0.20 + 0.055))
+    assert fresh.k3 == pytest.approx(3 * 4 * (1.5e-2 + 3e-3))
     assert fresh.stops
     assert not Fresh.of(load(None, ["alarms.on_impossible=warn"])).stops
     assert Fresh.of(load(None, ["run.parity=true"])).k3 == 0
