@@ -210,7 +210,8 @@ def test_an_alarm_that_stops_stops_for_a_check_too(tmp_path: Path, monkeypatch: 
     inject(monkeypatch)
     found, end = run(tmp_path / "run", "sync", "alarms.on_alarm=stop", steps=3)
     assert (check, 1) in found
-    assert "without text" in end
+    assert "A checkpoint was saved" in end
+    assert "Doctor: reward_failures" in end
 
 
 def test_a_weight_is_changeable_if_half_its_last_place_is_below_the_learning_rate() -> None:

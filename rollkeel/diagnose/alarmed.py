@@ -33,7 +33,8 @@ class AlarmDoctor:
     """Asks in a thread. `run`: whose rollouts are recorded; None where none are, and nobody is asked."""
 
     def __init__(self, run: Path | None) -> None:
-        self._run, self._word = run, ""
+        self._run, self.word = run, ""
+        """The last verdict."""
         self._thread: threading.Thread | None = None
 
     def ask(self, wait_s: float, *, alone: bool = False) -> str:
@@ -52,10 +53,10 @@ class AlarmDoctor:
         if self._thread.is_alive():
             return ""
         self._thread = None
-        return self._word
+        return self.word
 
     def _answer(self, run: Path, alone: bool) -> None:
         try:
-            self._word = verdict(run, alone=alone)
+            self.word = verdict(run, alone=alone)
         except Exception as error:  # a run without its doctor is still a run
-            self._word = f"could not say: {' '.join(str(error).split())[:200] or type(error).__name__}"
+            self.word = f"could not say: {' '.join(str(error).split())[:200] or type(error).__name__}"

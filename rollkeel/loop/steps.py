@@ -20,7 +20,15 @@ from rollkeel.config import Config
 from rollkeel.errors import Interrupted, RunStopped, StoppedByCheck
 from rollkeel.loop.learn import learn
 from rollkeel.loop.run import HeldOut, Run
-from rollkeel.loop.watch import LAST_PATIENCE_S, by_source, describe, tell_doctor, tell_graders, tell_warnings
+from rollkeel.loop.watch import (
+    LAST_PATIENCE_S,
+    by_source,
+    describe,
+    tell_doctor,
+    tell_graders,
+    tell_warnings,
+    with_doctor,
+)
 from rollkeel.record import checks
 from rollkeel.rollout.collect import collect
 from rollkeel.rollout.evaluate import evaluate
@@ -55,7 +63,7 @@ def train(run: Run, first: int) -> None:
         run.doctor.hear(LAST_PATIENCE_S)
         word = run.doctor.ask(LAST_PATIENCE_S, alone=True)
         tell_doctor(run, done + 1, word)
-        raise StoppedByCheck(f"{error} Doctor: {word}" if word else str(error)) from error
+        raise StoppedByCheck(with_doctor(str(error), word)) from error
     except Interrupted:
         if done >= 0 and not run.feed.replays():
             save(run, done)
@@ -102,7 +110,9 @@ def step_once(run: Run, step: int) -> bool:
     if saves or (warnings and act in ("checkpoint", "stop")):
         save(run, step)
     if warnings and act == "stop":
-        raise StoppedByCheck(f"{warnings[0].line} A checkpoint was saved; alarms.on_alarm=warn goes on")
+        word = run.doctor.hear(LAST_PATIENCE_S) or run.doctor.word
+        line = f"{warnings[0].line} A checkpoint was saved; alarms.on_alarm=warn goes on"
+        raise RunStopped(with_doctor(line, word))
     checks.tell([f for f in findings if f.stops], run.folder.events, run.view.note)
     return metrics["optimizer/updates"] > 0
 

@@ -44,6 +44,11 @@ def tell_doctor(run: Run, step: int, word: str) -> None:
         run.view.note(f"doctor: {word}")
 
 
+def with_doctor(line: str, word: str) -> str:
+    """A line for people, with the doctor's verdict if there is one."""
+    return f"{line} Doctor: {word}" if word else line
+
+
 def tell_graders(run: Run, step: int) -> dict[str, float]:
     """Metrics of the graders since the last step; those that are slow or do not agree with themselves are told and logged."""
     metrics, events = run.grader.report()
