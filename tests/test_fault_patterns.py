@@ -294,6 +294,11 @@ def test_a_stopped_run_goes_on_without_the_fault_as_if_it_had_not_been(
         assert cli(capsys, "train", "default", *asked, f"run.dir={run}")[0] == 3
     stopped = read_step(run / "rollouts" / f"step_{FIRST:06}.parquet").to_pydict()
     assert any(values and np.isfinite(values).all() for values in stopped["train_logprobs"])
+    with monkeypatch.context() as doubled:  # the batch that was trained last, once more
+        size = len(read_step(run / "rollouts" / f"step_{FIRST - 1:06}.parquet"))
+        batches(doubled, lambda rollouts: [replace(r, id=r.id - size) for r in rollouts])
+        code, _, err = cli(capsys, "train", "--resume", run)
+        assert (code, "trained_before" in err) == (3, True)
     assert cli(capsys, "train", "--resume", run)[0] == 0
     assert_same(run, whole)
 

@@ -77,7 +77,9 @@ def _learn(run: Run, drawn: StepRollouts, clock: Clock) -> dict[str, float]:
     graded = [r for r in drawn.rollouts if r.reward is not None]
     metrics = advantages.group_metrics([r.reward for r in graded], [r.group for r in graded])
     stated = oddities.Stated.of(config, run.trainer.version, run.source.size)
-    metrics |= oddities.sampled(drawn.rollouts, drawn.batch, stated) | run.checks.trained([r.id for r in drawn.batch])
+    metrics |= oddities.sampled(drawn.rollouts, drawn.batch, stated) | run.checks.trained(
+        step, [r.id for r in drawn.batch]
+    )
     checks.tell(run.checks.refuse(step, {**drawn.metrics, **metrics}), run.folder.events, run.view.note)
     groups = split_by_groups(drawn.batch, config.train.updates_per_step)
     chosen = [r for group in groups for r in group]

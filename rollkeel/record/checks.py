@@ -93,7 +93,7 @@ class Checks:
         `early` checks do."""
         self._asked = {"peak_lr": peak_lr, "left": left, "parity": float(parity), "pooled": float(pooled)}
         self._stops, self._usual, self._before = stops, Usual(), -1.0
-        self._trained: deque[frozenset[int]] = deque(maxlen=REMEMBERED)
+        self._trained: deque[tuple[int, frozenset[int]]] = deque(maxlen=REMEMBERED)
         self._streak: Counter[str] = Counter()
         self._said: dict[str, int] = {}
         self._steps = 0
@@ -107,10 +107,10 @@ class Checks:
         row = {**metrics, **self._asked}
         return [f for check in CHECKS for f in self._found(check, step, row, 1) if not f.stops]
 
-    def trained(self, ids: Sequence[int]) -> dict[str, float]:
-        """`rollout/trained_before`: how many of these rollouts were given to an earlier call, of the last `REMEMBERED`."""
-        again = sum(any(i in earlier for earlier in self._trained) for i in ids)
-        self._trained.append(frozenset(ids))
+    def trained(self, step: int, ids: Sequence[int]) -> dict[str, float]:
+        """`rollout/trained_before`: how many of these rollouts of `step` another step had, of the last `REMEMBERED`."""
+        again = sum(any(i in had for other, had in self._trained if other != step) for i in ids)
+        self._trained.append((step, frozenset(ids)))
         return {"rollout/trained_before": float(again)} if again else {}
 
     def observe(self, row: Row) -> tuple[dict[str, float], list[Finding]]:

@@ -142,9 +142,12 @@ def finite(batch: TrainingBatch, logprobs: torch.Tensor, version: int) -> None:
         )
 
 
-def still(batch: TrainingBatch, objective: object, losses: Sequence[float]) -> Callable[[float], None]:
+def still(
+    fresh: Fresh | None, batch: TrainingBatch, objective: object, losses: Sequence[float]
+) -> Callable[[float], None]:
     """Judges the gradient's norm: where no token has an advantage and nothing else has a loss, it must be 0."""
-    nothing = getattr(objective, "pays_credit_alone", False) and not any(losses) and not bool(batch.advantages.any())
+    asked = fresh is not None and fresh.stops and getattr(objective, "pays_credit_alone", False)
+    nothing = asked and not any(losses) and not bool(batch.advantages.any())
 
     def judge(norm: float) -> None:
         if nothing and norm > 0:

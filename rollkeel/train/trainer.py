@@ -265,7 +265,7 @@ class LocalTrainer:
             self._add_gradients(self._stepper)
             self.settle()
             before = self._changed.look()
-            metrics = self._stepper.step(still(batch, objective, every))
+            metrics = self._stepper.step(still(self.fresh, batch, objective, every))
             return {**told, **metrics, "optimizer/changed_share": self._changed.since(before)}
         finally:
             self._stepper.zero_grad()

@@ -148,8 +148,10 @@ def test_a_batch_without_credit_has_no_gradient_unless_something_else_is_paid(
     terms: dict[str, float], check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing = replace(batch(), advantages=torch.zeros(len(batch())))
-    assert refusal(trainer(), nothing, **terms) == ""
+    judge = Fresh(noise=1e9, k3=1e9)
+    assert refusal(trainer(judge), nothing, **terms) == ""
     left: Callable[[Any, Any], torch.Tensor] = Stepper._norm
     monkeypatch.setattr(Stepper, "_norm", lambda self, grads: left(self, grads) + 0.1)
-    assert refusal(trainer(), nothing, **terms) == check
-    assert refusal(trainer(), batch(), **terms) == ""
+    assert refusal(trainer(judge), nothing, **terms) == check
+    assert refusal(trainer(judge), batch(), **terms) == ""
+    assert refusal(trainer(replace(judge, stops=False)), nothing, **terms) == ""
