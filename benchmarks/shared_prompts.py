@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -81,9 +82,9 @@ def main() -> None:
     for repeat in range(args.repeats + 1):
         for on in (False, True):
 
-            def kept(on: bool = on) -> dict[str, float]:
+            def kept(*judge: Any, on: bool = on) -> dict[str, float]:
                 grads[on] = {n: p.grad.clone() for n, p in stepper.named if p.grad is not None}
-                return step()
+                return step(*judge)
 
             stepper.step = kept  # type: ignore[method-assign]
             with shared(on):

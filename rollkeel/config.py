@@ -321,6 +321,9 @@ class AlarmConfig(Node):
 
     on_alarm: Annotated[Literal["off", "warn", "checkpoint", "stop"], OrOff] = "warn"
     """`warn` says it, `checkpoint` saves the state as well, `stop` ends the run behind that (exit code 3)."""
+    on_impossible: Literal["stop", "warn"] = "stop"
+    """What numbers that no sound step has (log-probs of the same weights that differ, a batch that comes twice) do before the update:
+    `stop` ends the run with its weights as they were (exit code 3), `warn` says it and trains."""
 
 
 class TraceConfig(Node):

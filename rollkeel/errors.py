@@ -41,8 +41,33 @@ class Corrupt(RollkeelError):
     exit_code = 4
 
 
-class NonFinite(RunStopped):
+class StoppedByCheck(RunStopped):
+    """A check ended the run, and its evidence is in the log."""
+
+
+class Impossible(RunStopped):
+    """A number that no sound step has; the weights were left untouched."""
+
+    check = "impossible"
+    """Which of `rollkeel.record.checks` it fails."""
+    seen: Any = None
+    """Ids of rollouts and the trainer's log-probs of their tokens, `[T]` each, where a pass was made."""
+
+    def __init__(self, message: str, *, check: str = "", seen: Any = None) -> None:
+        super().__init__(message)
+        self.check, self.seen = check or self.check, seen
+
+
+class NonFinite(Impossible):
     """A log-prob, loss or gradient is NaN or infinite; the weights were left untouched."""
+
+    check = "non_finite"
+
+
+class NoLogProb(Impossible, BadInput):
+    """A log-prob is above 0."""
+
+    check = "positive_logprob"
 
 
 class EngineFailure(RunStopped):

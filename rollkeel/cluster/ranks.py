@@ -35,6 +35,7 @@ from rollkeel.record.checks import too_small
 from rollkeel.train.checkpoint import TRAINER, Written, versions
 from rollkeel.train.mesh import Mesh, join, local
 from rollkeel.train.sharded import check_ranks
+from rollkeel.train.soundness import Fresh
 from rollkeel.train.together import UnfinishedTogether
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.train.unfinished import Unfinished
@@ -197,6 +198,7 @@ class Rank:
         assert self._policy is not None
         options = {"device": device_of(self._config), "mesh": self._mesh, **trainer_options(self._config)}
         self._trainer = LocalTrainer(self._policy, self._config.train, **options)
+        self._trainer.fresh = Fresh.of(self._config)
 
     def _batch(self, whole: bytes | None, told: bytes) -> tuple[TrainingBatch, dict[str, Any]]:
         """The batch that a call is about, of the one that is here or of another `whole` one, and what else was told."""

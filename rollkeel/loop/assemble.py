@@ -261,7 +261,13 @@ def assemble(
             eval_sampling=sampling_params(config, policy.stop_token_ids, EVAL_SEED),
             eval_sets=further_evaluations(config, policy),
             feed=open_feed(config, sampler, source, view, folder),
-            checks=Checks(config.train.lr, objective.left, parity=config.run.parity),
+            checks=Checks(
+                config.train.lr,
+                objective.left,
+                parity=config.run.parity,
+                pooled=config.run.loop == "budgeted",
+                stops=config.alarms.on_impossible == "stop",
+            ),
             view=view,
             stop=stop,
         )

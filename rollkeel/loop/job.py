@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -12,7 +12,17 @@ import torch
 from rollkeel import plugins
 from rollkeel.analyzer.record import check_layers
 from rollkeel.config import Config
-from rollkeel.errors import BAD_INPUTS, REFUSALS, BadInput, Corrupt, Interrupted, OwnCodeBroke, RankLost, RunStopped
+from rollkeel.errors import (
+    BAD_INPUTS,
+    REFUSALS,
+    BadInput,
+    Corrupt,
+    Interrupted,
+    OwnCodeBroke,
+    RankLost,
+    RollkeelError,
+    RunStopped,
+)
 from rollkeel.events import EventLog
 from rollkeel.loop.assemble import (
     assemble,
@@ -31,6 +41,7 @@ from rollkeel.models.loading import quiet_transformers
 from rollkeel.objectives.described import in_words
 from rollkeel.record.checks import tell, untold
 from rollkeel.record.live import LiveView
+from rollkeel.record.rollout_store import read_step
 from rollkeel.record.run_config import changes_on_resume, nothing_to_do
 from rollkeel.record.runfolder import RunFolder
 from rollkeel.record.stopping import StopFlag
@@ -241,6 +252,9 @@ def _reinforce(run: Run, first: int) -> None:
     for row in run.folder.metrics():  # of a run that goes on: what it has warned of is not said again
         run.alarms.observe(row)
         run.checks.observe(row)
+    for step, file in run.folder.rollout_files()[-1:]:  # nor is its batch trained again
+        with suppress(RollkeelError):
+            run.checks.trained(step, read_step(file, ["id"]).column("id").to_pylist())
     run.view.phase("rl", run.config.run.steps)
     try:
         plugins.tried(lambda: train_steps(run, first), "own code", between=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ import torch
 from rollkeel import advantages, plugins
 from rollkeel.batch.build import TrainingBatch, build_batch, split_by_groups
 from rollkeel.config import Config, TrainConfig
+from rollkeel.errors import BadInput, Impossible, StoppedByCheck
 from rollkeel.loop.assemble import estimator
 from rollkeel.loop.machines import Trainer
 from rollkeel.loop.run import Run
+from rollkeel.loop.watch import tell_warnings
 from rollkeel.objectives import Objective
 from rollkeel.objectives.kl import PLAIN
 from rollkeel.record import checks, oddities
@@ -54,11 +57,29 @@ class OldScores:
 
 def learn(run: Run, drawn: StepRollouts, clock: Clock) -> dict[str, float]:
     """Passes, credit, updates; writes the step's rollouts and returns what was measured. `optimizer/updates` is 0 if nothing
-    was learnt."""
+    was learnt. A step that a check stops writes them too, for who asks why."""
+    try:
+        return _learn(run, drawn, clock)
+    except (StoppedByCheck, Impossible) as error:
+        seen = error.seen if isinstance(error, Impossible) else None
+        with suppress(BadInput, ValueError):  # what stopped the step says more
+            stated = oddities.Stated.of(run.config, run.trainer.version, run.source.size)
+            tell_warnings(run, run.checks.beside(clock.step, oddities.sampled(drawn.rollouts, drawn.batch, stated)))
+            if run.config.report.rollouts:
+                store_refused(run, drawn, clock.step, seen)
+        if isinstance(error, Impossible):
+            checks.tell([checks.refused(error, clock.step)], run.folder.events, run.view.note)
+        raise
+
+
+def _learn(run: Run, drawn: StepRollouts, clock: Clock) -> dict[str, float]:
     config, objective, step = run.config, run.objective, clock.step
     graded = [r for r in drawn.rollouts if r.reward is not None]
     metrics = advantages.group_metrics([r.reward for r in graded], [r.group for r in graded])
-    metrics |= oddities.sampled(drawn.rollouts, drawn.batch, run.source.size)
+    stated = oddities.Stated.of(config, run.trainer.version, run.source.size)
+    metrics |= oddities.sampled(drawn.rollouts, drawn.batch, stated) | run.checks.trained(
+        step, [r.id for r in drawn.batch]
+    )
     checks.tell(run.checks.refuse(step, {**drawn.metrics, **metrics}), run.folder.events, run.view.note)
     groups = split_by_groups(drawn.batch, config.train.updates_per_step)
     chosen = [r for group in groups for r in group]
@@ -78,7 +99,8 @@ def learn(run: Run, drawn: StepRollouts, clock: Clock) -> dict[str, float]:
         with clock.stage("update"):
             parts = whole.parts([[credit[r.id] for r in g] for g in groups], objective.aggregate)
             whole = replace(whole, advantages=torch.cat([p.advantages for p in parts]))
-            metrics |= credited(config, objective, parts, chosen)
+            metrics |= (paid := credited(config, objective, parts, chosen))
+            checks.tell(run.checks.refuse(step, paid), run.folder.events, run.view.note)
             name = config.objective.name
             updated = functools.partial(update, run.trainer, objective, parts, scores)
             own = plugins.is_own(name)
@@ -106,7 +128,8 @@ def credited(
         config.reward.overlong.buffer or config.train.kl_in == "reward" or config.experiment.advantages == "shuffled"
     )
     own = plugins.is_own(estimator(config, objective))  # may pay for what it likes
-    return {} if added or own else oddities.credited(parts, chosen)
+    over_batch = estimator(config, objective) in advantages.OVER_BATCH
+    return {} if added or own else oddities.credited(parts, chosen, over_batch=over_batch)
 
 
 def passes(
@@ -242,6 +265,24 @@ def _at(rollout: Rollout, values: np.ndarray, absent: float) -> np.ndarray:
     out = np.full(len(rollout.span), absent, values.dtype)
     out[rollout.span.own] = values
     return out
+
+
+def store_refused(run: Run, drawn: StepRollouts, step: int, seen: tuple[np.ndarray, np.ndarray] | None) -> None:
+    """Write the rollouts of a step without an update. `seen`: rollout ids and the trainer's log-probs of some of its tokens, if there
+    was a pass."""
+    known = [r for r in drawn.batch if seen is not None and (seen[0] == r.id).sum() == r.span.own_count]
+    values = {r.id: _at(r, seen[1][seen[0] == r.id], np.nan) for r in known} if seen is not None else None
+    versions = dict.fromkeys(values or (), run.trainer.version)
+    every = list({r.id: r for r in (*drawn.batch, *drawn.rollouts)}.values())
+    piece = run.policy.tokenizer
+    write_step(
+        run.folder.rollouts(step),
+        [r for r in every if r.reward is not None],
+        step=step,
+        train_logprobs=values,
+        train_version=versions or None,
+        piece=lambda i: piece.decode([i]),
+    )
 
 
 def store(

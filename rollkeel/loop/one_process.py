@@ -23,6 +23,7 @@ from rollkeel.sync.proof import Probes
 from rollkeel.sync.publish import DirectPublisher
 from rollkeel.sync.shared import no_deltas
 from rollkeel.train.checkpoint import TRAINER, Written
+from rollkeel.train.soundness import Fresh
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.train.unfinished import Unfinished
 from rollkeel.types import Rollout
@@ -58,6 +59,7 @@ class OneProcess:
         self._trainer = LocalTrainer(
             self.policy, self._config.train, device=device_of(self._config), **trainer_options(self._config)
         )
+        self._trainer.fresh = Fresh.of(self._config)
         return self._trainer
 
     def engine(self, folder: RunFolder) -> tuple[Engine, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollkeel.config import Config
+from rollkeel.diagnose.alarmed import AlarmDoctor
 from rollkeel.errors import BadInput
 from rollkeel.loop.feeds import Feed
 from rollkeel.loop.machines import Machines, Publish, Trainer
@@ -87,6 +88,10 @@ class Run:
     """What no healthy step does."""
     held: dict[str, float] = field(default_factory=dict)
     """What phases since the last row held in memory (`memory.offload`)."""
+
+    def __post_init__(self) -> None:
+        self.doctor = AlarmDoctor(self.folder.path if self.config.report.rollouts else None)
+        """Is asked when an alarm rises."""
 
     def clock(self, step: int) -> Clock:
         """A stopwatch for one step."""

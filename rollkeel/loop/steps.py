@@ -17,10 +17,18 @@ the state of step s and do s + 1. In the asynchronous loop it is a function of t
 from __future__ import annotations
 
 from rollkeel.config import Config
-from rollkeel.errors import Interrupted, RunStopped
+from rollkeel.errors import Interrupted, RunStopped, StoppedByCheck
 from rollkeel.loop.learn import learn
 from rollkeel.loop.run import HeldOut, Run
-from rollkeel.loop.watch import by_source, describe, tell_graders, tell_warnings
+from rollkeel.loop.watch import (
+    LAST_PATIENCE_S,
+    by_source,
+    describe,
+    tell_doctor,
+    tell_graders,
+    tell_warnings,
+    with_doctor,
+)
 from rollkeel.record import checks
 from rollkeel.rollout.collect import collect
 from rollkeel.rollout.evaluate import evaluate
@@ -50,6 +58,12 @@ def train(run: Run, first: int) -> None:
                     f"{barren} steps in a row had no group with differing rewards; make the task easier or harder"
                 )
         tell_warnings(run, run.checks.at_end(done))
+        tell_doctor(run, done, run.doctor.hear(LAST_PATIENCE_S))
+    except StoppedByCheck as error:
+        run.doctor.hear(LAST_PATIENCE_S)
+        word = run.doctor.ask(LAST_PATIENCE_S, alone=True)
+        tell_doctor(run, done + 1, word)
+        raise StoppedByCheck(with_doctor(str(error), word)) from error
     except Interrupted:
         if done >= 0 and not run.feed.replays():
             save(run, done)
@@ -90,12 +104,15 @@ def step_once(run: Run, step: int) -> bool:
     row = {"step": step, "version": run.trainer.version, **metrics, **run.phases()}
     checked, findings = run.checks.observe(row)
     run.record(row | checked, texts_of=drawn.rollouts if evaluates else ())
+    tell_doctor(run, step, run.doctor.hear())
     warnings = tell_warnings(run, findings, row)
     act = run.config.alarms.on_alarm
     if saves or (warnings and act in ("checkpoint", "stop")):
         save(run, step)
     if warnings and act == "stop":
-        raise RunStopped(f"{warnings[0].line} A checkpoint was saved; alarms.on_alarm=warn goes on")
+        word = run.doctor.hear(LAST_PATIENCE_S) or run.doctor.word
+        line = f"{warnings[0].line} A checkpoint was saved; alarms.on_alarm=warn goes on"
+        raise RunStopped(with_doctor(line, word))
     checks.tell([f for f in findings if f.stops], run.folder.events, run.view.note)
     return metrics["optimizer/updates"] > 0
 

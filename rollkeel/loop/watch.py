@@ -12,22 +12,41 @@ from rollkeel.record import checks
 from rollkeel.record.alarms import Alarm
 from rollkeel.types import Rollout, StepRollouts
 
+PATIENCE_S, LAST_PATIENCE_S = 1.0, 30.0
+"""How long an alarm waits for the doctor, and a run that ends."""
+
 
 def tell_warnings(
     run: Run, findings: Sequence[checks.Finding], row: Mapping[str, Any] | None = None
 ) -> list[Alarm | checks.Finding]:
-    """Tell and log findings that warn, and alarms about the steps to come that the row raises; returns both."""
+    """Tell and log findings that warn, and alarms about the steps to come that the row raises; returns both. With a row the doctor is
+    asked why, and says so with them, or behind them if he takes long."""
     if run.config.alarms.on_alarm == "off":
         return []
     raised = [] if row is None else run.alarms.observe(row)
-    for alarm in raised:
-        run.folder.events.emit(
-            "alarm", step=alarm.step, alarm=alarm.kind, evidence=list(alarm.evidence), advice=alarm.advice
-        )
-        run.view.note(alarm.line)
     warnings = [f for f in findings if not f.stops]
-    checks.tell(warnings, run.folder.events, run.view.note)
+    word = run.doctor.ask(PATIENCE_S) if row is not None and (raised or warnings) else ""
+    said = checks.doctor_said(word)
+    for alarm in raised:
+        about = {"evidence": list(alarm.evidence), "advice": alarm.advice, **said}
+        run.folder.events.emit("alarm", step=alarm.step, alarm=alarm.kind, **about)
+        run.view.note(alarm.line)
+    checks.tell(warnings, run.folder.events, run.view.note, word)
+    if word:
+        run.view.note(f"doctor: {word}")
     return [*raised, *warnings]
+
+
+def tell_doctor(run: Run, step: int, word: str) -> None:
+    """Tell and log what the doctor says behind an alarm."""
+    if word:
+        run.folder.events.emit("doctor", step=step, verdict=word)
+        run.view.note(f"doctor: {word}")
+
+
+def with_doctor(line: str, word: str) -> str:
+    """A line for people, with the doctor's verdict if there is one."""
+    return f"{line} Doctor: {word}" if word else line
 
 
 def tell_graders(run: Run, step: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from rollkeel.errors import BadInput, NonFinite
+from rollkeel.errors import BadInput, NoLogProb, NonFinite
 from rollkeel.objectives.segments import lengths
 from rollkeel.types import TokenBatch
 
@@ -49,7 +49,7 @@ def check_tokens(tokens: TokenBatch, needs: Iterable[str], who: str) -> None:
         elif not (math.isfinite(low) and math.isfinite(high)):
             _refuse(tokens, name, ~torch.isfinite(getattr(tokens, name)), "finite", NonFinite, who)
         if name in LOGPROBS and high > ROUNDING:
-            _refuse(tokens, name, getattr(tokens, name) > ROUNDING, "log-probs ≤ 0 in", BadInput, who)
+            _refuse(tokens, name, getattr(tokens, name) > ROUNDING, "log-probs ≤ 0 in", NoLogProb, who)
         if name == "coefficients" and low < 0:
             _refuse(tokens, name, tokens.coefficients < 0, "non-negative", BadInput, who)
 
@@ -121,7 +121,7 @@ def _check_layout(tokens: TokenBatch, needs: tuple[str, ...], who: str) -> None:
 
 
 def _refuse(
-    tokens: TokenBatch, name: str, bad: torch.Tensor, what: str, error: type[BadInput] | type[NonFinite], who: str
+    tokens: TokenBatch, name: str, bad: torch.Tensor, what: str, error: type[BadInput | NonFinite], who: str
 ) -> None:
     first = tuple(bad.nonzero()[0].tolist())
     where = first[0]

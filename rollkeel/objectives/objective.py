@@ -149,6 +149,11 @@ class Objective:
         return names - _ALWAYS
 
     @property
+    def pays_credit_alone(self) -> bool:
+        """True if a token without advantage has no part in the loss."""
+        return not (self.kl_coefficient or self.entropy_coefficient or self.gap_penalty)
+
+    @property
     def looks_ahead(self) -> bool:
         """True if `prepare` finds something for the batch in the old or current log-probs: no stand-in for either will do."""
         by_weight = self.weight is not None and self.weight.normalise

@@ -3,44 +3,27 @@
 `oddities.py` measures before the optimizer, `changeable` before anything is trained; what they measure are metrics of the
 step's row, and a check is a rule over that row. So a resumed run that is shown its old rows goes on where the whole one was.
 A check warns (`alarms.on_alarm` says what follows) after so many steps in a row, and may stop the run after more. Checks that
-name an impossibility of the data (`early`) stop it before the weights are touched.
+name an impossibility of the data (`early`) stop it before the weights are touched, unless `alarms.on_impossible` only warns; so do
+those of `train/soundness.py`, which need the pass or its gradient.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rollkeel.errors import RunStopped
+from rollkeel.errors import Impossible, StoppedByCheck
 from rollkeel.events import EventLog
 from rollkeel.models.routers import unreached_experts
+from rollkeel.record.check_table import CHANGEABLE, CHECKS, RECENT, REMEMBERED, Check, Row, advice
 
-Row = Mapping[str, Any]
 WINDOW = 10
 """A check is told again after so many steps without it."""
-MASKED, TRUNCATED, CHANGED, CHANGEABLE = 0.99, 0.95, 0.02, 0.5
-"""Shares: of the tokens that masks were to leave, dropped; of answers, cut; both above which, and of weights that an update changed
-and could change, below which something is wrong. Healthy float32 runs change 0.3 to 1 of the weights (experts without tokens keep
-theirs)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """A rule over one row: the evidence in one line, or empty."""
-
-    name: str
-    rule: Callable[[Row], str]
-    advice: str
-    after: int = 1
-    """Steps in a row after which it is said."""
-    stop: int = 0
-    """Steps in a row after which the run stops; 0 never."""
-    early: bool = False
-    """Asked before the update; it stops the run there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,185 +41,87 @@ class Finding:
         return f"check at step {self.step}: {self.check}: {self.evidence}. {self.advice}"
 
 
-def _signal(row: Row) -> float:
-    """Groups whose rewards differ."""
-    return row.get("groups/count", 0.0) - row.get("groups/zero_variance", 0.0)
+class Usual:
+    """What is usual, from the steps so far."""
 
+    def __init__(self) -> None:
+        self._groups: deque[tuple[float, float, float]] = deque(maxlen=RECENT)
+        self._gaps: deque[float] = deque(maxlen=RECENT)
+        self._unlikely = 0.0
 
-def _when(key: str, text: str) -> Callable[[Row], str]:
-    """True for a count that should be 0."""
-    return lambda row: text.format(row[key]) if row.get(key, 0) > 0 else ""
+    def observe(self, row: Row) -> dict[str, float]:
+        """What rules compare a row with; nothing where too little came before."""
+        return {**self._rewards(row), **self._gap(row)}
 
+    def _gap(self, row: Row) -> dict[str, float]:
+        """The gap between engine and trainer for its staleness, over the largest of recent steps."""
+        gap = row.get("mismatch/logprob_abs_diff")
+        if gap is None:
+            return {}
+        gap, most = gap / (1 + row.get("staleness/mean", 0.0)), max(self._gaps, default=0.0)
+        known = len(self._gaps) > 1 and most > 0
+        self._gaps.append(gap)
+        return {"gap_times": gap / most} if known else {}
 
-def _credit(row: Row) -> float:
-    """Share of the trained rollouts that have an advantage: some estimators give none where rewards differ, or some where none do."""
-    return row.get("advantages/nonzero", 0.0)
+    def _rewards(self, row: Row) -> dict[str, float]:
+        """Of a step that has equal rewards alone, lower than usual: how unlikely it and those like it before are by chance, in nats.
 
-
-def _no_signal(row: Row) -> str:
-    if not row.get("groups/count") or _signal(row) or _credit(row):
-        return ""
-    spread = "" if row.get("reward/std") else f", all rewards are {row.get('reward/mean', 0.0):.3g}"
-    return f"no group of {row['groups/count']:.0f} has rewards that differ{spread}"
-
-
-def _gradient(row: Row) -> str:
-    credit = row.get("advantages/kept", _credit(row))  # a mask may keep a few tokens, none of them with credit
-    learns = row.get("optimizer/updates") and credit and row.get("objective/kept", 1.0) > 1 - MASKED
-    return "the gradient is 0 where advantages are not" if learns and row.get("optimizer/grad_norm") == 0 else ""
-
-
-def _no_credit(row: Row) -> str:
-    return "rewards differ and every advantage is 0" if _signal(row) and row.get("advantages/nonzero") == 0 else ""
-
-
-def _changed(row: Row) -> float | None:
-    """Share of weights that a real update changed. None where nothing could be expected: no gradient, or hardly a learning rate."""
-    lr = row.get("optimizer/lr", 0.0)
-    return (
-        row.get("optimizer/changed_share")
-        if row.get("optimizer/grad_norm", 0.0) > 0 and lr >= 0.1 * row["peak_lr"] and lr > 0
-        else None
-    )
-
-
-def _truncated(row: Row) -> str:
-    share = row.get("rollout/truncated", 0.0)
-    return f"{share:.0%} of the answers end at the length limit" if share >= TRUNCATED and not _signal(row) else ""
-
-
-def _masked(row: Row) -> str:
-    share = row.get("mask/dropped_share", 0.0)
-    return f"masks drop {share:.2%} of the tokens" if 1 - share <= (1 - MASKED) * row["left"] else ""
-
-
-def _parted(row: Row) -> str:
-    gap = row.get("mismatch/equal_version/logprob_abs_diff", 0.0)
-    return f"log-probs of fresh tokens differ by {gap:.3g} nats on average" if row["parity"] and gap != 0 else ""
-
-
-CHECKS = (
-    Check(
-        name="repeated_ids",
-        rule=_when("rollout/repeated_ids", "{:.0f} rollouts have an id that another one of the step has"),
-        advice="Data reach the trainer twice: look at what collects rollouts.",
-        stop=1,
-        early=True,
-    ),
-    Check(
-        name="unstopped",
-        rule=_when("rollout/unstopped", "{:.0f} rollouts are called finished and do not end with a stop token"),
-        advice="The engine cuts answers or drops their last token: return status `length` for a cut, and the stop token with a whole one.",
-        stop=1,
-        early=True,
-    ),
-    Check(
-        name="duplicates",
-        rule=_when("rollout/duplicates", "{:.0f} rollouts repeat another of their prompt, which the policy's probabilities rule out"),
-        advice="Look for requests with the same random numbers, or data that are collected twice.",
-    ),
-    Check(
-        name="credit",
-        rule=_when("rollout/miscredited", "{:.0f} rollouts have less advantage than one of their group with a lower reward"),
-        advice="Advantages do not belong to their rollouts: look at the order of rollouts and advantages.",
-    ),
-    Check(
-        name="same_prompt",
-        rule=_when("rollout/same_prompt", "all {:.0f} groups have the same prompt"),
-        advice="Look at the data source: every step should have other prompts.",
-        after=3,
-    ),
-    Check(
-        name="empty_rewarded",
-        rule=_when("rollout/empty_rewarded", "{:.0f} answers without text have the highest reward of the step"),
-        advice="Look at the grader: rollkeel tasks check TASK.",
-    ),
-    Check(
-        name="right_unrewarded",
-        rule=_when("rollout/right_unrewarded", "{:.0f} answers that are the gold answer to the letter got no reward"),
-        advice="Look at the grader: rollkeel tasks check TASK.",
-        after=2,
-    ),
-    Check(
-        name="no_signal",
-        rule=_no_signal,
-        advice="Nothing is learnt from it: make the task easier or harder, warm-start longer, or look at the grader.",
-        after=10,
-    ),
-    Check(
-        name="gradient",
-        rule=_gradient,
-        advice="The loss does not depend on the model, or clips and weights cancel all of it: look at the objective.",
-        stop=5,
-    ),
-    Check(
-        name="no_credit",
-        rule=_no_credit,
-        advice="Nothing is learnt from these steps: look at the advantage estimator, or take one that pays every difference (grpo, rloo).",
-        after=3,
-    ),
-    Check(
-        name="unchanged",
-        rule=lambda row: "the update left every weight as it was" if _changed(row) == 0 else "",
-        advice="The optimizer does not step, or train.lr is below float32's precision: raise train.lr.",
-        stop=2,
-    ),
-    Check(
-        name="update_too_small",
-        rule=lambda row: f"an update changed {share:.2%} of the weights" if 0 < (share := _changed(row) or 0) < CHANGED else "",
-        advice="Float32 cannot follow: raise train.lr.",
-        after=2,
-    ),
-    Check(
-        name="masked",
-        rule=_masked,
-        advice="Hardly anything is trained: widen the objective's thresholds, or lower the staleness or the engine's rounding.",
-        after=3,
-    ),
-    Check(
-        name="all_masked",
-        rule=lambda row: "masks drop every token" if row.get("mask/dropped_share", 0.0) >= 1 else "",
-        advice="Nothing is trained: widen the objective's thresholds, or lower the staleness or the engine's rounding.",
-        after=3,
-        stop=20,
-    ),
-    Check(
-        name="parity",
-        rule=_parted,
-        advice="Under run.parity both sides have the same bits, so this is a fault: rollkeel analyze RUN names where they part.",
-        stop=1,
-    ),
-    Check(
-        name="truncated",
-        rule=_truncated,
-        advice="No answer may fit: raise sampling.max_new_tokens, or warm-start until answers end.",
-        after=5,
-    ),
-)  # fmt: skip
+        Each of its groups would have equal rewards with the share that recent groups had them."""
+        groups, mean = row.get("groups/count", 0.0), row.get("reward/mean", 0.0)
+        if not groups:
+            return {}
+        if row.get("reward/std", 0.0) > 1e-9 * max(1.0, abs(mean)):
+            self._groups.append((groups, row.get("groups/zero_variance", 0.0), mean))
+            self._unlikely = 0.0
+            return {}
+        usual = sum(mean for *_, mean in self._groups) / max(len(self._groups), 1)
+        if len(self._groups) < RECENT // 4 or mean >= usual:
+            return {}
+        every, equal = (sum(row[i] for row in self._groups) for i in (0, 1))
+        self._unlikely -= groups * math.log((equal + 1) / (every + 2))
+        return {"unlikely": self._unlikely, "usual": usual}
 
 
 class Checks:
     """Sees a run's rows in order."""
 
-    def __init__(self, peak_lr: float = 0.0, left: float = 1.0, *, parity: bool = False) -> None:
+    def __init__(
+        self, peak_lr: float = 0.0, left: float = 1.0, *, parity: bool = False, pooled: bool = False, stops: bool = True
+    ) -> None:
         """`peak_lr`: learning rate after the warm-up; at a tenth of it weights may well stay as they are. `left`: share of the
-        tokens that masks are asked to leave. `parity`: of `run.parity`."""
-        self._asked = {"peak_lr": peak_lr, "left": left, "parity": float(parity)}
+        tokens that masks are asked to leave. `parity`: of `run.parity`; `pooled`: a step may have no rollouts; `stops`: whether
+        `early` checks do."""
+        self._asked = {"peak_lr": peak_lr, "left": left, "parity": float(parity), "pooled": float(pooled)}
+        self._stops, self._usual, self._before = stops, Usual(), -1.0
+        self._trained: deque[tuple[int, frozenset[int]]] = deque(maxlen=REMEMBERED)
         self._streak: Counter[str] = Counter()
         self._said: dict[str, int] = {}
         self._steps = 0
 
     def refuse(self, step: int, metrics: Row) -> list[Finding]:
         """Findings that must stop the run before its update."""
-        return [f for check in CHECKS if check.early for f in self._found(check, step, metrics, 1)]
+        return [f for check in CHECKS if check.early for f in self._found(check, step, metrics, 1) if f.stops]
+
+    def beside(self, step: int, metrics: Row) -> list[Finding]:
+        """What a step that is stopped would have been warned of."""
+        row = {**metrics, **self._asked}
+        return [f for check in CHECKS for f in self._found(check, step, row, 1) if not f.stops]
+
+    def trained(self, step: int, ids: Sequence[int]) -> dict[str, float]:
+        """`rollout/trained_before`: how many of these rollouts of `step` another step had, of the last `REMEMBERED`."""
+        again = sum(any(i in had for other, had in self._trained if other != step) for i in ids)
+        self._trained.append((step, frozenset(ids)))
+        return {"rollout/trained_before": float(again)} if again else {}
 
     def observe(self, row: Row) -> tuple[dict[str, float], list[Finding]]:
         """`checks/<name>` = 1 for every check that is raised in this row, and those to tell: new ones, and ones that stop."""
         step = int(row["step"])
         if step < 1:
+            self._before = row.get("version", -1.0)
             return {}, []
         self._steps += 1
-        row = {**row, **self._asked}
+        row = {**row, **self._asked, **self._usual.observe(row), "before": self._before}
+        self._before = row.get("version", -1.0)
         metrics, told = dict[str, float](), list[Finding]()
         for check in CHECKS:
             self._streak[check.name] = self._streak[check.name] + 1 if check.rule(row) else 0
@@ -262,11 +147,10 @@ class Checks:
             )
         ]
 
-    @staticmethod
-    def _found(check: Check, step: int, row: Row, streak: int) -> Iterator[Finding]:
+    def _found(self, check: Check, step: int, row: Row, streak: int) -> Iterator[Finding]:
         evidence = check.rule(row)
         if evidence and streak >= check.after:
-            stops = 0 < check.stop <= streak
+            stops = 0 < check.stop <= streak and (self._stops or not check.early)
             yield Finding(check=check.name, step=step, evidence=evidence, advice=check.advice, stops=stops)
 
 
@@ -314,12 +198,23 @@ def untold(evidence: str) -> list[Finding]:
     return [Finding(check="reward_untold", step=0, evidence=evidence, advice=advice)] if evidence else []
 
 
-def tell(findings: Sequence[Finding], events: EventLog, note: Callable[[str], None]) -> None:
-    """Log and say each; those that stop the run are said by its end. Raises `RunStopped` for the first of those."""
+def refused(error: Impossible, step: int) -> Finding:
+    """What stopped the update of `step`."""
+    return Finding(check=error.check, step=step, evidence=str(error), advice=advice(error.check), stops=True)
+
+
+def doctor_said(word: str) -> dict[str, str]:
+    """The doctor's verdict, as alarms carry it in the log."""
+    return {"doctor": word} if word else {}
+
+
+def tell(findings: Sequence[Finding], events: EventLog, note: Callable[[str], None], doctor: str = "") -> None:
+    """Log and say each; those that stop the run are said by its end. Raises `StoppedByCheck` for the first of those."""
     for f in findings:
-        events.emit("check", step=f.step, check=f.check, evidence=[f.evidence], advice=f.advice)
+        about = {"evidence": [f.evidence], "advice": f.advice, **doctor_said(doctor)}
+        events.emit("check", step=f.step, check=f.check, **about)
         if not f.stops:
             note(f.line)
     for f in findings:
         if f.stops:
-            raise RunStopped(f.line)
+            raise StoppedByCheck(f.line)

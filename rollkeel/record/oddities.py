@@ -7,22 +7,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from rollkeel.batch.build import TrainingBatch
+from rollkeel.config import Config
 from rollkeel.types import Rollout, Status
 
 CHANCE = 20.0
 """Nats: equal rollouts that chance makes once in 5e8 steps are no chance."""
 
 
-def sampled(rollouts: Sequence[Rollout], batch: Sequence[Rollout], size: int | None = None) -> dict[str, float]:
-    """Metrics of a step's rollouts, and of those it trains on. `size`: prompts in the data source, None without end.
+@dataclass(frozen=True, kw_only=True)
+class Stated:
+    """What a run says its rollouts are."""
+
+    size: int | None = None
+    """Prompts in the data source, None without end."""
+    version: int
+    """Of the weights that train them."""
+    oldest: int | None = None
+    """How many versions older a token may be; None without a bound."""
+    recomputed: bool = False
+    """Whether no token may have attended to KV of older weights than sampled it."""
+
+    @classmethod
+    def of(cls, config: Config, version: int, size: int | None) -> Stated:
+        updates, engine = config.train.updates_per_step, config.engine
+        bounds = {"sync": config.experiment.lag * updates, "async": config.rollout.overlap.max_staleness}
+        recomputed = engine.kind == "local" and engine.kv == "recompute"
+        return cls(size=size, version=version, oldest=bounds.get(config.run.loop), recomputed=recomputed)
+
+
+def sampled(rollouts: Sequence[Rollout], batch: Sequence[Rollout], stated: Stated) -> dict[str, float]:
+    """Metrics of a step's rollouts, and of those it trains on.
 
     `rollout/distinct_prompts`; `rollout/duplicates`: rollouts that repeat another, beyond what chance explains; counts of faults
     where they are above 0.
     """
+    size = stated.size
     every = {r.id: r for r in (*batch, *rollouts)}
     whole = [r for r in every.values() if r.status.complete]
     repeated = sum(max(len(part) - len({r.id for r in part}), 0) for part in (rollouts, batch))
@@ -31,10 +55,25 @@ def sampled(rollouts: Sequence[Rollout], batch: Sequence[Rollout], size: int | N
         "repeated_ids": repeated,
         "unstopped": sum(map(_unstopped, whole)),
         "same_prompt": groups if prompts == 1 < groups and size != 1 else 0,
+        "empty": len(empty) if 2 * (len(empty := [r for r in whole if not r.text.strip()])) > len(whole) else 0,
+        "no_tokens": sum(r.span.own_count == 0 for r in batch),
+        **_stamped(batch, stated),
         **_graded(whole),
     }
     out = {"rollout/distinct_prompts": float(prompts), "rollout/duplicates": float(repeated) or surplus(whole)}
     return out | {f"rollout/{name}": float(count) for name, count in faults.items() if count}
+
+
+def _stamped(batch: Sequence[Rollout], stated: Stated) -> dict[str, int]:
+    """Rollouts with tokens of other versions than the run says they may have."""
+    spans = [r.span for r in batch if len(r.span)]
+    lags = [stated.version - s.versions[s.own] for s in spans if s.own_count]
+    kept = [(s.kv_versions < s.versions)[s.own].any() for s in spans] if stated.recomputed else []
+    return {
+        "from_later": sum(lag.min() < 0 for lag in lags),
+        "too_old": 0 if stated.oldest is None else sum(lag.max() > stated.oldest for lag in lags),
+        "old_kv": sum(map(int, kept)),
+    }
 
 
 def _unstopped(r: Rollout) -> bool:
@@ -87,8 +126,11 @@ def surplus(rollouts: Sequence[Rollout]) -> float:
     return out
 
 
-def credited(parts: Sequence[TrainingBatch], rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """`rollout/miscredited`: rollouts of the update that are given less advantage than one of their group with a lower reward."""
+def credited(
+    parts: Sequence[TrainingBatch], rollouts: Sequence[Rollout], *, over_batch: bool = False
+) -> dict[str, float]:
+    """`rollout/miscredited`: rollouts of the update that are given less advantage than one of their group with a lower reward.
+    `rollout/uncaused`: those with an advantage in groups of equal rewards, unless they are compared `over_batch`."""
     advantages: dict[int, float] = {}
     for part in parts:
         firsts = np.cumsum([0, *part.response_lengths[:-1]])
@@ -107,4 +149,6 @@ def credited(parts: Sequence[TrainingBatch], rollouts: Sequence[Rollout]) -> dic
                 before, lowest = reward, highest
             highest = max(highest, advantage)
             count += advantage < lowest - 1e-6
-    return {"rollout/miscredited": float(count)} if count else {}
+    still = [g for g in groups.values() if len({reward for reward, _ in g}) == 1 and not over_batch]
+    faults = {"miscredited": count, "uncaused": sum(advantage != 0 for g in still for _, advantage in g)}
+    return {f"rollout/{name}": float(number) for name, number in faults.items() if number}

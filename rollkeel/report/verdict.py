@@ -123,8 +123,16 @@ def _alarms(run: RunFiles) -> Word:
         return Word(about="Alarms", tone="good", text="None.")
     kinds = ", ".join(f"{a.get('alarm', a.get('check'))} at step {a.get('step')}" for a in alarms[:8])
     more = f" and {len(alarms) - 8} more" if len(alarms) > 8 else ""
-    lines = tuple(f"Step {a.get('step')}: {_sentence(a.get('evidence'))} {a.get('advice', '')}" for a in alarms[:8])
-    return Word(about="Alarms", tone="warn", text=f"{len(alarms)}: {kinds}{more}.", more=lines)
+    lines = [
+        f"Step {a.get('step')}: {_sentence(a.get('evidence'))} {a.get('advice', '')}{_said(a)}" for a in alarms[:8]
+    ]
+    late = [event for event in run.events if event.get("event") == "doctor" and event.get("verdict")]
+    lines += [f"Doctor, asked before step {e.get('step')} ended: {e['verdict']}" for e in late[-4:]]
+    return Word(about="Alarms", tone="warn", text=f"{len(alarms)}: {kinds}{more}.", more=tuple(lines))
+
+
+def _said(alarm: Mapping[str, Any]) -> str:
+    return f" Doctor: {alarm['doctor']}" if alarm.get("doctor") else ""
 
 
 def _doctor(path: Path) -> list[Word]:

@@ -125,8 +125,8 @@ class Stepper:
         for _, p in self.named:
             p.grad = None
 
-    def step(self) -> dict[str, float]:
-        """Apply the accumulated gradients, clipped to `clip_norm` in global 2-norm.
+    def step(self, judge: Callable[[float], None] = lambda norm: None) -> dict[str, float]:
+        """Apply the accumulated gradients, clipped to `clip_norm` in global 2-norm. `judge`: is asked about it first, and may raise.
 
         Returns `optimizer/grad_norm` (before clipping) and `optimizer/lr`; with float16 also `optimizer/loss_scale` and
         `optimizer/skipped`, 1 for an update that an overflow of the scaled gradients left out, which has no norm. Raises
@@ -148,6 +148,7 @@ class Stepper:
                 f"update {self.updates}: gradient of {name} is not finite (norm {value}); weights left untouched"
             )
         if math.isfinite(value):
+            judge(value)
             factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             for grad in grads:
                 local(grad).mul_(factor)

@@ -33,6 +33,7 @@ from rollkeel.train.passes import Passes
 from rollkeel.train.rounding import Rounding
 from rollkeel.train.scores import Scores, ScoreSheet, TrainableObjective, UpdateOutput
 from rollkeel.train.sharded import Layout, Pieces, Sharded, all_adapters, check_ranks, gathered, pieces_of, tensors_of
+from rollkeel.train.soundness import Fresh, finite, judged, still
 from rollkeel.train.trained import Supervised, Trained, load_trained, save_model, save_trained
 from rollkeel.train.tree import Tree
 
@@ -55,6 +56,9 @@ class LocalTrainer:
 
     settle: Callable[[], None] = staticmethod(lambda: None)
     """Called before an update looks at moments and masters: they may still be on their way from where they waited."""
+
+    fresh: Fresh | None = None
+    """Judges passes over tokens that these very weights sampled."""
 
     def __init__(
         self,
@@ -158,7 +162,9 @@ class LocalTrainer:
 
         `experts`: with the routing of the pass, of a batch that holds the engine's.
         """
-        return self._score(self._forward, batch, experts)
+        scores = self._score(self._forward, batch, experts)
+        judged(self.fresh, batch, scores.logprobs, self.version, self._mesh)
+        return scores
 
     def logprobs(self, batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs and entropies of `score`, `[T]` float32 each."""
@@ -191,7 +197,8 @@ class LocalTrainer:
         serve as the old ones and no extra pass is made. `experts`: return the routing of the pass too.
         `objective.prepare` sees the whole batch first, once, with log-probs of the current weights if `"prepare"` is in
         `needs` and else with `old_logprobs` (or `rollout_logprobs`) standing in for them. Raises `NonFinite` for a
-        log-prob, loss or gradient that is NaN or infinite: weights and optimizer state are then untouched.
+        log-prob, loss or gradient that is NaN or infinite, `Impossible` for what `soundness` tells: weights and optimizer state are
+        then untouched.
         """
         batch = batch.to(self.device)
         shared: dict[str, Any] = {"old_logprobs": old_logprobs, "old_topk_logprobs": old_topk_logprobs}
@@ -219,7 +226,7 @@ class LocalTrainer:
             losses.append(loss.detach())
             return loss * self._stepper.scale
 
-        metrics = self._step(batch, loss_of, sheet, losses, "entropy" in objective.needs)
+        metrics = self._step(batch, loss_of, sheet, losses, objective)
         seen = sheet.scores
         with torch.no_grad():
             about: dict[str, Any] = {"entropy": seen.entropy, "topk_logprobs": seen.topk_logprobs}
@@ -231,7 +238,7 @@ class LocalTrainer:
         return UpdateOutput(metrics, seen.logprobs, seen.entropy, output.keep, output.weight, seen.experts, cut)
 
     def _step(
-        self, batch: TrainingBatch, loss_of: LossOf, sheet: ScoreSheet, losses: list[torch.Tensor], entropy: bool
+        self, batch: TrainingBatch, loss_of: LossOf, sheet: ScoreSheet, losses: list[torch.Tensor], objective: Any
     ) -> dict[str, float]:
         """Forward, backward and optimizer step over all micro-batches, here and in the helpers; `optimizer/*` metrics.
 
@@ -241,14 +248,16 @@ class LocalTrainer:
         try:
             with self.computing():
                 try:
-                    about = {"experts": sheet.experts is not None, "entropy": entropy}
+                    about = {"experts": sheet.experts is not None, "entropy": "entropy" in objective.needs}
                     self._passes.differentiate(self._forward, batch, loss_of, **about)
                 except (BadInput, NonFinite):
-                    self._check(batch, sheet.logprobs)  # it says more than an objective can
+                    finite(batch, sheet.logprobs, self.version)  # it says more than an objective can
                     raise
             sheet.gather(self._mesh)
-            self._check(batch, sheet.logprobs)
-            for loss in self._mesh.losses(losses):
+            finite(batch, sheet.logprobs, self.version)
+            told = judged(self.fresh, batch, sheet.logprobs, self.version, self._mesh)
+            every = self._mesh.losses(losses)
+            for loss in every:
                 if not math.isfinite(loss):
                     raise NonFinite(f"update {self.version}: loss is {loss}; weights left untouched")
             for helper in self._helpers:
@@ -256,8 +265,8 @@ class LocalTrainer:
             self._add_gradients(self._stepper)
             self.settle()
             before = self._changed.look()
-            metrics = self._stepper.step()
-            return {**metrics, "optimizer/changed_share": self._changed.since(before)}
+            metrics = self._stepper.step(still(self.fresh, batch, objective, every))
+            return {**told, **metrics, "optimizer/changed_share": self._changed.since(before)}
         finally:
             self._stepper.zero_grad()
 
@@ -368,7 +377,7 @@ class LocalTrainer:
                 for sharded in filter(None, (self._sharded, self._frozen)):
                     sharded.rest()
         sheet.gather(self._mesh)
-        self._check(batch, sheet.logprobs)
+        finite(batch, sheet.logprobs, self.version)
         return sheet.scores
 
     def _prepare(
@@ -388,12 +397,3 @@ class LocalTrainer:
         about: dict[str, Any] = {"entropy": scores.entropy if scores else None, "topk_logprobs": topk}
         with torch.no_grad():
             objective.prepare(batch.tokens(current, **about, **shared))
-
-    def _check(self, batch: TrainingBatch, logprobs: torch.Tensor) -> None:
-        bad = ~torch.isfinite(logprobs.detach())
-        if bool(bad.any()):
-            at = int(bad.nonzero()[0])
-            raise NonFinite(
-                f"update {self.version}: log-prob of rollout {int(batch.rollout_ids[at])}, response token"
-                f" {int(batch.token_index[at])} is {logprobs[at].item()}; weights left untouched"
-            )

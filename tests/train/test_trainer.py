@@ -129,9 +129,9 @@ def gradients(t: LocalTrainer, batch: TrainingBatch) -> dict[str, torch.Tensor]:
     kept: dict[str, torch.Tensor] = {}
     step = t._stepper.step
 
-    def watched() -> dict[str, float]:
+    def watched(*judge: Any) -> dict[str, float]:
         kept.update({n: p.grad.clone() for n, p in t._stepper.named if p.grad is not None})
-        return step()
+        return step(*judge)
 
     t._stepper.step = watched  # type: ignore[method-assign]
     update(t, batch)

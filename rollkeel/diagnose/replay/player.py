@@ -60,6 +60,8 @@ class Player:
                     update={"schedule": record.schedule() if samples else None, "lag": 0}
                 ),
                 "report": config.report.model_copy(update={"rollouts": True}),
+                # A recorded batch is trained by whoever is asked, as often as that is.
+                "alarms": config.alarms.model_copy(update={"on_impossible": "warn"}),
             }
         )
         self.carries = samples and config.run.loop != "sync"
