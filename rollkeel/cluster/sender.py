@@ -10,10 +10,10 @@ from ray.exceptions import RayError
 
 from rollkeel.cluster.stream import Calls, Sink
 from rollkeel.config_cluster import SyncConfig
+from rollkeel.engines.shared_memory import ALIGN, AVAILABLE, Ring
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.sync.plan import Plan
 from rollkeel.sync.sending import MADE, WINDOW, Outgoing, Weights, send_part
-from rollkeel.sync.shared_memory import ALIGN, AVAILABLE, Ring
 from rollkeel.train.mesh import Mesh
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import WeightUpdate

@@ -20,11 +20,11 @@ import torch
 from ray.exceptions import RayError
 
 from rollkeel.engines.intake import Room
+from rollkeel.engines.shared_memory import Ring, Slot
 from rollkeel.errors import EngineFailure
 from rollkeel.models.checksum import MASK
 from rollkeel.models.numerics import update_checksum
 from rollkeel.sync.sending import WINDOW, buckets
-from rollkeel.sync.shared_memory import Ring, Slot
 from rollkeel.types import WeightSlice, WeightUpdate
 
 BUCKET_BYTES = 64 << 20

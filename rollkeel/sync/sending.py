@@ -15,11 +15,11 @@ from typing import NamedTuple, Protocol
 import torch
 
 from rollkeel.engines.intake import Room, rooms_of
+from rollkeel.engines.shared_memory import aligned
 from rollkeel.models.checksum import MASK, pitches_of
 from rollkeel.models.numerics import held_checksum, rounded
 from rollkeel.sync.layouts import Held, engine_layout, held, trainer_layout
 from rollkeel.sync.plan import Copy, Plan, plan
-from rollkeel.sync.shared_memory import aligned
 from rollkeel.train.sharded import Layout, Pieces, tensors_of
 from rollkeel.types import WeightSlice
 
