@@ -6,7 +6,7 @@ from bisect import bisect, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,6 +36,31 @@ class Room(NamedTuple):
     """First index of what is held."""
     stops: tuple[int, ...]
     """One past the last."""
+
+
+class Packed:
+    """A matrix whose elements lie in the order in which a kernel reads them: as much of a tensor as an `Intake` needs."""
+
+    def __init__(self, memory: torch.Tensor, where: torch.Tensor) -> None:
+        """`memory`: `[n]`, `where`: `[rows, columns]` int64, the place of each element in it."""
+        self._memory, self._where = memory, where
+        self.shape, self.dtype, self.device = where.shape, memory.dtype, memory.device
+
+    def __getitem__(self, inside: Any) -> Packed:
+        return Packed(self._memory, self._where[inside])
+
+    def dim(self) -> int:
+        return self._where.dim()
+
+    def numel(self) -> int:
+        return self._where.numel()
+
+    def copy_(self, tensor: torch.Tensor) -> None:
+        self._memory[self._where] = tensor.to(self.dtype)
+
+    def read(self) -> torch.Tensor:
+        """What is there now, a copy."""
+        return self._memory[self._where]
 
 
 _Across = tuple[tuple[int, ...], tuple[int, ...]]
@@ -151,6 +176,7 @@ class Intake:
             view.copy_(tensor)
         else:
             view.copy_(rounded(name, tensor, mode))
+        view = view.read() if isinstance(view, Packed) else view
         if piece.starts and (not rounds or piece.rounded or waits):
             prove_box(piece, view, (offset, pitches), head, mode)
         else:
