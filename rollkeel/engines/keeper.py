@@ -176,7 +176,7 @@ class Keeper:
                 return
             if self.owned and await self._well():
                 return
-            if not await asyncio.to_thread(self.weights.intact):
+            if self.boxes.takes(self.weights.update) and not await asyncio.to_thread(self.weights.intact):
                 self.kill()
                 self.awaits = True
                 return
