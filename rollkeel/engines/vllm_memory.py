@@ -220,7 +220,7 @@ class Arrivals:
         self._ring: tuple[str, torch.Tensor] = "", torch.empty(0)
         self._intake: Intake | None = None
 
-    def checksum(self) -> int:
+    def checksum(self, _: Any = None) -> int:
         """Of all that is in this worker's memory."""
         total = 0
         for name, room in self.rooms.items():
