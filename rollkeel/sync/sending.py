@@ -8,7 +8,7 @@ files (`sync.files`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -79,11 +79,18 @@ class Weights:
         return plan(source, engine_layout(rooms, mode, own, hosts[1]))
 
 
-def send_part(made: Plan, rank: int, weights: Held, about: Outgoing, carrier: Carrier) -> list[int]:
-    """Send what `made` gives this rank. Returns the sum of checksums that each receiver got from it."""
+def send_part(
+    made: Plan,
+    rank: int,
+    weights: Held,
+    about: Outgoing,
+    carrier: Carrier,
+    through: Callable[[Iterable[WeightSlice]], Iterable[WeightSlice]] = lambda slices: slices,
+) -> list[int]:
+    """Send what `made` gives this rank, each slice as `through` makes it. Returns the sum of checksums that each receiver got from it."""
     sums = [0] * len(made.hosts[1])
     for to, copies in routes(made, rank).items():
-        for bucket in buckets(slices(copies, weights, about), about.bucket_bytes):
+        for bucket in buckets(through(slices(copies, weights, about)), about.bucket_bytes):
             carrier.put(bucket, to)
             for receiver in to:
                 sums[receiver] += sum(piece.checksum for piece in bucket)
