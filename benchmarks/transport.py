@@ -36,12 +36,12 @@ import numpy as np
 import torch
 
 from rollkeel.engines.intake import Intake, Room
+from rollkeel.engines.shared_memory import Ring, opened, read
 from rollkeel.host import keep_freed_memory
 from rollkeel.sync import sending
 from rollkeel.sync.layouts import Held
 from rollkeel.sync.plan import Layout, dealt, plan
 from rollkeel.sync.sending import MADE, WINDOW, Outgoing, send_part
-from rollkeel.sync.shared_memory import Ring, opened, read
 from rollkeel.types import WeightSlice, WeightUpdate
 
 ROWS, COLUMNS = 2048, 4096

@@ -6,7 +6,7 @@ Imports no torch at run time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from rollkeel.types import Capabilities, FloatArray, IntArray, Proof, Request, Rollout, Segment, WeightUpdate
 
@@ -85,6 +85,14 @@ class ProbedEngine(Engine, Protocol):
     def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
         """Log-probs `[n - 1]` of tokens 1 … n−1 of each sequence under the served weights, temperature 1."""
         ...
+
+
+@runtime_checkable
+class BoxedEngine(Engine, Protocol):
+    """An engine in another program, into whose memory weights are written box by box where it shares some with this one."""
+
+    boxes: Any
+    """See `engines.boxes.Boxes`; what publishes gives it a `feed`."""
 
 
 @runtime_checkable

@@ -350,9 +350,9 @@ class WeightSlice:
     tensor: torch.Tensor
     checksum: int
     """Position-dependent checksum of the bytes that `WeightUpdate.mode` names; checksums of parts add up modulo 2**64."""
-    offset: int = 0
-    """First element of the flattened full tensor that this slice covers, if it is whole rows."""
+    offset: int = 0  # first element of the flattened full tensor that this slice covers, if it is whole rows
     starts: tuple[int, ...] = ()  # of a box of the full tensor: its first index along each dimension
+    box: tuple[int, ...] = ()  # its shape, where the tensor is an encoded delta of it (`models.delta`)
     rounded: bool = False  # by the sender, as `WeightUpdate.mode` asks; else by the engine, once it has the whole rows
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from rollkeel.cluster.stream import Layout, unpacked
 from rollkeel.engines.intake import Intake, Room
 from rollkeel.engines.part import unknown
-from rollkeel.errors import EngineFailure, RollkeelError
+from rollkeel.errors import DeltaRefused, EngineFailure, RollkeelError
 from rollkeel.protocols import RestingEngine
 from rollkeel.types import Proof, WeightUpdate
 
@@ -41,13 +41,14 @@ class Weights:
         self._engine = engine
         self._attempt, self._newest = 0, -1
         self._intake: Intake | None = None
-        self._refusal = "nothing was announced"
+        self._refusal, self._kind = "nothing was announced", ""
 
     def act(self, engine: Any, message: tuple[Any, ...]) -> Any:
-        if message[0] == "begin":
-            return self._begin(*message[1:])
-        if message[0] == "finish":
-            return self._finish(*message[1:])
+        if message[0] in ("begin", "finish"):
+            try:
+                return (self._begin if message[0] == "begin" else self._finish)(*message[1:])
+            except EngineFailure as error:
+                raise (DeltaRefused(str(error)) if self._kind == "delta" else error) from None
         if message[0] == "rewind":
             self._newest = -1
             return True
@@ -73,6 +74,7 @@ class Weights:
     def _begin(self, attempt: int, head: WeightUpdate, tells: bool = False) -> bool | dict[str, Room]:
         """`tells`: where the memory has what the update brings."""
         self._intake, self._attempt, self._refusal = None, attempt, f"weight update {head.version}: was refused"
+        self._kind = head.kind
         engine = self._engine
         intake = Intake(head, engine.memory, engine.capabilities.dtype, engine.retire())
         if head.version < self._newest:

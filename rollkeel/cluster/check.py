@@ -46,7 +46,6 @@ def check_cluster(config: Config) -> None:
         f"engine.kind={config.engine.kind}": config.engine.kind != "local",
         f"engine.processes={config.engine.processes}": config.engine.processes > 0,
         f"train.processes={config.train.processes}": config.train.processes > 1,
-        "sync.kind=delta": config.sync.kind == "delta",
     }
     if ranks > 1:
         what, plain = f"{ranks} ranks", ranks == mesh.replicate * mesh.shard

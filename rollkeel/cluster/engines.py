@@ -36,9 +36,9 @@ from rollkeel.engines.intake import Room
 from rollkeel.engines.open import open_engine
 from rollkeel.engines.part import Part, serve
 from rollkeel.engines.parts import START_S, PartedEngine
+from rollkeel.engines.shared_memory import Slot, opened, read
 from rollkeel.errors import BadInput, EngineFailure, RollkeelError
 from rollkeel.host import keep_freed_memory
-from rollkeel.sync.shared_memory import Slot, opened, read
 from rollkeel.types import Proof, WeightUpdate
 
 BEAT_S = 1.0

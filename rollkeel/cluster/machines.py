@@ -41,7 +41,7 @@ from rollkeel.record.live import LiveView
 from rollkeel.record.runfolder import RunFolder
 from rollkeel.record.stopping import StopFlag
 from rollkeel.sync.proof import Probes
-from rollkeel.sync.shared import engine_drops
+from rollkeel.sync.shared import engine_drops, no_deltas
 from rollkeel.train.checkpoint import Written
 from rollkeel.train.unfinished import Unfinished
 from rollkeel.types import Rollout
@@ -140,7 +140,8 @@ class RayMachines:
     def publisher(self, engine: Engine, probes: Probes | None, *, shared: bool) -> Publish:
         assert self._trainer is not None
         assert engine is self._engine
-        stream, trainer = StreamPublisher(self._engine, self._trainer), self._trainer
+        kind = "full" if no_deltas(self._config, "actors") else self._config.sync.kind
+        stream, trainer = StreamPublisher(self._engine, self._trainer, kind), self._trainer
         adapters = self._config.train.lora.rank > 0
         if self._config.run.loop != "async":  # there the trainer's weights may have changed since
             self._engine.again = lambda to: self._again(stream, to)

@@ -13,7 +13,9 @@ from rollkeel.cluster.elastic import ElasticEngine
 from rollkeel.cluster.engines import ActorEngine
 from rollkeel.cluster.kept import BegunAgain
 from rollkeel.cluster.stream import BUCKET_BYTES, DEADLINE_S, Sink, stream
-from rollkeel.errors import EngineFailure, RollkeelError
+from rollkeel.errors import DeltaRefused, EngineFailure, RollkeelError
+from rollkeel.sync.history import MOST_CHANGED
+from rollkeel.sync.last_sent import Traffic
 from rollkeel.types import WeightUpdate
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
@@ -22,11 +24,15 @@ Pairs = Iterable[tuple[str, torch.Tensor]]
 class Source(Protocol):
     """Where weights are: trainer ranks, or this process."""
 
-    def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> Sequence[int]:
-        """Send all weights, or with `head.kind == "adapter"` all adapters, from where they are. Returns the checksum of what each sink
-        got.
+    traffic: Traffic
+    """Of the last stream."""
 
-        `head` has kind, versions and numeric mode, and no slices. Waits have deadlines; `EngineFailure` may name an engine."""
+    def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> Sequence[int]:
+        """Send all weights, or with `head.kind == "adapter"` all adapters, or with `delta` what changed of the weights, from where they
+        are. Returns the checksum of what each sink got.
+
+        `head` has kind, versions and numeric mode, and no slices. Waits have deadlines; `EngineFailure` may name an engine, and
+        `DeltaRefused` asks for all weights."""
         ...
 
 
@@ -43,8 +49,11 @@ class OwnWeights:
     ) -> None:
         self._weights, self._adapters = weights, adapters
         self._bucket_bytes, self._deadline_s = bucket_bytes, deadline_s
+        self.traffic = Traffic()
 
     def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> Sequence[int]:
+        if head.kind == "delta":
+            raise DeltaRefused("whole weights are sent as they are")
         pairs = self._adapters() if head.kind == "adapter" else self._weights()
         limits: dict[str, Any] = {"bucket_bytes": self._bucket_bytes, "deadline_s": self._deadline_s}
         return [stream(pairs, head, sinks, **limits)] * len(sinks)
@@ -53,9 +62,12 @@ class OwnWeights:
 class StreamPublisher:
     """The surface of `sync.publish.DirectPublisher` for an engine in actors."""
 
-    def __init__(self, engine: ActorEngine, source: Source) -> None:
-        self.engine, self.source = engine, source
+    def __init__(self, engine: ActorEngine, source: Source, kind: str = "full") -> None:
+        """`kind`: `sync.kind`, of a source that remembers what it sent. `auto` goes by what the publication before changed."""
+        self.engine, self.source, self._kind = engine, source, kind
         self._base: int | None = None
+        self._last, self._changed = -1, 0.0
+        """Version of the last publication, and the share of elements that it changed."""
         if isinstance(engine, ElasticEngine):
             engine.welcome = lambda to: self._bring("full", None, self._base or 0, to)
 
@@ -64,15 +76,32 @@ class StreamPublisher:
         first time alone. `weights` is not looked at, and of `adapters` whether there are any.
 
         Raises `EngineFailure` naming the engine or the source that failed; nothing is served then."""
-        start = time.perf_counter()
+        start, metrics = time.perf_counter(), dict[str, float]()
         if not adapters:
-            self._bring("full", None, version)
+            metrics = self._weights(version)
         else:
             if self._base is None:
                 self._bring("full", None, version)
                 self._base = version
             self._bring("adapter", self._base, version)
-        return {"time/sync_s": time.perf_counter() - start}
+        return {"time/sync_s": time.perf_counter() - start, **metrics}
+
+    def _weights(self, version: int) -> dict[str, float]:
+        """What changed, where that is asked for, pays and is taken; else all weights."""
+        last, self._last, refused = self._last, -1, False
+        by_delta = self._kind != "full" and last >= 0 and (self._kind == "delta" or self._changed <= MOST_CHANGED)
+        try:
+            self._bring("delta" if by_delta else "full", last if by_delta else None, version)
+        except DeltaRefused:
+            refused = True
+            self._bring("full", None, version)
+        self._last, traffic = version, self.source.traffic
+        if self._kind == "full":
+            return {}
+        metrics = {"sync/bytes": float(traffic.nbytes), "sync/deltas": float(traffic.deltas > 0)}
+        if traffic.seen:
+            self._changed = metrics["sync/changed"] = traffic.changed / traffic.seen
+        return {**metrics, "sync/deltas_refused": float(refused)}
 
     def again(self, to: Sequence[Any]) -> None:
         """Bring these actors the weights that the others serve, which must still be the source's."""

@@ -32,6 +32,7 @@ from rollkeel.models.loading import Policy, load_policy, quiet_transformers
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import precision
 from rollkeel.record.checks import too_small
+from rollkeel.sync.shared import no_deltas
 from rollkeel.train.checkpoint import TRAINER, Written, versions
 from rollkeel.train.mesh import Mesh, join, local
 from rollkeel.train.sharded import check_ranks
@@ -237,12 +238,14 @@ class Rank:
         state, version = self._objective.state_dict(), self._made.version
         return pickle.dumps({"output": wire.output_out(output), "objective": state, "version": version})
 
-    def _stream(self, head: Any, sinks: Sequence[Any], deadline_s: float) -> list[int] | EngineFailure:
-        """Send what the plan gives this rank of the weights, or of what is trained beside them. Returns a checksum for each engine, or
-        which of them failed: no rank waits for another one here, so that all can go on."""
+    def _stream(self, head: Any, sinks: Sequence[Any], deadline_s: float) -> Any:
+        """Send what the plan gives this rank of the weights, or of what is trained beside them. Returns a checksum for each engine and
+        the traffic, or which of them failed: no rank waits for another one here, so that all can go on."""
         from rollkeel.cluster.sender import Sender
 
-        self._sender = self._sender or Sender(self._made, self._mesh, self._config.sync, deadline_s)
+        config = self._config
+        remembers = config.sync.kind != "full" and not no_deltas(config, "actors")
+        self._sender = self._sender or Sender(self._made, self._mesh, config.sync, deadline_s, remembers=remembers)
         try:
             return self._sender.send(head, sinks)
         except EngineFailure as error:

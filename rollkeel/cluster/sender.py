@@ -10,10 +10,11 @@ from ray.exceptions import RayError
 
 from rollkeel.cluster.stream import Calls, Sink
 from rollkeel.config_cluster import SyncConfig
+from rollkeel.engines.shared_memory import ALIGN, AVAILABLE, Ring
 from rollkeel.errors import BadInput, EngineFailure
+from rollkeel.sync.last_sent import LastSent, Traffic
 from rollkeel.sync.plan import Plan
 from rollkeel.sync.sending import MADE, WINDOW, Outgoing, Weights, send_part
-from rollkeel.sync.shared_memory import ALIGN, AVAILABLE, Ring
 from rollkeel.train.mesh import Mesh
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import WeightUpdate
@@ -24,8 +25,10 @@ MB = 2**20
 class Sender:
     """Sends from one rank. Every rank makes the same plan; none waits for another, but for the names of their nodes at the start."""
 
-    def __init__(self, trainer: LocalTrainer, mesh: Mesh, config: SyncConfig, deadline_s: float) -> None:
-        """`deadline_s`: longest wait for an engine to take a bucket. Collective."""
+    def __init__(
+        self, trainer: LocalTrainer, mesh: Mesh, config: SyncConfig, deadline_s: float, *, remembers: bool = False
+    ) -> None:
+        """`deadline_s`: longest wait for an engine to take a bucket. `remembers`: for deltas. Collective."""
         self._trainer, self._mesh, self._config, self._deadline_s = trainer, mesh, config, deadline_s
         self._node = ray.get_runtime_context().get_node_id()
         self._nodes = mesh.everyone(self._node)
@@ -33,22 +36,30 @@ class Sender:
         self._rings: dict[int, tuple[str, Ring | None]] = {}
         """By number of the engine, and which actor that is; None for one that gets its buckets through Ray's object store."""
         self._bucket_bytes = 0
+        self._last = LastSent() if remembers else None
 
-    def send(self, head: WeightUpdate, sinks: Sequence[Sink]) -> list[int]:
-        """Returns the sum of checksums that each engine got from this rank. Raises `EngineFailure` naming an engine."""
+    def send(self, head: WeightUpdate, sinks: Sequence[Sink]) -> tuple[list[int], Traffic]:
+        """Returns the sum of checksums that each engine got from this rank. Raises `EngineFailure` naming an engine, and
+        `DeltaRefused` where this rank or an engine has not what the delta is to be added to."""
         adapters = head.kind == "adapter"
         assert head.mode is not None  # the engines'
         if adapters:
             weights = Weights.whole(self._trainer.named_adapters())
         else:
             weights = Weights.of(self._trainer.model, *self._trainer.parts)
-        key = head.kind, head.mode, *(sink.name for sink in sinks)
+        key = adapters, head.mode, *((sink.index, sink.node) for sink in sinks)
         if key not in self._plans:
             hosts = self._hosts(sinks)
             self._plans = {key: weights.plan([sink.rooms for sink in sinks], head.mode, hosts)}
         carrier = Calls(head, sinks, self._deadline_s, self._shared(sinks))
         about = Outgoing(sinks[0].rooms, head.mode, self._bucket_bytes)
-        return send_part(self._plans[key], self._mesh.rank, weights.held, about, carrier)
+        if self._last is None or adapters:
+            sums = send_part(self._plans[key], self._mesh.rank, weights.held, about, carrier)
+            return sums, Traffic(nbytes=carrier.nbytes)
+        through = self._last.through(head, key, about)
+        sums = send_part(self._plans[key], self._mesh.rank, weights.held, about, carrier, through)
+        self._last.done(head, key)
+        return sums, self._last.traffic._replace(nbytes=carrier.nbytes)
 
     def _hosts(self, sinks: Sequence[Sink]) -> tuple[list[int], list[int]]:
         theirs = [sink.node for sink in sinks]

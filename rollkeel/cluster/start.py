@@ -138,7 +138,9 @@ class Places:
         self._engines = dict[int, PlacementGroup]()
         everything = count if self._shared else ranks + engines
         bundles = [self._bundle] * everything + [self._grader] * graders
-        _check(bundles, f"{ranks} ranks and {engines} engines take {everything} places of {_said(self._bundle)}", graders)
+        _check(
+            bundles, f"{ranks} ranks and {engines} engines take {everything} places of {_said(self._bundle)}", graders
+        )
         self._group = placement_group([self._bundle] * count + [self._grader] * graders, strategy="PACK")
         for index in range(0 if self._shared else engines):
             self._engines[index] = self._asked()

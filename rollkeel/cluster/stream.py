@@ -20,11 +20,11 @@ import torch
 from ray.exceptions import RayError
 
 from rollkeel.engines.intake import Room
-from rollkeel.errors import EngineFailure
+from rollkeel.engines.shared_memory import Ring, Slot
+from rollkeel.errors import DeltaRefused, EngineFailure
 from rollkeel.models.checksum import MASK
 from rollkeel.models.numerics import update_checksum
 from rollkeel.sync.sending import WINDOW, buckets
-from rollkeel.sync.shared_memory import Ring, Slot
 from rollkeel.types import WeightSlice, WeightUpdate
 
 BUCKET_BYTES = 64 << 20
@@ -43,6 +43,7 @@ class Entry(NamedTuple):
     checksum: int
     offset: int
     starts: tuple[int, ...]
+    box: tuple[int, ...]
     rounded: bool
 
 
@@ -121,12 +122,15 @@ class Calls:
         self, head: WeightUpdate, sinks: Sequence[Sink], deadline_s: float, rings: Mapping[int, Ring] | None = None
     ) -> None:
         """`rings`: memory shared with those of the sinks, by number, that do not get buckets through Ray's object store."""
+        self.nbytes = 0
+        """Sent so far, to all of them."""
         self._head, self._sinks, self._deadline_s, self._rings = head, sinks, deadline_s, rings or {}
         self._under_way = deque[list[tuple[ray.ObjectRef, Sink]]]()
 
     def put(self, bucket: Sequence[WeightSlice], to: Sequence[int]) -> None:
         if len(self._under_way) == WINDOW:
             self._consumed(self._under_way.popleft())
+        self.nbytes += len(to) * sum(piece.tensor.nbytes for piece in bucket)
         layout, stored, calls = layout_of(bucket), None, list[tuple[ray.ObjectRef, Sink]]()
         for number in to:
             sink = self._sinks[number]
@@ -156,7 +160,8 @@ class Calls:
                     f"{said}: engine {sink.name} died while it took weights ({type(error).__name__})"
                 ) from None
             if refusal:
-                raise EngineFailure(f"{refusal} (engine {sink.name})")
+                kind = DeltaRefused if self._head.kind == "delta" else EngineFailure
+                raise kind(f"{refusal} (engine {sink.name})")
 
 
 def packed(bucket: Sequence[WeightSlice]) -> tuple[Layout, list[np.ndarray]]:
@@ -166,7 +171,8 @@ def packed(bucket: Sequence[WeightSlice]) -> tuple[Layout, list[np.ndarray]]:
 
 def layout_of(bucket: Sequence[WeightSlice]) -> Layout:
     return [
-        Entry(s.name, s.tensor.dtype, tuple(s.tensor.shape), s.checksum, s.offset, s.starts, s.rounded) for s in bucket
+        Entry(s.name, s.tensor.dtype, tuple(s.tensor.shape), s.checksum, s.offset, s.starts, s.box, s.rounded)
+        for s in bucket
     ]
 
 

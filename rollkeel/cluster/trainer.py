@@ -12,9 +12,10 @@ import torch
 from rollkeel.batch.build import TrainingBatch
 from rollkeel.cluster import wire
 from rollkeel.cluster.calls import Ranks
-from rollkeel.errors import EngineFailure
+from rollkeel.errors import DeltaRefused, EngineFailure
 from rollkeel.models.checksum import MASK
 from rollkeel.objectives import Objective
+from rollkeel.sync.last_sent import Traffic
 from rollkeel.train.scores import Scores, UpdateOutput
 
 
@@ -32,6 +33,8 @@ class RemoteTrainer:
         self.carried = 0
         """Bytes that went to ranks and came back. What goes is put into the object store once for all ranks."""
         self._ranks, self._deadline_s, self._replays = ranks, deadline_s, replays
+        self.traffic = Traffic()
+        """Of the last publication."""
         self._whole: TrainingBatch | None = None
         """The batch that the ranks have, and in `_told` what they told about it."""
         self._told: dict[str, torch.Tensor | None] = {}
@@ -76,9 +79,11 @@ class RemoteTrainer:
     def stream(self, head: Any, sinks: Sequence[Any]) -> Sequence[int]:
         """See `rollkeel.cluster.publish.Source`: from all ranks to the engines, past this process."""
         sent = self._ranks.gather("stream", head, ray.put(list(sinks)), self._deadline_s)
-        for failed in (each for each in sent if isinstance(each, EngineFailure)):
-            raise failed
-        return [sum(sums) & MASK for sums in zip(*sent, strict=True)]
+        failed = [each for each in sent if isinstance(each, EngineFailure)]
+        for each in sorted(failed, key=lambda error: isinstance(error, DeltaRefused)):  # another failure says more
+            raise each
+        self.traffic = Traffic(*map(sum, zip(*(traffic for _, traffic in sent), strict=True)))
+        return [sum(sums) & MASK for sums in zip(*(sums for sums, _ in sent), strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
         """Its version; the rest the ranks write themselves (`Machines.save`)."""

@@ -6,7 +6,7 @@ that a server can be restarted under them. Every method that waits raises `Engin
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -137,6 +137,14 @@ class Backend(Protocol):
     async def load(self, http: Any, source: Path | str, version: int) -> int:
         """Take the weights of a Hugging Face folder (safetensors) that this machine and the server both see, or those of a
         message of `same_device.lent`, drop every cached prefix. Returns the checksum of what the server received."""
+        ...
+
+    async def fill(self, http: Any, version: int, write: Callable[[], Awaitable[None]]) -> None:
+        """Serve the weights that `write` brings into the server's memory, see `boxes.Boxes.fill`; drop every cached prefix."""
+        ...
+
+    async def workers(self, http: Any, what: str, message: str) -> list[dict[str, str]]:
+        """What each process of the server answers to a method of `vllm_worker.Publication`; `error` is why it could not."""
         ...
 
     async def place(self, http: Any) -> str:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect, insort
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from rollkeel.engines.weights import (
     Memory,
+    add_delta,
     check_all_there,
     check_base,
+    check_delta,
     check_kind,
     check_total,
     misfit,
@@ -38,6 +41,31 @@ class Room(NamedTuple):
     """One past the last."""
 
 
+class Packed:
+    """A matrix whose elements lie in the order in which a kernel reads them: as much of a tensor as an `Intake` needs."""
+
+    def __init__(self, memory: torch.Tensor, where: torch.Tensor) -> None:
+        """`memory`: `[n]`, `where`: `[rows, columns]` int64, the place of each element in it."""
+        self._memory, self._where = memory, where
+        self.shape, self.dtype, self.device = where.shape, memory.dtype, memory.device
+
+    def __getitem__(self, inside: Any) -> Packed:
+        return Packed(self._memory, self._where[inside])
+
+    def dim(self) -> int:
+        return self._where.dim()
+
+    def numel(self) -> int:
+        return self._where.numel()
+
+    def copy_(self, tensor: torch.Tensor) -> None:
+        self._memory[self._where] = tensor.to(self.dtype)
+
+    def read(self) -> torch.Tensor:
+        """What is there now, a copy."""
+        return self._memory[self._where]
+
+
 _Across = tuple[tuple[int, ...], tuple[int, ...]]
 """First and one past the last index of a box in all dimensions but the first."""
 
@@ -45,6 +73,11 @@ _Across = tuple[tuple[int, ...], tuple[int, ...]]
 def rooms_of(held: Mapping[str, torch.Tensor]) -> dict[str, Room]:
     """Of weights that are held whole."""
     return {n: Room(t.dtype, tuple(t.shape), (0,) * t.dim(), tuple(t.shape)) for n, t in held.items()}
+
+
+def _shape(piece: WeightSlice) -> tuple[int, ...]:
+    """Of what the slice is, or is a delta, of."""
+    return piece.box or tuple(piece.tensor.shape)
 
 
 class Intake:
@@ -58,7 +91,10 @@ class Intake:
     ) -> None:
         """`head`: the update without slices and checksum. `base`: version of the weights that the engine holds. `rooms`: of an
         engine that holds parts of weights."""
-        check_kind(head)
+        if head.kind == "delta":
+            check_delta(head, mode, base)
+        else:
+            check_kind(head)
         self._head, self._total = head, 0
         self._held, self._mode, self._base = memory.destinations, mode, head.version
         if head.kind == "adapter":
@@ -81,9 +117,7 @@ class Intake:
         for piece in slices:
             room, starts = self._place(piece)
             self._enter(piece, starts)
-            inside = tuple(
-                slice(a - b, a - b + n) for a, b, n in zip(starts, room.starts, piece.tensor.shape, strict=True)
-            )
+            inside = tuple(slice(a - b, a - b + n) for a, b, n in zip(starts, room.starts, _shape(piece), strict=True))
             view = self._held[piece.name][inside]
             self._write(piece, view, room, starts)
             self._total += piece.checksum
@@ -100,7 +134,7 @@ class Intake:
 
     def _place(self, piece: WeightSlice) -> tuple[Room, tuple[int, ...]]:
         """The room of the engine's weight, and the first index of the slice in the whole of it."""
-        view, shape = self._held.get(piece.name), tuple(piece.tensor.shape)
+        view, shape = self._held.get(piece.name), _shape(piece)
         wrong = misfit(piece, view, self._head.version)
         if view is None or len(shape) != view.dim() or not view.numel() or not piece.tensor.numel():
             raise wrong
@@ -119,7 +153,7 @@ class Intake:
 
     def _enter(self, piece: WeightSlice, starts: tuple[int, ...]) -> None:
         """Raises `EngineFailure` for a box that has arrived already, all of it or in part."""
-        stops = tuple(a + n for a, n in zip(starts, piece.tensor.shape, strict=True))
+        stops = tuple(a + n for a, n in zip(starts, _shape(piece), strict=True))
         (first, last), across = (starts[0], stops[0]) if starts else (0, 1), (starts[1:], stops[1:])
         arrived = self._arrived[piece.name]
         for other, taken in arrived.items():
@@ -131,11 +165,19 @@ class Intake:
                         said = "" if same else f": its box at {starts} overlaps one at {(a, *other[0])}"
                         raise EngineFailure(f"weight update {self._head.version}: {piece.name} arrived twice{said}")
         insort(arrived.setdefault(across, []), (first, last))
-        self._missing[piece.name] -= piece.tensor.numel()
+        self._missing[piece.name] -= math.prod(_shape(piece))
 
     def _write(self, piece: WeightSlice, view: torch.Tensor, room: Room, starts: tuple[int, ...]) -> None:
         name, head, mode = piece.name, self._head, self._mode
-        tensor, pitches = piece.tensor.to(view.device), pitches_of(room.shape)
+        pitches = pitches_of(room.shape)
+        offset = sum(a * p for a, p in zip(starts, pitches, strict=True))
+        if piece.box:
+            if head.kind != "delta":
+                raise EngineFailure(f"weight update {head.version}: {name} arrived as a delta in a {head.kind} update")
+            add_delta(view, piece.tensor)
+            prove_box(piece, view, (offset, pitches), head, mode)
+            return
+        tensor = piece.tensor.to(view.device)
         rounds = weight_rounder(mode) is not None and is_quantised(name, view)
         if (piece.rounded or piece.starts) and head.mode != mode:
             raise EngineFailure(
@@ -146,11 +188,11 @@ class Intake:
             raise EngineFailure(f"weight update {head.version}: {name} arrived rounded in some boxes only")
         if waits:
             self._waiting[name] = tensor.dtype
-        offset = sum(a * p for a, p in zip(starts, pitches, strict=True))
         if not rounds or piece.rounded or waits:
             view.copy_(tensor)
         else:
             view.copy_(rounded(name, tensor, mode))
+        view = view.read() if isinstance(view, Packed) else view
         if piece.starts and (not rounds or piece.rounded or waits):
             prove_box(piece, view, (offset, pitches), head, mode)
         else:

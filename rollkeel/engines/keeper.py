@@ -19,10 +19,12 @@ import torch
 
 from rollkeel.config import EngineConfig
 from rollkeel.engines.backend import Backend, Refused, ServerSettings
+from rollkeel.engines.boxes import Answers, Boxes
 from rollkeel.engines.same_device import lent, place, share_of
 from rollkeel.engines.server import RESTARTS, START_SHARE, ServerProcess, free_port
 from rollkeel.engines.weight_folder import write_weights
 from rollkeel.errors import BadInput, EngineFailure
+from rollkeel.models.checksum import tensor_checksum
 from rollkeel.types import FloatArray, WeightUpdate
 
 READY_POLL_S = 0.1
@@ -54,6 +56,10 @@ class Weights:
     @property
     def checksum(self) -> int:
         return self.update.checksum
+
+    def intact(self) -> bool:
+        """Whether they can still be written: the trainer may have changed its tensors since."""
+        return self.folder.exists() or all(tensor_checksum(s.name, s.tensor) == s.checksum for s in self.update.slices)
 
     def write(self, hf_config: Any) -> None:
         """Write the folder, unless it is there. Raises `EngineFailure` if the tensors are no longer those of the update."""
@@ -87,6 +93,9 @@ class Keeper:
         self.epoch = 0
         self.weights: Weights | None = None
         self.asleep = False
+        self.boxes = Boxes(backend.name, config.dtype, config.deadline_s)
+        self.awaits = False
+        """Whether the server was lost with weights that are nowhere any more: it starts again with the next ones."""
 
     @property
     def owned(self) -> bool:
@@ -116,8 +125,13 @@ class Keeper:
         self._restarts = 0
 
     def lends(self, update: WeightUpdate) -> bool:
-        """Whether the living server takes `update` by handles, without a folder."""
+        """Whether the living server takes `update` by handles."""
         return self._process is not None and self._process.alive and self._place != "" and self._place == place(update)
+
+    def needs_folder(self, update: WeightUpdate) -> bool:
+        """Whether it takes `update` neither by handles nor by plan."""
+        fills = self._process is not None and self._process.alive and self.boxes.takes(update)
+        return not fills and not self.lends(update)
 
     async def sleep(self) -> bool:
         """Have the server give its device away until the next weights; True if it did. The caller holds `lock`."""
@@ -133,7 +147,7 @@ class Keeper:
     async def publish(self, weights: Weights, keep_kv: bool) -> int:
         """Make the server serve `weights`, starting it if need be; it decodes again when this returns the checksum that the
         server computed. The caller holds `lock`."""
-        self.weights = weights
+        self.weights, self.awaits = weights, False
         if self.http is not None and (self._process is None or self._process.alive):
             try:
                 return await self._load(weights, keep_kv)
@@ -161,6 +175,10 @@ class Keeper:
             if self.epoch != epoch or self.weights is None:
                 return
             if self.owned and await self._well():
+                return
+            if self.boxes.takes(self.weights.update) and not await asyncio.to_thread(self.weights.intact):
+                self.kill()
+                self.awaits = True
                 return
             checksum = await self._again(self.weights, f"{why}; {await self._last_words()}")
             await self._prove(self.weights, checksum)
@@ -203,6 +221,7 @@ class Keeper:
             await self.http.aclose()
         if self._process is not None:
             await asyncio.to_thread(self._process.close)
+        self.boxes.close()
 
     async def _again(self, weights: Weights, why: str) -> int:
         """New lives until one serves `weights`. Raises `EngineFailure` after `RESTARTS` of them."""
@@ -240,7 +259,16 @@ class Keeper:
         await self._until_ready(url, self._config.deadline_s * (START_SHARE if self.owned else 1.0))
         if self._settings.sleeps:
             self._place = await self._timed(self._backend.place(self.http), CONTROL_S, "to name its device")
-        return await self._load(weights, keep_kv=False)
+        by_plan = self.owned and not self._settings.sleeps
+        if by_plan:
+            await self._timed(self.boxes.prepare(self._ask), CONTROL_S, "to prepare its memory")
+        checksum = await self._load(weights, keep_kv=False)
+        if by_plan and checksum == weights.checksum:
+            await self._timed(self.boxes.look(self._ask, weights.update), self._config.deadline_s, "to read its memory")
+        return checksum
+
+    async def _ask(self, what: str, message: str) -> Answers:
+        return await self._backend.workers(self.http, what, message)
 
     async def _until_ready(self, url: str, limit_s: float) -> None:
         end = time.monotonic() + limit_s
@@ -286,10 +314,15 @@ class Keeper:
             await self._timed(self._backend.wake(self.http, "weights"), CONTROL_S, "to wake")
         else:
             await self._timed(self._backend.pause(self.http, keep_kv), CONTROL_S, "to pause")
-        by_handles = not weights.folder.exists() and self.lends(weights.update)
-        with lent(weights.update, weights.number) if by_handles else nullcontext(weights.folder) as source:
-            loading = self._backend.load(self.http, source, weights.version)
-            checksum = await self._timed(loading, self._config.deadline_s, "to load weights")
+        if not weights.folder.exists() and self.boxes.takes(weights.update):
+            filling = self._backend.fill(self.http, weights.version, lambda: self.boxes.fill(self._ask, weights.update))
+            await self._timed(filling, self._config.deadline_s, "to take weights")
+            checksum = weights.checksum
+        else:
+            by_handles = not weights.folder.exists() and self.lends(weights.update)
+            with lent(weights.update, weights.number) if by_handles else nullcontext(weights.folder) as source:
+                loading = self._backend.load(self.http, source, weights.version)
+                checksum = await self._timed(loading, self._config.deadline_s, "to load weights")
         if self.asleep:
             await self._timed(self._backend.wake(self.http, "kv_cache"), CONTROL_S, "to wake")
             self.asleep = False

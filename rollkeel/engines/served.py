@@ -2,7 +2,7 @@
 
     caller ── submit, poll, interrupt ──▶ flights ── at most `slots` streams ──▶ server
        │                                     │ ◀── token, log-prob; end, or loss ──┘
-       └── weights ──▶ folder ──▶ keeper: pause ▸ load ▸ resume, proof; restart after a loss, then streams go on from their prefixes
+       └── weights ──▶ boxes or folder ──▶ keeper: pause ▸ load ▸ resume, proof; restart after a loss, streams go on from their prefixes
 
 One background thread runs an event loop; flights and the server are touched there alone. Public methods hand over and wait;
 one caller at a time. After a publication no stream starts before the caller's next `submit` or `poll`, so that probes are
@@ -80,6 +80,7 @@ class ServedEngine:
         more = {"python": python, "device": device, "threads": torch.get_num_threads(), "sleeps": sleeps}
         settings = ServerSettings.of(config, max_length=length, **more)
         self._keeper = Keeper(backend, config, settings, hf_config, planned, self._scratch, log_path)
+        self.boxes = self._keeper.boxes
         self._silence_s = SILENCE_SHARE * config.deadline_s
         self._changed = threading.Condition()
         self._flying: set[int] = set()
@@ -143,10 +144,8 @@ class ServedEngine:
     def _ended(self, timeout_s: float, chunks: float) -> list[Segment]:
         """What ended, waited for until streams have brought so many `chunks`."""
         self._check_sound()
-        if self._flying and self._version < 0:
-            raise EngineFailure(
-                f"engine {self._backend.name}: no proven weights to serve; publish weights before polling"
-            )
+        if self._flying and self._version < 0 and not self._keeper.awaits:
+            raise EngineFailure(f"engine {self._backend.name}: no proven weights to serve; publish weights first")
         self._behind.call(self._release, [])
         with self._changed:
             self._changed.wait_for(
@@ -159,15 +158,15 @@ class ServedEngine:
 
     def interrupt(self, ids: Sequence[int] | None = None) -> None:
         self._check_sound()
-        wanted = None if ids is None else set(ids)
-        self._behind.wait(self._interrupt(wanted), LAND_S + self._config.deadline_s, "to interrupt")
+        limit_s = LAND_S + self._config.deadline_s
+        self._behind.wait(self._interrupt(None if ids is None else set(ids)), limit_s, "to interrupt")
 
     def update_weights(self, update: WeightUpdate) -> Proof:
-        """Make the server serve the weights, by way of a folder or of handles, see `Keeper.publish`."""
+        """Make the server serve the weights, by boxes, handles or a folder, see `Keeper.publish`."""
         self._check_sound()
         self._publications += 1
         weights = Weights(update, self._scratch / f"weights-{self._publications}", self._publications)
-        if not self._keeper.lends(update):
+        if self._keeper.needs_folder(update):
             weights.write(self._hf_config)
         lives = (RESTARTS + 1) * (1 + START_SHARE) * self._config.deadline_s
         checksum = self._behind.wait(self._publish(weights), LAND_S + 2 * lives, "to serve new weights")
@@ -177,9 +176,8 @@ class ServedEngine:
         """See `RestingEngine.rest`: a server that can sleep gives its device away."""
         self._check_sound()
         if self._flying:
-            raise EngineFailure(
-                f"engine {self._backend.name}: {len(self._flying)} requests are in flight, it cannot rest"
-            )
+            count, name = len(self._flying), self._backend.name
+            raise EngineFailure(f"engine {name}: {count} requests are in flight, it cannot rest")
         self._behind.wait(self._rest(), LAND_S + CONTROL_S, "to rest")
 
     def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
@@ -311,6 +309,7 @@ class ServedEngine:
 
     async def _recover(self, epoch: int, why: str) -> None:
         await self._keeper.recover(epoch, why)
+        self._version = -1 if self._keeper.awaits else self._version
         if not self._keeper.lock.locked() and self._version >= 0:
             self._heard = time.monotonic()
             self._open = True

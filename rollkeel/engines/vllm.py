@@ -12,12 +12,14 @@ import io
 import json
 import shutil
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+import rollkeel
+import rollkeel_sandbox
 from rollkeel.config import EngineConfig
 from rollkeel.engines import vllm_worker
 from rollkeel.engines.backend import Chunk, Generation, Refused, ServerSettings
@@ -66,6 +68,9 @@ class VllmBackend:
         beside = settings.model.parent / "server"
         beside.mkdir(exist_ok=True)
         shutil.copyfile(vllm_worker.__file__, beside / f"{WORKER}.py")
+        for package in (rollkeel, rollkeel_sandbox):  # these alone: what else is installed here is not the server's
+            with contextlib.suppress(FileExistsError):
+                (beside / package.__name__).symlink_to(Path(str(package.__file__)).parent)
         cpu = settings.device == "cpu"
         options: dict[str, Any] = {
             "model": str(settings.model),
@@ -93,6 +98,7 @@ class VllmBackend:
         }
         environment = {
             "PYTHONPATH": str(beside),
+            "NUMBA_CACHE_DIR": str(beside / "kernels"),  # its numba may be another one
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
@@ -165,11 +171,10 @@ class VllmBackend:
         _check(await http.post("/pause", params={"mode": mode, "clear_cache": str(not keep_kv).lower()}), "pause")
 
     async def load(self, http: Any, source: Path | str, version: int) -> int:
-        # Without a label while weights are half there: a label says that they are whole.
-        _check(await http.post("/update_weight_version", json={"new_version": str(_UNKNOWN)}), "label weights")
+        await self._label(http, _UNKNOWN)
         lent = isinstance(source, str)
         where = "by handles" if lent else f"in {source}"
-        workers = await self._workers(http, "rollkeel_take" if lent else "rollkeel_load", str(source), "load weights")
+        workers = await self.workers(http, "rollkeel_take" if lent else "rollkeel_load", str(source))
         errors = [str(w.get("error")) for w in workers if "checksum" not in w]
         if errors or not workers:
             raise EngineFailure(
@@ -178,15 +183,23 @@ class VllmBackend:
         sums = {int(w["checksum"]) for w in workers}
         if len(sums) != 1:
             raise EngineFailure(f"engine vllm: workers disagree about the weights {where}: {sorted(sums)}")
-        # Frees cached prefixes. Sequences that are kept hold theirs; nobody else finds them, because salts name versions.
-        _check(await http.post("/reset_prefix_cache"), "reset the prefix cache")
-        _check(await http.post("/update_weight_version", json={"new_version": str(version)}), "label weights")
+        await self._label(http, version)
         return sums.pop()
 
+    async def fill(self, http: Any, version: int, write: Callable[[], Awaitable[None]]) -> None:
+        await self._label(http, _UNKNOWN)
+        await write()
+        await self._label(http, version)
+
+    async def _label(self, http: Any, version: int) -> None:
+        """Name the weights: none while they are half there."""
+        if version != _UNKNOWN:
+            # Frees cached prefixes. Sequences that are kept hold theirs; nobody else finds them, because salts name versions.
+            _check(await http.post("/reset_prefix_cache"), "reset the prefix cache")
+        _check(await http.post("/update_weight_version", json={"new_version": str(version)}), "label weights")
+
     async def place(self, http: Any) -> str:
-        places = [
-            worker.get("place", "") for worker in await self._workers(http, "rollkeel_place", "", "find its device")
-        ]
+        places = [worker.get("place", "") for worker in await self.workers(http, "rollkeel_place", "")]
         return places[0] if len(places) == 1 else ""
 
     async def sleep(self, http: Any) -> None:
@@ -198,10 +211,9 @@ class VllmBackend:
     async def resume(self, http: Any) -> None:
         _check(await http.post("/resume"), "resume")
 
-    async def _workers(self, http: Any, method: str, argument: str, what: str) -> list[dict[str, str]]:
-        """What every worker answers to a method of `vllm_worker.Publication`."""
-        body = {"method": method, "args": [argument]}
-        answer = _check(await http.post("/collective_rpc", json=body), what)
+    async def workers(self, http: Any, what: str, message: str) -> list[dict[str, str]]:
+        body = {"method": what, "args": [message]}
+        answer = _check(await http.post("/collective_rpc", json=body), f"call {what}")
         return [w if isinstance(w, dict) else {"error": str(w)} for w in answer.get("results") or []]
 
 

@@ -2,7 +2,8 @@
 read, cures vLLM's reload.
 
 This file is copied beside the server and imported there under the name `rollkeel_vllm_worker`; it needs torch, safetensors
-and vLLM, nothing of rollkeel. vLLM makes its worker class inherit from `Publication` (`--worker-extension-cls`).
+and vLLM, and of rollkeel nothing but for weights by plan (`vllm_memory`, which servers that we start find). vLLM makes its
+worker class inherit from `Publication` (`--worker-extension-cls`).
 
 vLLM 0.32 on CPUs packs weights for its kernels after loading, and packs them again on a reload only where it notices: expert
 weights keep their old packed copy while `moe_kernel` is set, and so does a head that is tied to the embedding. Log-probs are
@@ -39,6 +40,10 @@ class Publication:
 
     rollkeel_number = 0
     """Of the last update that came by handles."""
+    rollkeel_plain = False
+    """Whether linear layers on a CPU compute with plain weights."""
+    rollkeel_arrivals: Any = None
+    """What takes weights by plan, once it was asked for its rooms."""
 
     def rollkeel_place(self, _: str = "") -> dict[str, str]:
         """The device that this worker computes on, by its UUID; empty for one that shares no memory with a trainer."""
@@ -65,19 +70,65 @@ class Publication:
 
         return self._rollkeel_serve(opened)
 
+    def rollkeel_stay_plain(self, _: str = "") -> dict[str, str]:
+        """From the next weights on, have them in memory where they can be written and read, see `vllm_memory.plain`."""
+
+        def prepare() -> dict[str, str]:
+            self.rollkeel_plain = _on_cpu()
+            self._rollkeel_plain()
+            return {}
+
+        return _answered(prepare)
+
+    def rollkeel_rooms(self, mode: str) -> dict[str, str]:
+        """`rooms` of this worker's memory for weights of `mode`, and the `checksum` of what is in it."""
+
+        def look() -> dict[str, str]:
+            from rollkeel.engines import vllm_memory
+
+            model = self.model_runner.get_model()
+            self.rollkeel_arrivals = found = vllm_memory.Arrivals(model, mode, getattr(self, "rank", 0))
+            return {"rooms": vllm_memory.rooms_in_words(found.rooms), "checksum": str(found.checksum())}
+
+        return _answered(look)
+
+    def rollkeel_boxes(self, message: str) -> dict[str, str]:
+        """A step of a publication by plan: a method of `vllm_memory.Arrivals`."""
+
+        def act() -> dict[str, str]:
+            what, asked = json.loads(message)
+            done = getattr(self.rollkeel_arrivals, what)(asked)
+            return {} if done is None else {"checksum": str(done)}
+
+        return _answered(act)
+
+    def _rollkeel_plain(self) -> None:
+        if self.rollkeel_plain:
+            from rollkeel.engines import vllm_memory
+
+            vllm_memory.plain(self.model_runner.get_model())
+
     def _rollkeel_serve(self, opened: Any) -> dict[str, str]:
-        try:
+        def serve() -> dict[str, str]:
             seen = _Seen()
             weights = seen.counted(opened())
             model = self.model_runner.get_model()
             _forget_packed_experts(model)
             self.model_runner.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
             _retie(model, self.model_runner.model_config.hf_config)
+            self._rollkeel_plain()  # embeddings and heads were packed again
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # the trainer may write there again
             return {"checksum": str(seen.total & MASK), "tensors": str(seen.count)}
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+
+        return _answered(serve)
+
+
+def _answered(act: Any) -> dict[str, str]:
+    try:
+        return act()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 
 class _Seen:

@@ -30,7 +30,7 @@ def apply_update(update: WeightUpdate, destinations: Mapping[str, torch.Tensor],
             raise EngineFailure(f"weight update {update.version}: {piece.name} arrived twice")
         del missing[piece.name]
         if encoded:
-            _add(view, piece.tensor)
+            add_delta(view, piece.tensor)
         elif not update.shared:
             view.copy_(rounded(piece.name, piece.tensor.to(view.device), mode))
         elif not _same_memory(piece.tensor, view):
@@ -41,7 +41,7 @@ def apply_update(update: WeightUpdate, destinations: Mapping[str, torch.Tensor],
     check_all_there(missing, update.version)
 
 
-def _add(view: torch.Tensor, encoded: torch.Tensor) -> None:
+def add_delta(view: torch.Tensor, encoded: torch.Tensor) -> None:
     """Add an encoded delta to the weight that it was made for."""
     from rollkeel.models import delta
 

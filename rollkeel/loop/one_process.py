@@ -77,7 +77,8 @@ class OneProcess:
     def publisher(self, engine: Engine, probes: Probes | None, *, shared: bool) -> Publish:
         config, trainer = self._config, self._made()
         kind = "full" if no_deltas(config, "two copies") else config.sync.kind
-        direct = DirectPublisher([engine], probes, shared=shared, kind=kind)
+        buffer_mb = config.sync.buffer_mb
+        direct = DirectPublisher([engine], probes, shared=shared, kind=kind, buffer_mb=buffer_mb)
         return lambda: direct.publish(trainer.named_weights(), trainer.version, trainer.named_adapters())
 
     def precision(self) -> dict[str, Any]:

@@ -228,9 +228,10 @@ def engine(config: Config, shape: Shape, context: int, longest: int) -> dict[str
 
 def published(config: Config, shape: Shape) -> int:
     """What `sync.kind` keeps in the host's memory: the weights as they were served last, and the newest deltas."""
-    if config.sync.kind == "full" or no_deltas(config, two_copies(config)):
+    if config.sync.kind == "full" or no_deltas(config, "actors" if config.clustered else two_copies(config)):
         return 0
-    return int((1 + KEPT) * SIZES.get(config.engine.dtype, 4) * shape.parameters)
+    kept = 0 if config.clustered else KEPT  # ranks keep no deltas
+    return int((1 + kept) * SIZES.get(config.engine.dtype, 4) * shape.parameters)
 
 
 def most_tokens(config: Config, shape: Shape, space: int, setting: Setting = Setting()) -> int:

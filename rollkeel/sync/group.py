@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rollkeel.engines.shared_memory import aligned, places, write
 from rollkeel.errors import EngineFailure
 from rollkeel.models.checksum import MASK
 from rollkeel.sync.sending import WINDOW
-from rollkeel.sync.shared_memory import aligned, places, write
 from rollkeel.types import WeightSlice
 
 

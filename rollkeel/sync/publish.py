@@ -12,7 +12,7 @@ import torch
 from rollkeel.errors import DeltaRefused, EngineFailure
 from rollkeel.models.checksum import MASK
 from rollkeel.models.numerics import update_checksum
-from rollkeel.protocols import Engine, ProbedEngine
+from rollkeel.protocols import BoxedEngine, Engine, ProbedEngine
 from rollkeel.sync.proof import Probes
 from rollkeel.types import WeightSlice, WeightUpdate
 
@@ -52,15 +52,27 @@ class DirectPublisher:
     """Hands updates to engines and refuses to go on unless each proves the version and checksum it serves."""
 
     def __init__(
-        self, engines: Sequence[Engine], probes: Probes | None = None, *, shared: bool = False, kind: str = "full"
+        self,
+        engines: Sequence[Engine],
+        probes: Probes | None = None,
+        *,
+        shared: bool = False,
+        kind: str = "full",
+        buffer_mb: float = 0.0,
     ) -> None:
         """`probes`: also asked of every engine that is a `ProbedEngine`, after each publication. `shared`: the engines compute with
-        the very weights that are published. `kind`: `sync.kind`, for engines that prove their memory and do not share it."""
+        the very weights that are published. `kind`: `sync.kind`, for engines that prove their memory and do not share it. `buffer_mb`:
+        `sync.buffer_mb`, for those that take boxes; 0 has them take folders."""
         self.engines, self.probes, self.shared = tuple(engines), probes, shared
         self._base: int | None = None
         self._kind = "full" if shared else kind
         self._histories: dict[str | None, History] = {}
         """By numeric mode, with `kind` other than full."""
+        for engine in self.engines if buffer_mb else ():
+            if isinstance(engine, BoxedEngine):
+                from rollkeel.sync.sending import WholeFeed
+
+                engine.boxes.feed = WholeFeed(buffer_mb)
 
     def publish(
         self,

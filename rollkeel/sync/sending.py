@@ -8,20 +8,20 @@ files (`sync.files`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from rollkeel.engines.intake import Room, rooms_of
+from rollkeel.engines.shared_memory import ALIGN, aligned
 from rollkeel.models.checksum import MASK, pitches_of
 from rollkeel.models.numerics import held_checksum, rounded
 from rollkeel.sync.layouts import Held, engine_layout, held, trainer_layout
 from rollkeel.sync.plan import Copy, Plan, plan
-from rollkeel.sync.shared_memory import aligned
 from rollkeel.train.sharded import Layout, Pieces, tensors_of
-from rollkeel.types import WeightSlice
+from rollkeel.types import WeightSlice, WeightUpdate
 
 WINDOW = 2
 """Buckets that a carrier may have under way to one receiver."""
@@ -79,17 +79,45 @@ class Weights:
         return plan(source, engine_layout(rooms, mode, own, hosts[1]))
 
 
-def send_part(made: Plan, rank: int, weights: Held, about: Outgoing, carrier: Carrier) -> list[int]:
-    """Send what `made` gives this rank. Returns the sum of checksums that each receiver got from it."""
+def send_part(
+    made: Plan,
+    rank: int,
+    weights: Held,
+    about: Outgoing,
+    carrier: Carrier,
+    through: Callable[[Iterable[WeightSlice]], Iterable[WeightSlice]] = lambda slices: slices,
+) -> list[int]:
+    """Send what `made` gives this rank, each slice as `through` makes it. Returns the sum of checksums that each receiver got from it."""
     sums = [0] * len(made.hosts[1])
     for to, copies in routes(made, rank).items():
-        for bucket in buckets(slices(copies, weights, about), about.bucket_bytes):
+        for bucket in buckets(through(slices(copies, weights, about)), about.bucket_bytes):
             carrier.put(bucket, to)
             for receiver in to:
                 sums[receiver] += sum(piece.checksum for piece in bucket)
             del bucket  # or what was made for it would stay while the next one is made
     carrier.flush()
     return [total & MASK for total in sums]
+
+
+class WholeFeed:
+    """A `rollkeel.engines.boxes.Feed` of updates whose tensors this process holds whole, to processes of its own host."""
+
+    def __init__(self, buffer_mb: float) -> None:
+        """`buffer_mb`: most memory for weights on their way."""
+        self.bucket_bytes = max(ALIGN, int(buffer_mb * 2**20 / (WINDOW + MADE)))
+        self.made: Plan | None = None
+        """For the processes that were fed last."""
+        self._key: tuple[Any, ...] = ()
+
+    def __call__(
+        self, update: WeightUpdate, rooms: Sequence[Mapping[str, Room]], mode: str, carrier: Carrier
+    ) -> list[int]:
+        weights = Weights.whole({piece.name: piece.tensor for piece in update.slices})
+        key = rooms, mode, [(p.name, p.tensor.shape, p.tensor.dtype) for p in update.slices]
+        if self.made is None or key != self._key:
+            self.made, self._key = weights.plan(rooms, mode, ([0], [0] * len(rooms))), key
+        every = {name: room for held in rooms for name, room in held.items()}
+        return send_part(self.made, 0, weights.held, Outgoing(every, mode, self.bucket_bytes), carrier)
 
 
 class Outgoing(NamedTuple):

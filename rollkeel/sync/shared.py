@@ -46,8 +46,6 @@ def engine_drops(config: Config) -> str:
 
 def no_deltas(config: Config, apart: str) -> str:
     """Why `sync.kind` changes nothing in this run; empty where it does. `apart`: why the engine has weights of its own, if it has."""
-    if config.clustered:
-        return "engine actors take all weights"
     if not apart:
         return "trainer and engine compute with one copy, so that nothing is sent"
     if config.engine.kind == "vllm":

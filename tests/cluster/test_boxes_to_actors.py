@@ -29,13 +29,13 @@ from rollkeel.cluster.publish import StreamPublisher
 from rollkeel.cluster.sender import Sender
 from rollkeel.cluster.stream import Calls, Sink
 from rollkeel.config import EngineConfig, SyncConfig
+from rollkeel.engines.shared_memory import ALIGN, Ring
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.names import checkpoint_views
 from rollkeel.sync.layouts import Held
 from rollkeel.sync.plan import Plan
 from rollkeel.sync.publish import full_update
 from rollkeel.sync.sending import MADE, WINDOW, Outgoing, send_part
-from rollkeel.sync.shared_memory import ALIGN, Ring
 from rollkeel.train.mesh import Mesh as OwnPlace
 from rollkeel.train.sharded import Layout, pieces_of
 from rollkeel.types import WeightSlice, WeightUpdate

@@ -180,6 +180,17 @@ def test_what_weights_travel_through_changes_no_number(whole: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["delta", "auto"])
+def test_changes_alone_change_no_number(whole: Path, tmp_path: Path, kind: str) -> None:
+    run = run_of(tmp_path / "run", *TWO, f"sync.kind={kind}", "train.lr=1e-3")
+    ours = rows(run)
+    assert [{k: v for k, v in row.items() if not k.startswith("sync/")} for row in ours] == rows(whole)
+    assert weights(run) == weights(whole)
+    assert sum(row.get("sync/deltas", 0) for row in ours) > (1 if kind == "delta" else 0)
+    assert sum(row.get("sync/deltas_refused", 0) for row in ours) == 0
+
+
+@pytest.mark.slow
 def test_four_ranks_in_parts_and_two_engines_that_round_come_to_the_numbers_of_one_process(tmp_path: Path) -> None:
     rounds = "engine.dtype=int8"
     run = run_of(tmp_path / "run", "train.mesh={shard: 2, tensor: 2}", "cluster.engines=2", rounds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +100,14 @@ class FakeBackend:
 
     async def load(self, http: Any, source: Path | str, version: int) -> int:
         return int((await self.ask(http, "/load", source=str(source), version=version))["checksum"])
+
+    async def fill(self, http: Any, version: int, write: Callable[[], Awaitable[None]]) -> None:
+        await self.ask(http, "/label", version=-1)
+        await write()
+        await self.ask(http, "/label", version=version)
+
+    async def workers(self, http: Any, what: str, message: str) -> list[dict[str, str]]:
+        return (await self.ask(http, "/workers", what=what, message=message))["workers"]
 
     async def place(self, http: Any) -> str:
         return (await self.ask(http, "/place"))["place"]

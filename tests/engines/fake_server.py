@@ -85,9 +85,23 @@ def by_handles() -> Any:
     return worker
 
 
+def in_memory(folder: Path) -> Any:
+    """The same worker with weights in memory, those of a folder, that are written to by boxes."""
+    import torch
+    from safetensors.torch import load_file
+
+    worker, model = by_handles(), torch.nn.Module()
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            model.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+    worker.model_runner.get_model = lambda: model
+    worker.rank, worker.live = 0, model
+    return worker
+
+
 class State:
     def __init__(self, folder: Path, faults: Path) -> None:
-        self.faults = faults
+        self.faults, self.folder = faults, folder
         self.asleep: set[str] = set()
         self.calls: list[str] = []
         """Of sleep, wake and load, in order."""
@@ -241,6 +255,11 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/resume":
             state.paused.clear()
             self._say(200, {})
+        elif self.path == "/label":
+            state.label = asked["version"]
+            self._say(200, {})
+        elif self.path == "/workers":
+            self._say(200, {"workers": [self._worker(asked["what"], asked["message"])]})
         elif self.path == "/load":
             if state.fault("crash_in_load") is not None:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -254,11 +273,31 @@ class Handler(BaseHTTPRequestHandler):
                 policy, checksum = float(state.worker.loaded["policy"][0]), int(answer["checksum"])
             else:
                 policy, checksum = read_weights(Path(asked["source"]))
+                self.state.folder = Path(asked["source"])
             lost, wrong = state.fault("lose_load") is not None, state.fault("wrong_checksum") is not None
             with state.lock:
                 state.policy, state.label = state.policy if lost else policy, asked["version"]
             checksum ^= wrong
             self._say(200, {"checksum": str(checksum)})
+
+    def _worker(self, what: str, message: str) -> dict[str, str]:
+        state = self.state
+        step = json.loads(message)[0] if what == "rollkeel_boxes" else what
+        if step == "rollkeel_rooms":
+            state.worker = in_memory(state.folder)
+            if state.fault("other_memory") is not None:
+                state.worker.live.policy += 1
+        if step == "take" and state.fault("crash_in_take") is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == "take" and state.fault("lose_take") is not None:
+            return {}
+        answer = {} if step == "rollkeel_stay_plain" else getattr(state.worker, what)(message)
+        if step == "begin":
+            state.policy = float("nan")
+        if step == "finish" and "error" not in answer:
+            state.policy = float(state.worker.live.policy[0])
+        state.calls.append(step)
+        return answer
 
     def _generate(self, asked: dict[str, Any]) -> None:
         state = self.state

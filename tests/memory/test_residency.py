@@ -58,7 +58,7 @@ def test_what_is_shared_stays() -> None:
     assert stays(recipe(*COLOCATED)) == set()
     assert stays(recipe(*COLOCATED, "train.lora.rank=2")) == {"engine's weights"}
     assert stays(recipe("engine.dtype=bf16", "sync.kind=delta")) == {"engine's weights"}
-    assert stays(recipe(*COLOCATED, "sync.kind=delta")) == set()  # actors take all weights
+    assert stays(recipe(*COLOCATED, "sync.kind=delta")) == {"engine's weights"}  # the changes are added to them
     assert stays(recipe("engine.processes=1")) == {"engine's weights", "KV blocks"}
 
 

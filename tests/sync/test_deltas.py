@@ -21,7 +21,7 @@ from rollkeel.config import EngineConfig
 from rollkeel.engines.local import LocalEngine
 from rollkeel.engines.open import open_engine
 from rollkeel.engines.weights import take
-from rollkeel.errors import BadInput, DeltaRefused, EngineFailure
+from rollkeel.errors import DeltaRefused, EngineFailure
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import compute_dtype, rounded
 from rollkeel.models.presets import build_preset
@@ -378,7 +378,7 @@ def test_a_run_is_the_same_to_the_bit_with_deltas(
         ([], "", "one copy"),
         (["engine.kind=vllm"], "two copies", "engine.kind=vllm"),
         (["train.lora.rank=4"], "two copies", "adapters"),
-        (["cluster.engines=1"], "two copies", "engine actors"),
+        (["cluster.engines=1"], "two copies", ""),
     ],
 )
 def test_where_no_deltas_are_sent(words: list[str], apart: str, why: str) -> None:
@@ -391,10 +391,3 @@ def test_a_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     code, out, _ = cli(capsys, "train", *words)
     assert code == 0
     assert "sync.kind=delta sends no deltas: trainer and engine compute with one copy" in " ".join(out.split())
-
-
-def test_a_cluster_refuses_them() -> None:
-    from rollkeel.cluster.check import check_cluster
-
-    with pytest.raises(BadInput, match=r"sync\.kind=delta: does not run on a cluster yet"):
-        check_cluster(load(None, ["cluster.engines=1", "sync.kind=delta"]))

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from rollkeel.sync import shared_memory
-from rollkeel.sync.shared_memory import ALIGN, AVAILABLE, Ring, aligned, opened, read
+from rollkeel.engines import shared_memory
+from rollkeel.engines.shared_memory import ALIGN, AVAILABLE, Ring, aligned, opened, read
 from rollkeel.types import WeightSlice
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="Linux only")
