@@ -27,7 +27,7 @@ VARIANTS: Mapping[str, tuple[dict[str, Any], ...]] = {
         {"level": "geometric", "cap": 2.0},
     ),
     "tis": ({"cap": 3.0},),
-    "ipo": ({"delta": 0.2, "directional": True, "gap_penalty": 0.001},),
+    "ipo": ({"delta": 0.1, "gap_penalty": 0.001}, {"delta": 0.2, "directional": True, "gap_penalty": 0.001}),
     "opsm": ({"anchor": "old"},),
     "dppo_binary_tv": ({"cap": 3.0}, {"anchor": "old"}),
     "dppo_binary_kl": ({"cap": 3.0},),

@@ -199,6 +199,11 @@ def _base(base: str) -> Callable[[Objective], Objective | None]:
     return apply
 
 
+def _at_rollout(o: Objective) -> Objective | None:
+    same = o.anchor == ROLLOUT or not o.masks
+    return None if same else replace(o, anchor=ROLLOUT, surrogate=surrogates.ratio(), weight=None)
+
+
 def _weight(weight: Weight | None) -> Callable[[Objective], Objective | None]:
     return lambda o: (
         None if (o.weight is None) == (weight is None) else replace(o, weight=weight, allow_double_correction=True)
@@ -224,8 +229,15 @@ def _negated(o: Objective) -> Objective:
     return replace(o, surrogate=replace(inner, evaluate=evaluate))
 
 
-def _second_moment_of_all(o: Objective) -> Objective | None:
-    return replace(o, masks=(second_moment("m2po", directional=False),)) if o.name == "m2po" else None
+def _second_moment(anchor: Anchor | None) -> Callable[[Objective], Objective | None]:
+    """M2PO's budget over all tokens, on the pair of another anchor if one is given."""
+    mask = second_moment("m2po", directional=False)
+
+    def apply(o: Objective) -> Objective | None:
+        made = replace(o, masks=(mask,)) if o.name == "m2po" else None
+        return made if made is None or anchor is None else replace(made, anchor=replace(anchor, base=o.anchor.base))
+
+    return apply
 
 
 KL_SAYS = {
@@ -272,7 +284,12 @@ CHANGES: Sequence[Change] = (
     ),
     Change("mask", "the whole answer is judged by the product of its ratios", _mask_level("sequence")),
     Change("mask", "every token is judged by its own ratio", _mask_level("token")),
-    Change("mask", "the second-moment budget is taken over all tokens, not over moves away", _second_moment_of_all),
+    Change("mask", "the second-moment budget is taken over all tokens, not over moves away", _second_moment(None)),
+    Change(
+        "mask",
+        "the second-moment budget is taken over all tokens, of o against q",
+        _second_moment(ANCHORS["decoupled"]),
+    ),
     DUAL,
     Change("clip", "the lower and the upper clip are exchanged", _clip(None, swap=True)),
     Change("clip", "the clip is missing: S = ratio·A", _surrogate(surrogates.ratio())),
@@ -280,6 +297,9 @@ CHANGES: Sequence[Change] = (
     Change("ratio", "the ratio is capped: its gradient is min(ratio, 20)", _capped(20.0)),
     Change("ratio", "the ratio is p/q and not p/o", _base("rollout_logprobs")),
     Change("ratio", "the ratio is p/o and not p/q", _base("old_logprobs")),
+    Change(
+        "ratio", "mask and ratio are those of p/q, without o, clip and weight: S = p/q·A under the mask", _at_rollout
+    ),
     Change("weight", "the weight o/q is missing", _weight(None)),
     Change("weight", "every token is weighed by o/q as well", _weight(mismatch())),
     Change("weight", "the weight is q/o, the inverse of o/q", _inverse),
@@ -290,6 +310,16 @@ CHANGES: Sequence[Change] = (
         "weight", "the weight is the geometric mean of o/q over the answer", _other_weight(mismatch(level="geometric"))
     ),
     Change("weight", "the weight is the product of o/q over the answer", _other_weight(mismatch(level="sequence"))),
+    Change(
+        "weight",
+        "the weight is the geometric mean of o/q over the answer, at most 2",
+        _other_weight(mismatch(2.0, "geometric")),
+    ),
+    Change(
+        "weight",
+        "the weight is the product of o/q over the answer, at most 2",
+        _other_weight(mismatch(2.0, "sequence")),
+    ),
     Change("weight", "weights are divided by their mean over the batch", lambda o: _normalised(o)),
 )
 

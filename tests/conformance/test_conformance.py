@@ -112,7 +112,7 @@ def test_the_table_names_the_token_the_numbers_and_the_equation() -> None:
     assert (difference.words, difference.expected, difference.came) == ("r 3.5, where a dual clip of 3 cuts", -3.5, 0)
     text = "\n".join(lines(verdict))
     assert "Ring-1T report, eqs. 1–2" in text
-    assert "59 of 60 tokens" in text
+    assert "60 of 61 tokens" in text
     wrong = check(lambda batch: icepop(batch, low=0.4), "icepop")
     assert [(d.words, d.because) for d in wrong.differences] == [("r 0.75 and rho 0.42", "mask icepop")]
 
@@ -197,7 +197,7 @@ def test_the_batch_hides_what_must_not_be_read() -> None:
     assert grown.logprobs.shape[1] == batch.logprobs.shape[1] + 2
     assert (grown.logprobs[~grown.mask] != 0).all()
     half = batch.rows(slice(0, 3))
-    assert (half.sequences, half.tokens, len(half.groups)) == (7, 33, 3)
+    assert (half.sequences, half.tokens, len(half.groups)) == (7, 34, 3)
     whole = batch.coefficients("token_mean").sum()
     assert whole == pytest.approx(1.0)
 

@@ -26,10 +26,16 @@ class _Anything(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Anything(name, (), {})
+        return _nothing(name)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else cls
+
+    def __delattr__(cls, name: str) -> None:
+        """Nothing was there."""
+
+    def __iter__(cls) -> Any:
+        return iter(())
 
     def __getitem__(cls, key: Any) -> Any:
         return cls
@@ -48,25 +54,33 @@ class _Anything(type):
         return ()
 
 
+def _nothing(name: str) -> Any:
+    return _Anything(name, (), {"__init__": lambda self, *args, **kwargs: None})
+
+
 class _StandIn(ModuleType):
+    __version__ = "999"
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Anything(name, (), {})
+        return _nothing(name)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds the checkout's files first, then what is installed, then stand-ins."""
 
-    def __init__(self, root: Path, package: str, absent: Sequence[str]) -> None:
-        self.root, self.package, self.absent = root, package, absent
+    def __init__(self, root: Path, package: str, whole: Sequence[str], absent: Sequence[str]) -> None:
+        self.root, self.package, self.whole, self.absent = root, package, whole, absent
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if any(name == a or name.startswith(f"{a}.") for a in self.absent):
+        if _below(name, self.absent):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        place = self.root.joinpath(*name.split("."))
-        if name.split(".")[0] != self.package:
+        if not _below(name, (self.package,)):
             return None
+        place = self.root.joinpath(*name.split("."))
+        if name in self.whole:
+            return importlib.util.spec_from_file_location(name, place / "__init__.py")
         if place.is_dir():
             spec = importlib.machinery.ModuleSpec(name, self, is_package=True)
             spec.submodule_search_locations = [str(place)]
@@ -93,11 +107,11 @@ class _Last(_Finder):
 
 
 @contextlib.contextmanager
-def _found(root: Path, package: str, absent: Sequence[str]) -> Iterator[None]:
-    before = dict(sys.modules)
-    for name in [n for n in before if n.split(".")[0] == package]:
+def _found(root: Path, package: str, whole: Sequence[str], absent: Sequence[str]) -> Iterator[None]:
+    hidden = {name: module for name, module in sys.modules.items() if _below(name, (package, *absent))}
+    for name in hidden:
         del sys.modules[name]
-    first, last = _Finder(root, package, absent), _Last(root, package, absent)
+    first, last = _Finder(root, package, whole, absent), _Last(root, package, whole, absent)
     sys.meta_path.insert(0, first)
     sys.meta_path.append(last)
     try:
@@ -106,17 +120,27 @@ def _found(root: Path, package: str, absent: Sequence[str]) -> Iterator[None]:
         sys.meta_path.remove(first)
         sys.meta_path.remove(last)
         for name, module in list(sys.modules.items()):
-            if name.split(".")[0] == package or isinstance(module, _StandIn):
+            if _below(name, (package,)) or isinstance(module, _StandIn):
                 del sys.modules[name]
-        sys.modules.update({n: m for n, m in before.items() if n.split(".")[0] == package})
+        sys.modules.update(hidden)
+
+
+def _below(name: str, places: Sequence[str]) -> bool:
+    return any(name == place or name.startswith(f"{place}.") for place in places)
 
 
 def modules(
-    names: Sequence[str], checkout: Path | None, *, below: str = "", absent: Sequence[str] = ()
+    names: Sequence[str],
+    checkout: Path | None,
+    *,
+    below: str = "",
+    whole: Sequence[str] = (),
+    absent: Sequence[str] = (),
 ) -> list[ModuleType]:
     """Modules by name: installed ones, or those of a checkout.
 
-    `below`: the folder of the checkout in which the package lies. `absent`: modules that are not to be run though they are there.
+    `below`: the folder of the checkout in which the package lies. `whole`: packages whose `__init__` runs too. `absent`: modules and packages that
+    are not run though they may be there.
     Raises `BadInput` where one is missing or does not import.
     """
     package = names[0].split(".")[0]
@@ -134,5 +158,5 @@ def modules(
             raise BadInput(
                 f"conformance --checkout {checkout}: no {name.replace('.', '/')}.py in it; is it {package}'s repository?"
             )
-    with _found(root, package, absent):
+    with _found(root, package, whole, absent):
         return [importlib.import_module(name) for name in names]
