@@ -26,8 +26,8 @@ from rollkeel.types import TokenBatch
 from rollkeel_doctor.traces.own import save_batch
 
 try:
-    from accelerate.utils import gather_object
-    from trl import GRPOTrainer
+    from accelerate.utils import gather_object  # pyright: ignore[reportMissingImports]
+    from trl import GRPOTrainer  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     MISSING: ImportError | None = error
     GRPOTrainer: Any = object
@@ -123,21 +123,26 @@ class RollkeelGRPOTrainer(GRPOTrainer):
             raise BadInput(
                 "RollkeelGRPOTrainer: expected log-probs of the sampled tokens, got none; return them from rollout_func"
             )
+        scored, entropy = self._scored(out)
         if out.get("old_per_token_logps") is None:
-            out["old_per_token_logps"] = self._scored(out)
+            out["old_per_token_logps"] = scored
         count = len(out["completion_ids"])
         rows = torch.arange(count, device=self.accelerator.device) + self.accelerator.process_index * count
         train = self.model.training
-        out |= {"rows": rows, "groups": rows // (self.num_generations if train else self.num_generations_eval)}
+        out |= {
+            "entropy": entropy,
+            "rows": rows,
+            "groups": rows // (self.num_generations if train else self.num_generations_eval),
+        }
         out["coefficients"] = shares(self.aggregate, _mask(out), out["groups"])
         if train:
             self._record(out)
         return out
 
     @torch.no_grad()
-    def _scored(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """`[S, L]`: log-probs of a batch under the current weights."""
-        return self._policy(self.model, inputs, self.args.per_device_train_batch_size)[0].detach()
+    def _scored(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[S, L]` each: log-probs and entropies of a batch under the current weights."""
+        return self._policy(self.model, inputs, self.args.per_device_train_batch_size)[:2]
 
     def _policy(self, model: Any, inputs: Mapping[str, Any], size: int | None = None, aux: bool = False) -> Any:
         if "pixel_values" in inputs:
@@ -145,10 +150,9 @@ class RollkeelGRPOTrainer(GRPOTrainer):
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         seen = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         length = inputs["completion_ids"].shape[1]
-        p, _, aux_loss = self._get_per_token_logps_and_entropies(
-            model, ids, seen, length, batch_size=size, compute_aux_loss=aux
-        )
-        return p, aux_loss
+        about = {"batch_size": size, "compute_entropy": True, "compute_aux_loss": aux}
+        p, entropy, aux_loss = self._get_per_token_logps_and_entropies(model, ids, seen, length, **about)
+        return p, entropy.detach(), aux_loss
 
     # ---- the optimizer batch ---------------------------------------------------------------------------------------------
 
@@ -176,7 +180,8 @@ class RollkeelGRPOTrainer(GRPOTrainer):
         for part, share in zip(parts, each.split([len(p["groups"]) for p in parts]), strict=True):
             part["coefficients"] = share[:, None] * _mask(part)
         stale = "prepare" in self.objective.needs and not (fresh and self._aligned())
-        batch = [self._tokens(p, self._scored(p) if stale else p["old_per_token_logps"]) for p in parts]
+        known = [self._scored(p) if stale else (p["old_per_token_logps"], p["entropy"]) for p in parts]
+        batch = [self._tokens(p, *seen) for p, seen in zip(parts, known, strict=True)]
         self.objective.prepare(joined(batch), self._gather)
 
     def _aligned(self) -> bool:
@@ -188,7 +193,7 @@ class RollkeelGRPOTrainer(GRPOTrainer):
             return None
         return lambda values: torch.cat([v.to(values.device) for v in gather_object([values.cpu()])])
 
-    def _tokens(self, inputs: Mapping[str, Any], logprobs: torch.Tensor) -> TokenBatch:
+    def _tokens(self, inputs: Mapping[str, Any], logprobs: torch.Tensor, entropy: torch.Tensor) -> TokenBatch:
         return flat(
             logprobs,
             _mask(inputs),
@@ -199,15 +204,16 @@ class RollkeelGRPOTrainer(GRPOTrainer):
             rows=inputs["rows"],
             old_logprobs=inputs["old_per_token_logps"],
             ref_logprobs=inputs.get("ref_per_token_logps"),
+            entropy=entropy,
         )
 
     def _compute_loss(self, model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
         """The objective's loss: a sum over the micro-batches of an optimizer batch, so that TRL rescales nothing."""
         mode = "train" if self.model.training else "eval"
-        p, aux = self._policy(model, inputs, aux=self.aux_loss_enabled)
+        p, entropy, aux = self._policy(model, inputs, aux=self.aux_loss_enabled)
         if not _mask(inputs).any():
             return p.sum() * 0.0
-        out = self.objective(self._tokens(inputs, p))
+        out = self.objective(self._tokens(inputs, p, entropy))
         for name, value in out.metrics.items():
             self._metrics[mode][name].append(value)
         loss = out.loss * (self.accelerator.num_processes if mode == "train" else 1)  # whose gradients are averaged
@@ -224,7 +230,7 @@ class RollkeelGRPOTrainer(GRPOTrainer):
         if not _mask(out).any():
             return
         version = self.state.global_step
-        tokens = self._tokens(out, out["old_per_token_logps"])
+        tokens = self._tokens(out, out["old_per_token_logps"], out["entropy"])
         for name, value in mismatch_metrics(tokens, version).items():
             if not name.startswith(MANY):
                 self._metrics["train"][name].append(value)
@@ -234,7 +240,8 @@ class RollkeelGRPOTrainer(GRPOTrainer):
         prompts, completions, rewards = self._answers
         ends = torch.tensor(list(self.eos_token_ids), device=ids.device)
         ended = (torch.isin(ids, ends) & out["completion_mask"].bool()).any(1).tolist()
-        sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+        hot = self.temperature if self.use_vllm else self.generation_config.temperature  # what the sampler really has
+        sampling = {"temperature": hot, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
         save_batch(
             self.trace,
             version + 1,
@@ -243,6 +250,7 @@ class RollkeelGRPOTrainer(GRPOTrainer):
             rollout_logprobs=out["sampling_per_token_logps"],
             train_logprobs=out["old_per_token_logps"],
             advantages=out["advantages"],
+            entropy=out["entropy"],
             versions=torch.full_like(ids, version),
             train_version=[version] * len(ids),
             rewards=rewards,
@@ -271,16 +279,15 @@ def _text(message: Any) -> str:
 
 def joined(batches: list[TokenBatch]) -> TokenBatch:
     """Token batches one after the other, each with answers of its own."""
-    fields = {
-        name: [getattr(b, name) for b in batches]
-        for name, value in vars(batches[0]).items()
-        if isinstance(value, torch.Tensor)
-    }
+    held: dict[str, list[torch.Tensor]] = {}
     first = 0
-    for ids in fields["sequence_ids"]:
-        ids += first
-        first = int(ids.max()) + 1 if len(ids) else first
-    return TokenBatch(**{name: torch.cat(values).detach() for name, values in fields.items()})
+    for batch in batches:
+        for name, value in vars(batch).items():
+            if isinstance(value, torch.Tensor):
+                held.setdefault(name, []).append(value.detach() + first if name == "sequence_ids" else value.detach())
+        first += int(batch.sequence_ids.max()) + 1 if len(batch.sequence_ids) else 0
+    whole: dict[str, Any] = {name: torch.cat(values) for name, values in held.items()}
+    return TokenBatch(**whole)
 
 
 @contextlib.contextmanager

@@ -198,7 +198,7 @@ def rollkeels(
     ps = [(part["old_per_token_logps"] + 0.01).clamp(max=-1e-4).requires_grad_() for part in parts]
     made.objective.load_state_dict(objective.state_dict())  # a bound found with the old policy that was made up
     theirs = torch.autograd.grad(
-        sum(made.objective.loss(made._tokens(part, p)) for part, p in zip(parts, ps, strict=True)), ps
+        sum(made.objective.loss(made._tokens(part, p, part["entropy"])) for part, p in zip(parts, ps, strict=True)), ps
     )
     theirs = torch.cat([g[_mask(part)] for part, g in zip(parts, theirs, strict=True)])
     p = torch.cat([p.detach()[_mask(part)] for part, p in zip(parts, ps, strict=True)]).requires_grad_()

@@ -27,6 +27,7 @@ ABSENT = (
     "datasets",
 )
 ARGS: dict[str, Any] = {
+    "steps_per_generation": 1,
     "delta": None,
     "use_bias_correction_kl": True,
     "sapo_temperature_pos": 1.0,
