@@ -31,7 +31,7 @@ LEFT_TO_RIGHT = (
     {"sync"},
 )
 """Stages; those in one set stand side by side and must not import each other."""
-WATCHERS = ({"record"}, {"analyzer"}, {"report"}, {"memory", "cluster"}, {"lab"})
+WATCHERS = ({"record"}, {"analyzer"}, {"report"}, {"memory", "cluster"}, {"lab", "conformance", "integrations"})
 """They may look at every stage and at what stands before them here; no stage knows them."""
 FOUNDATIONS = {
     "arrays",
@@ -71,7 +71,11 @@ OF_FOUNDATIONS = {
     "events": {"errors"},
     "models": {"errors", "types", "config", "events"},
 }
-ONLY_IN = {"ray": "cluster/", "vllm": "engines/vllm", "rollkeel_doctor": ("api", "cli/", "report/", "diagnose/")}
+ONLY_IN = {
+    "ray": "cluster/",
+    "vllm": "engines/vllm",
+    "rollkeel_doctor": ("api", "cli/", "report/", "diagnose/", "integrations/"),
+}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 OTHERS = [f for name in ALONE for f in sorted((ROOT / name).rglob("*.py")) if f.relative_to(ROOT).parts[1] != "build"]

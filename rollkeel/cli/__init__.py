@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rollkeel.cli import about, data, diagnose, evaluate, objectives, tasks, train
+from rollkeel.cli import about, conformance, data, diagnose, evaluate, objectives, tasks, train
 from rollkeel.errors import REFUSALS, RunStopped
 from rollkeel.host import keep_freed_memory
 from rollkeel_doctor.cli import guarded as answered
@@ -27,7 +27,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for part in (about, train, diagnose, evaluate):
+for part in (about, train, diagnose, evaluate, conformance):
     app.add_typer(part.app)
 for part, name in ((sandbox, "sandbox"), (data, "data"), (tasks, "tasks"), (objectives, "objectives")):
     app.add_typer(part.app, name=name)
