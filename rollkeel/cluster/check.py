@@ -50,7 +50,7 @@ def check_cluster(config: Config) -> None:
     }
     if ranks > 1:
         what, plain = f"{ranks} ranks", ranks == mesh.replicate * mesh.shard
-        known = ("float32", "bfloat16") if plain else ("float32",)
+        known = ("float32", "bfloat16", "float16") if plain else ("float32", "bfloat16")
         refused |= {
             "train.compile=true": config.train.compile,
             f"train.lora.rank={config.train.lora.rank}": config.train.lora.rank > 0 and mesh.expert * mesh.tensor > 1,

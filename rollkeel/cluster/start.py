@@ -14,6 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollkeel.cluster.check import LOOPBACK, address_of, on_loopback
+from rollkeel.cluster.scorer import reward_models
 from rollkeel.cluster.stream import STORE
 from rollkeel.config import Config
 from rollkeel.errors import BadInput
@@ -77,7 +78,7 @@ def disconnect() -> None:
 def cpus_of(config: Config, engines: int) -> int:
     """CPUs that the actors of a run take, if each has a place of its own."""
     graders = config.cluster.graders * config.reward.graders.workers
-    return config.run.threads * (config.train.mesh.size + engines) + graders
+    return config.run.threads * (config.train.mesh.size + engines + len(reward_models(config))) + graders
 
 
 class Places:
@@ -90,11 +91,14 @@ class Places:
         bundle = {"CPU": float(config.run.threads)} | ({"GPU": 1.0} if gpus else {})
         count = max(ranks, engines) if self._shared else ranks + engines
         self._bundle, self._ranks, self._count = bundle, ranks, count
-        self._grader = {"CPU": float(config.reward.graders.workers)}
-        graders = config.cluster.graders
+        self._grader, self._graders = {"CPU": float(config.reward.graders.workers)}, config.cluster.graders
+        graders, models = self._graders, len(reward_models(config))
         self._group: PlacementGroup | None = None
-        bundles = [bundle] * count + [self._grader] * graders
-        _check(bundles, f"{ranks} ranks and {engines} engines take {count} places of {_said(bundle)}", graders)
+        bundles = [bundle] * count + [self._grader] * graders + [bundle] * models
+        asked = f"{ranks} ranks and {engines} engines take {count} places of {_said(bundle)}"
+        asked += f", {models} reward models {models} more" if models else ""
+        asked += f" and {graders} graders {graders} of {_said(self._grader)}" if graders else ""
+        _check(bundles, asked, graders > 0)
         self._group = placement_group(bundles, strategy="PACK")
         if not self._group.wait(config.cluster.deadline_s):
             self.remove()
@@ -115,14 +119,18 @@ class Places:
         """Ray's options for a grader, which has CPUs alone."""
         return {"num_cpus": self._grader["CPU"], "scheduling_strategy": self._strategy(self._count + index)}
 
+    def reward_model(self, index: int) -> dict[str, Any]:
+        """Ray's options for a reward model; it has a place of its own, as a rank has."""
+        return self._options(self._count + self._graders + index, alone=True)
+
     def remove(self) -> None:
         """Give them back."""
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
 
-    def _options(self, bundle: int) -> dict[str, Any]:
-        share = 0.5 if self._shared else 1.0  # two actors in one place, of which one computes at a time
+    def _options(self, bundle: int, alone: bool = False) -> dict[str, Any]:
+        share = 0.5 if self._shared and not alone else 1.0  # two actors in one place, of which one computes at a time
         gpus = {"num_gpus": share} if "GPU" in self._bundle else {}
         return {"num_cpus": share * self._bundle["CPU"], "scheduling_strategy": self._strategy(bundle), **gpus}
 
@@ -131,10 +139,8 @@ class Places:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
 
 
-def _check(bundles: Sequence[Mapping[str, float]], asked: str, graders: int) -> None:
+def _check(bundles: Sequence[Mapping[str, float]], asked: str, graders: bool) -> None:
     """Ray waits for ever for places that no cluster of these nodes could have."""
-    if graders:
-        asked += f" and {graders} graders {graders} of {_said(bundles[-1])}"
     nodes = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
     for bundle in bundles:
         node = next((n for n in nodes if all(n.get(k, 0.0) >= v for k, v in bundle.items())), None)
