@@ -8,7 +8,6 @@ import socket
 from collections.abc import Mapping
 
 from rollkeel.config import Config
-from rollkeel.config_cluster import MeshConfig
 from rollkeel.errors import BadInput
 
 LOOPBACK = "127.0.0.1"
@@ -18,9 +17,7 @@ CONNECT_S = 5.0
 
 def ranked(config: Config) -> Config:
     """The config with a mesh that says what `cluster.trainers` means, and the other way round. Raises `BadInput` if they differ."""
-    mesh, asked = config.train.mesh, config.cluster.trainers
-    if asked is not None and mesh.size == 1:
-        mesh = MeshConfig(shard=asked)
+    mesh, asked = config.mesh, config.cluster.trainers
     if asked is not None and mesh.size != asked:
         sizes = " × ".join(f"{name}={size}" for name, size in mesh.model_dump().items() if size > 1)
         raise BadInput(

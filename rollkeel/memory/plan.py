@@ -93,11 +93,7 @@ class _Rank:
     """What the fullest rank of a mesh has of a model."""
 
     def __init__(self, config: Config, shape: Shape) -> None:
-        self.mesh, self._config = config.train.mesh, config
-        if config.clustered:
-            from rollkeel.cluster.check import ranked
-
-            self.mesh = ranked(config).train.mesh
+        self.mesh, self._config = config.mesh, config
         self.shape, self.parameters = shape, shape.parameters
         self._gathered, self._added = 0, 0
         if (mesh := self.mesh).size > 1:
