@@ -163,6 +163,16 @@ def test_one_that_takes_too_long_is_interrupted_and_the_actor_goes_on(actors: Ac
     assert "grader_lost" not in actors.events()
 
 
+def test_ctrl_c_in_a_terminal_which_reaches_all_processes_ends_no_actor(actors: Actors, own: str) -> None:
+    given, before = [rollout("sleep 0.2", grader=f"{own}:says", id=i) for i in range(4)], len(actors.told)
+    with Graders(SETTINGS, regrade=0.0, elsewhere=actors.made) as graders:
+        graders.begin(given)
+        for index in range(2):
+            os.kill(actors.pid(index), signal.SIGINT)
+        assert [r.detail for r in graders.grade(given)] == ["sleep 0.2"] * 4
+    assert len(actors.told) == before
+
+
 def test_a_killed_one_is_replaced_and_nothing_is_lost(actors: Actors, own: str) -> None:
     given = [rollout(f"sleep 0.{i % 3}", grader=f"{own}:says", id=i) for i in range(20)]
     here, _ = graded(given)

@@ -268,7 +268,7 @@ def test_a_plan_says_what_ranks_hold(job: Job, found: Found) -> None:
 
 @pytest.mark.slow
 def test_a_plan_says_what_updates_need(tmp_path: Path) -> None:
-    dense = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 10, "vocab_size": 2048}
+    dense = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 10, "vocab_size": 1024}
     moe = {"hidden_size": 256, "moe_intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 512}
     about: dict[str, Any] = {"what": "watched", "parts": True}
     sizes: list[dict[str, Any]] = [{"shard": 2}, {"shard": 4}, {"replicate": 2}, {"tensor": 2}, {"context": 2}]
@@ -276,9 +276,9 @@ def test_a_plan_says_what_updates_need(tmp_path: Path) -> None:
     sizes = [{"expert": 2}, {"shard": 2, "expert": 2}, {"expert": 2, "tensor": 2}]
     jobs += [Job(**mesh, **about, overrides=moe) for mesh in sizes]
     of = run(jobs, tmp_path)
-    for job in jobs:
-        peak = max(of(job, rank)["peaks"]["again"] for rank in range(job.size))
-        assert 0.97 * peak < sum(planned(job).values()) < 1.15 * peak, job
+    peaks = [max(of(job, rank)["peaks"]["again"] for rank in range(job.size)) for job in jobs]
+    ratios = [sum(planned(job).values()) / peak for job, peak in zip(jobs, peaks, strict=True)]
+    assert 0.95 < min(ratios) < max(ratios) < 1.15, ratios
 
 
 @pytest.mark.slow
