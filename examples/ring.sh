@@ -2,6 +2,8 @@
 # SFT → reasoning RL → reward model → general RL (Ring-1T report, section 2) on the tiny model and Sudokus of 4×4, each model
 # evaluated on the same items. Typed again after an interruption, it goes on where it was.
 #   examples/ring.sh runs/ring
+# WORDS and EVALUATE are further settings of runs and evaluations: with cluster.trainers=2 cluster.engines=1 in both, all but the reward
+# model is trained and sampled by the actors of a cluster.
 # The reward model is trained on pairs of the second run's own answers, so general RL only holds what that has learnt.
 set -euo pipefail
 out=${1:?usage: ring.sh FOLDER}

@@ -383,6 +383,12 @@ class Config(Node):
         return self.cluster.asked or self.train.mesh.size > 1
 
     @property
+    def mesh(self) -> MeshConfig:
+        """`train.mesh`, or the shards that `cluster.trainers` asks for."""
+        mesh, asked = self.train.mesh, self.cluster.trainers
+        return mesh if asked is None or mesh.size > 1 else MeshConfig(shard=asked)
+
+    @property
     def silence_s(self) -> float:
         """Longest silence of the engine: where it replaces parts of itself, each with a deadline of its own, that takes as long."""
         deadline_s = self.engine.deadline_s

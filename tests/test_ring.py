@@ -10,12 +10,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from tiny_run import cli, weights
 
 from rollkeel.loop.stages import pairs_stage
+from rollkeel.record.rollout_store import read_step, to_rollouts
 from rollkeel.train.preferences import RewardModel
 
 SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "ring.sh"
@@ -23,11 +25,12 @@ DATA = ["eval.items=8", "eval.samples=2"]
 WORDS = [*DATA, "sft.steps=220", "rollout.prompts=12", "rollout.samples=6", "train.updates_per_step=1", "eval.every=0"]
 
 
-def ring(out: Path, steps: str = "run.steps=3") -> subprocess.CompletedProcess[str]:
+def ring(out: Path, steps: str = "run.steps=3", words: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """`words`: further settings of runs and evaluations."""
     more = {
         "ROLLKEEL": f"{sys.executable} -m rollkeel",
-        "WORDS": " ".join([*WORDS, steps]),
-        "EVALUATE": " ".join(DATA),
+        "WORDS": " ".join([*WORDS, steps, *words]),
+        "EVALUATE": " ".join([*DATA, *words]),
         "REWARD": "sft.steps=4 sft.batch_size=4 sft.warmup_steps=1 checkpoint.every=2 data.eval_fraction=0.3",
     }
     return subprocess.run(
@@ -51,12 +54,23 @@ def test_every_stage_leaves_what_the_next_one_takes(whole: Path) -> None:
     config = (whole / "general" / "config.yaml").read_text()
     for path in ("reasoning/model", "pairs/prompts.jsonl", "reward_model/model"):
         assert str(whole / path) in config
-    from rollkeel.record.rollout_store import read_step, to_rollouts
-
     model = RewardModel.load(whole / "reward_model" / "model")
     sampled = to_rollouts(read_step(whole / "general" / "rollouts" / "step_000001.parquet"))
     scores = model.score([r.prompt.text + r.text for r in sampled])
     assert [r.reward for r in sampled] == pytest.approx(scores, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_over_a_cluster_the_stages_come_to_the_same_models(whole: Path, tmp_path: Path) -> None:
+    """A rank, an engine and a grader each: what actors did otherwise would be seen three stages later."""
+    words = ["cluster.trainers=1", "cluster.engines=1", "cluster.graders=1", "reward.graders.workers=1"]
+    done = ring(tmp_path / "out", words=words)
+    assert done.returncode == 0, done.stderr
+    for name in ("sft", "reasoning", "general"):
+        assert weights(tmp_path / "out" / name) == weights(whole / name), name
+        assert (tmp_path / "out" / name / "actors" / "grader-0.log").is_file()
+        ours, theirs = (to_rollouts(read_step(out / f"{name}.parquet")) for out in (tmp_path / "out", whole))
+        assert [(r.text, r.reward, r.detail) for r in ours] == [(r.text, r.reward, r.detail) for r in theirs]
 
 
 @pytest.mark.slow

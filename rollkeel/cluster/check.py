@@ -8,7 +8,6 @@ import socket
 from collections.abc import Mapping
 
 from rollkeel.config import Config
-from rollkeel.config_cluster import MeshConfig
 from rollkeel.errors import BadInput
 
 LOOPBACK = "127.0.0.1"
@@ -18,9 +17,7 @@ CONNECT_S = 5.0
 
 def ranked(config: Config) -> Config:
     """The config with a mesh that says what `cluster.trainers` means, and the other way round. Raises `BadInput` if they differ."""
-    mesh, asked = config.train.mesh, config.cluster.trainers
-    if asked is not None and mesh.size == 1:
-        mesh = MeshConfig(shard=asked)
+    mesh, asked = config.mesh, config.cluster.trainers
     if asked is not None and mesh.size != asked:
         sizes = " × ".join(f"{name}={size}" for name, size in mesh.model_dump().items() if size > 1)
         raise BadInput(
@@ -49,7 +46,7 @@ def check_cluster(config: Config) -> None:
     }
     if ranks > 1:
         what, plain = f"{ranks} ranks", ranks == mesh.replicate * mesh.shard
-        known = ("float32", "bfloat16") if plain else ("float32",)
+        known = ("float32", "bfloat16", "float16") if plain else ("float32", "bfloat16")
         refused |= {
             "train.compile=true": config.train.compile,
             f"train.lora.rank={config.train.lora.rank}": config.train.lora.rank > 0 and mesh.expert * mesh.tensor > 1,

@@ -56,6 +56,11 @@ Asked = Rollout | Act | Left
 """A rollout is one grading: see `rollkeel.rewards.here.movable`."""
 
 
+def about() -> dict[str, Any]:
+    """Where this process is, and with what."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "versions": versions()}
+
+
 class GraderActor:
     """Grades and plays, in a process of its own."""
 
@@ -70,8 +75,7 @@ class GraderActor:
         self._threads = ThreadPoolExecutor(EPISODES, "environment")
 
     def about(self) -> dict[str, Any]:
-        """Where this is, and with what."""
-        return {"host": socket.gethostname(), "pid": os.getpid(), "versions": versions()}
+        return about()
 
     def step(self, asked: list[tuple[int, Asked]]) -> list[tuple[int, Any]]:
         """Begin what is asked, and return what has ended since, by number: an `Outcome`, a `Step`, or what `Broke`."""

@@ -25,6 +25,7 @@ from rollkeel.cluster.grader import Act, Asked, Broke, Left
 from rollkeel.cluster.patience import Patience
 from rollkeel.config import GradersConfig
 from rollkeel.errors import BadInput, GraderFailure
+from rollkeel.rewards.grading import Scorer
 from rollkeel.rewards.here import Outcome
 from rollkeel.tasks.base import TaskItem
 from rollkeel.tasks.environment import Step, ToolLost
@@ -85,6 +86,8 @@ class GraderActors:
         self._pending, self._numbers, self._closed = deque[_Work](), itertools.count(), False
         self._driving = list[threading.Thread]()
         self.threads = THREADS * count
+        self.scorers: Mapping[str, Any] = {}
+        """`rollkeel.cluster.scorer.ActorScorer` by path."""
         self.parts = [_Grader(i, start(i)) for i in range(count)]
 
     def begin(self, check: Callable[[str, Mapping[str, str]], None]) -> None:
@@ -102,6 +105,10 @@ class GraderActors:
     def grade(self, rollout: Rollout) -> Future[Outcome]:
         return self._ask(_Work(rollout)).future
 
+    def scorer(self, path: str) -> Scorer | None:
+        """The reward model of that path, if it has an actor."""
+        return self.scorers.get(path)
+
     def opened(self, name: str) -> Played:
         """An episode of the run's environment `name`, to be reset."""
         return Played(self, name)
@@ -109,7 +116,8 @@ class GraderActors:
     def states(self) -> dict[str, str]:
         """What every one does now."""
         with self._more:
-            return {g.name: g.dead or _doing(g) for g in self.parts}
+            found = {g.name: g.dead or _doing(g) for g in self.parts}
+        return found | {scorer.name: scorer.state for scorer in self.scorers.values()}
 
     def close(self) -> None:
         """End them, with workers, sandboxes and terminals. What is not done fails."""
@@ -123,6 +131,8 @@ class GraderActors:
             ray.wait(calls, num_returns=len(calls), timeout=CLOSE_S) if calls else None
         for grader in self.parts:
             ray.kill(grader.handle, no_restart=True)
+        for scorer in self.scorers.values():
+            scorer.close()
         for thread in self._driving:
             thread.join(CLOSE_S)
 
@@ -167,10 +177,7 @@ class GraderActors:
             try:
                 (told,) = ray.get([grader.handle.step.remote([(n, w.what) for n, w in asked])], timeout=limit_s)
             except RayError as error:
-                why = f"died ({type(error).__name__})"
-                if isinstance(error, GetTimeoutError):
-                    why = f"said nothing for {limit_s:.3g} s{logs.ask_for_stacks([grader.about['pid']])}"
-                if self._closed or not self._replaced(grader, why):
+                if self._closed or not self._replaced(grader, lost(error, limit_s, grader.about)):
                     return
                 continue
             grader.patience.heard(now := time.monotonic() - began)
@@ -302,6 +309,13 @@ class Played:
         except _Lost:
             self._home = None
             return None
+
+
+def lost(error: RayError, limit_s: float, about: Mapping[str, Any]) -> str:
+    """How an actor was lost that was waited for so long; one that is stopped writes where it stands into its log."""
+    if not isinstance(error, GetTimeoutError):
+        return f"died ({type(error).__name__})"
+    return f"said nothing for {limit_s:.3g} s{logs.ask_for_stacks([about['pid']] if about else [])}"
 
 
 def _doing(grader: _Grader) -> str:

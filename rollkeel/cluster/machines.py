@@ -9,7 +9,7 @@ controller: the loop, prompts ── calls, numbers per token ──▶ ranks: t
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from rollkeel.cluster.graders import GraderActors
 from rollkeel.cluster.kept import KeptRanks
 from rollkeel.cluster.publish import StreamPublisher
 from rollkeel.cluster.ranks import Rank
+from rollkeel.cluster.scorer import ActorScorer, ScorerActor, reward_models
 from rollkeel.cluster.skeleton import skeleton
 from rollkeel.cluster.trainer import RemoteTrainer
 from rollkeel.cluster.wanted import asked
@@ -250,7 +251,16 @@ class RayMachines:
             if what == "grader_lost":
                 self._view.note(f"{about['name']} {about['why']}; others do what it did")
 
-        return GraderActors(start, config.cluster.graders, config.reward.graders, config.cluster.restarts, tell)
+        made = GraderActors(start, config.cluster.graders, config.reward.graders, config.cluster.restarts, tell)
+        made.scorers = {path: self._scorer(i, path, tell) for i, path in enumerate(reward_models(config))}
+        return made
+
+    def _scorer(self, index: int, path: str, tell: Callable[..., None]) -> ActorScorer:
+        config, name = self._config, f"reward-model-{index}"
+        options = {"max_restarts": 0, "max_task_retries": 0, **self._places.reward_model(index)}
+        options |= self._surroundings(name)
+        about = (path, str(device_of(config))), config.cluster.deadline_s, config.cluster.restarts, tell
+        return ActorScorer(name, lambda: ray.remote(**options)(ScorerActor).remote(config.run.threads), *about)
 
     def _wanted(self) -> int:
         """Engines that the run is to have now."""

@@ -17,6 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollkeel.cluster.check import LOOPBACK, address_of, on_loopback
+from rollkeel.cluster.scorer import reward_models
 from rollkeel.cluster.stream import STORE
 from rollkeel.config import Config
 from rollkeel.errors import BadInput, RunStopped
@@ -82,7 +83,7 @@ def disconnect() -> None:
 def cpus_of(config: Config, engines: int) -> int:
     """CPUs that the actors of a run take, if each has a place of its own."""
     graders = config.cluster.graders * config.reward.graders.workers
-    return config.run.threads * (config.train.mesh.size + engines) + graders
+    return config.run.threads * (config.train.mesh.size + engines + len(reward_models(config))) + graders
 
 
 @contextmanager
@@ -132,16 +133,17 @@ class Places:
         ranks = config.train.mesh.size
         self._shared = config.cluster.placement == "colocated"
         self._bundle = {"CPU": float(config.run.threads)} | ({"GPU": 1.0} if gpus else {})
-        self._grader = {"CPU": float(config.reward.graders.workers)}
-        graders = config.cluster.graders
+        self._grader, self._graders = {"CPU": float(config.reward.graders.workers)}, config.cluster.graders
+        graders, models = self._graders, len(reward_models(config))
         self._count = count = max(ranks, engines) if self._shared else ranks
         self._engines = dict[int, PlacementGroup]()
         everything = count if self._shared else ranks + engines
-        bundles = [self._bundle] * everything + [self._grader] * graders
-        _check(
-            bundles, f"{ranks} ranks and {engines} engines take {everything} places of {_said(self._bundle)}", graders
-        )
-        self._group = placement_group([self._bundle] * count + [self._grader] * graders, strategy="PACK")
+        beside = [self._grader] * graders + [self._bundle] * models
+        asked = f"{ranks} ranks and {engines} engines take {everything} places of {_said(self._bundle)}"
+        asked += f", {models} reward models {models} more" if models else ""
+        asked += f" and {graders} graders {graders} of {_said(self._grader)}" if graders else ""
+        _check([self._bundle] * everything + beside, asked, graders > 0)
+        self._group = placement_group([self._bundle] * count + beside, strategy="PACK")
         for index in range(0 if self._shared else engines):
             self._engines[index] = self._asked()
         end = time.monotonic() + config.cluster.deadline_s
@@ -179,6 +181,10 @@ class Places:
         """Ray's options for a grader, which has CPUs alone."""
         return {"num_cpus": self._grader["CPU"], "scheduling_strategy": _at(self._group, self._count + index)}
 
+    def reward_model(self, index: int) -> dict[str, Any]:
+        """Ray's options for a reward model; it has a place of its own, as a rank has."""
+        return self._options(self._group, self._count + self._graders + index, alone=True)
+
     def remove(self) -> None:
         """Give all back."""
         for index in list(self._engines):
@@ -188,8 +194,8 @@ class Places:
     def _asked(self) -> PlacementGroup:
         return placement_group([self._bundle], strategy="PACK")
 
-    def _options(self, group: PlacementGroup, bundle: int) -> dict[str, Any]:
-        share = 0.5 if self._shared else 1.0  # two actors in one place, of which one computes at a time
+    def _options(self, group: PlacementGroup, bundle: int, alone: bool = False) -> dict[str, Any]:
+        share = 0.5 if self._shared and not alone else 1.0  # two actors in one place, of which one computes at a time
         gpus = {"num_gpus": share} if "GPU" in self._bundle else {}
         return {"num_cpus": share * self._bundle["CPU"], "scheduling_strategy": _at(group, bundle), **gpus}
 
@@ -198,10 +204,8 @@ def _at(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:
     return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
 
 
-def _check(bundles: Sequence[Mapping[str, float]], asked: str, graders: int) -> None:
+def _check(bundles: Sequence[Mapping[str, float]], asked: str, graders: bool) -> None:
     """Ray waits for ever for places that no cluster of these nodes could have."""
-    if graders:
-        asked += f" and {graders} graders {graders} of {_said(bundles[-1])}"
     nodes = [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
     for bundle in bundles:
         node = next((n for n in nodes if all(n.get(k, 0.0) >= v for k, v in bundle.items())), None)

@@ -178,6 +178,8 @@ def open_graders(config: Config, helpers: Helpers | None = None) -> Graders:
     """The config's graders; the caller closes them. `helpers`: grade what need not be graded in this process."""
 
     def load_model(path: str) -> Scorer:
+        if helpers is not None and (there := helpers.scorer(path)) is not None:
+            return there
         from rollkeel.train.preferences import RewardModel  # pyright: ignore[reportMissingImports]
 
         return RewardModel.load(path, device_of(config))

@@ -22,6 +22,7 @@ from rollkeel.record.checks import Finding
 from rollkeel.record.live import LiveView
 from rollkeel.record.runfolder import RunFolder
 from rollkeel.record.stopping import StopFlag
+from rollkeel.rewards.grading import Scorer
 from rollkeel.rewards.here import Elsewhere
 from rollkeel.sync.proof import Probes
 from rollkeel.train.checkpoint import Written
@@ -76,6 +77,10 @@ class Trainer(Protocol):
 
 class Helpers(Elsewhere, Players, Protocol):
     """Processes that grade and play for this one."""
+
+    def scorer(self, path: str) -> Scorer | None:
+        """The reward model of that path in another process; None if it is none of theirs."""
+        ...
 
 
 class Machines(Protocol):

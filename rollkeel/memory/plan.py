@@ -93,11 +93,7 @@ class _Rank:
     """What the fullest rank of a mesh has of a model."""
 
     def __init__(self, config: Config, shape: Shape) -> None:
-        self.mesh, self._config = config.train.mesh, config
-        if config.clustered:
-            from rollkeel.cluster.check import ranked
-
-            self.mesh = ranked(config).train.mesh
+        self.mesh, self._config = config.mesh, config
         self.shape, self.parameters = shape, shape.parameters
         self._gathered, self._added = 0, 0
         if (mesh := self.mesh).size > 1:
@@ -112,11 +108,10 @@ class _Rank:
                 self._added = self.parameters
             elif mesh.expert > 1:
                 self._added = sum(n * part for name, n, part in own if ".experts." not in name)
-            if mesh.shard > 1:  # embeddings, head and two layers come in for a pass
-                self._gathered = sum(
-                    (2 * n // shape.layers if n > 1 else 1) * math.prod(part_shape(unsharded, name, whole))
-                    for name, whole, n in shape.tensors()
-                )
+            if mesh.shard > 1:  # a pass brings in embeddings, head and two layers, and has whole gradients of one
+                for name, whole, n in shape.tensors():
+                    layers, count = max(1, n // shape.layers), math.prod(part_shape(unsharded, name, whole))
+                    self._gathered += layers * count * ((1 + (n > 1)) * SIZES[config.model.dtype] + 4)
             self.shape = replace(
                 shape,
                 heads=shape.heads // mesh.tensor,
@@ -132,7 +127,7 @@ class _Rank:
             return {}
         added = min(self._added, adapters or self._added)
         return {
-            "of other ranks": self._gathered * (SIZES[self._config.model.dtype] + 4),
+            "of other ranks": self._gathered,
             "messages": min(2 * MESSAGE, 4 * added) + int(self._config.sync.buffer_mb * 1e6),
         }
 

@@ -49,9 +49,9 @@ of deltas, in host memory. `--device cpu` counts them ("last publication"); besi
 
 **Over a cluster** (`rollkeel plan RECIPE cluster.trainers=8`, or a `train.mesh`) the parts are those of the fullest rank and of one engine
 ([cluster](cluster.md)). Each must fit a device; with `cluster.placement=colocated` both together must. "of other ranks" are embeddings,
-head and two layers that shards bring in for a pass, with their gradients; "messages" are gradients and weights on their way. If it
+head and two layers that shards bring in for a pass, and gradients of one layer; "messages" are gradients and weights on their way. If it
 does not fit, the last line names the fewest shards with which it does. Tested: weights, gradients and moments are what ranks hold,
-to the byte, on nine meshes; their sum with the passes is within 15 % above the peak that a watcher of allocations sees.
+to the byte, on eight meshes; with the passes they are at most 5 % below and 15 % above the peak that a watcher of allocations sees, on nine.
 
 `train.lora` counts as the config says it; `--lora RANK` is rank RANK on every projection, experts too.
 

@@ -29,8 +29,8 @@ Pieces = Sequence[tuple[str, str, torch.Tensor]]
 def check_ranks(mesh: Mesh, config: TrainConfig, policy: Policy, rounding: str, parity: bool) -> None:
     """Raises `BadInput` for what does not run on several ranks yet."""
     dtypes = {p.dtype for name, p in policy.model.named_parameters() if ADAPTER not in name}
-    # Partial sums of these sizes would be rounded before they are added.
-    rounded = () if mesh.over("expert", "context", "tensor") > 1 else (torch.bfloat16,)
+    # Partial sums of tensor ranks are rounded before they are added. In bfloat16 that adds 2 to 4 % to the error of gradients.
+    rounded = (torch.bfloat16,) if mesh.over("expert", "context", "tensor") > 1 else (torch.bfloat16, torch.float16)
     asked = {
         "train.processes": config.processes > 1,
         "train.compile": config.compile,

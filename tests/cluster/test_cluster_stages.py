@@ -70,6 +70,7 @@ def test_actors_of_a_cluster_sample_what_one_process_samples(
     assert sorted(f.suffix for f in tmp_path.iterdir()) == [".parquet"] * 4  # nothing of the actors is left
 
 
+@pytest.mark.slow
 def test_a_benchmark_over_a_cluster_has_the_results_of_one_process(ray_cluster: None, tmp_path: Path) -> None:
     rows = tmp_path / "train.jsonl"
     rows.write_text("".join(json.dumps({"problem": f"{i} + 1 =", "answer": str(i + 1)}) + "\n" for i in range(5)))
@@ -78,7 +79,7 @@ def test_a_benchmark_over_a_cluster_has_the_results_of_one_process(ray_cluster: 
     found = {}
     for out, more in (("one", []), ("two", actors)):
         config = load(None, [*words, *more])
-        found[out] = run_benchmarks(config, [aime], tmp_path / out, samples=2, greedy=True, contexts={"aime25": 64})
+        found[out] = run_benchmarks(config, [aime], tmp_path / out, samples=2, greedy=True, contexts={"aime25": 120})
         found[out] = {key: value for key, value in found[out].items() if key != "config"}
         kept = sorted((tmp_path / out / "aime25" / "items.jsonl").read_text().splitlines())
         found[f"{out}-lines"] = [json.loads(line) for line in kept]

@@ -25,12 +25,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "rewards"))
 from test_graders import rollout
 
 from rollkeel.cluster import graders as of_actors
-from rollkeel.config import Config, GradersConfig
+from rollkeel.cluster.scorer import ActorScorer, ScorerActor, reward_models
+from rollkeel.config import Config, GradersConfig, ModelConfig
 from rollkeel.errors import BadInput, GraderFailure
+from rollkeel.models.loading import load_policy
 from rollkeel.recipe import load
 from rollkeel.rewards import Graders
 from rollkeel.tasks import get
 from rollkeel.tasks.environment import ToolLost, play
+from rollkeel.train.preferences import RewardModel
 from rollkeel.types import GraderSpec, Rollout, Status, TokenSpan
 
 OWN = """
@@ -160,6 +163,16 @@ def test_one_that_takes_too_long_is_interrupted_and_the_actor_goes_on(actors: Ac
     assert "grader_lost" not in actors.events()
 
 
+def test_ctrl_c_in_a_terminal_which_reaches_all_processes_ends_no_actor(actors: Actors, own: str) -> None:
+    given, before = [rollout("sleep 0.2", grader=f"{own}:says", id=i) for i in range(4)], len(actors.told)
+    with Graders(SETTINGS, regrade=0.0, elsewhere=actors.made) as graders:
+        graders.begin(given)
+        for index in range(2):
+            os.kill(actors.pid(index), signal.SIGINT)
+        assert [r.detail for r in graders.grade(given)] == ["sleep 0.2"] * 4
+    assert len(actors.told) == before
+
+
 def test_a_killed_one_is_replaced_and_nothing_is_lost(actors: Actors, own: str) -> None:
     given = [rollout(f"sleep 0.{i % 3}", grader=f"{own}:says", id=i) for i in range(20)]
     here, _ = graded(given)
@@ -243,6 +256,47 @@ def test_what_an_environment_raises_is_told_as_in_this_process(ray_cluster: None
             graded([rollout("4")], made.made)
     finally:
         made.made.close()
+
+
+def test_a_reward_model_in_an_actor_gives_the_bits_of_this_process(ray_cluster: None, tmp_path: Path) -> None:
+    import ray
+
+    RewardModel.from_policy(load_policy(ModelConfig(path="preset:tiny-qwen3")), 3).save(tmp_path / "good")
+    told = list[str]()
+    kind: Any = ray.remote(max_restarts=0, num_cpus=1)(ScorerActor)
+    about = (300.0, 1, lambda what, **_: told.append(what))
+    scorers = {
+        str(path): ActorScorer("reward-model-0", lambda: kind.remote(1), (str(path), "cpu"), *about)
+        for path in (tmp_path / "good", tmp_path / "none")
+    }
+    texts = ["4", "forty-two", "", "4" * 90]
+    given = [
+        rollout(texts[i % 4], grader=GraderSpec(name="reward_model", options={"path": path, "batch_size": 3}), id=i)
+        for i, path in enumerate([str(tmp_path / "good")] * 7 + [str(tmp_path / "none")])
+    ]
+    here, _ = graded(given, load_model=RewardModel.load)
+    try:
+        assert graded(given, load_model=scorers.__getitem__)[0] == here
+        assert [reward is None for _, reward, *_ in here] == [False] * 7 + [True]
+        good = scorers[str(tmp_path / "good")]
+        os.kill(good._about["pid"], signal.SIGKILL)
+        assert graded(given[:7], load_model=scorers.__getitem__)[0] == here[:7]
+        assert told == ["actor", "grader_lost", "grader_renewed", "actor"]
+        os.kill(good._about["pid"], signal.SIGKILL)
+        with pytest.raises(GraderFailure, match=r"reward-model-0 died \(\w+\); see actors/"):
+            good.score(["4"])
+    finally:
+        for scorer in scorers.values():
+            scorer.close()
+
+
+def test_reward_models_of_a_recipe_have_actors_where_there_are_graders() -> None:
+    words = ["data.task=null", "data.path=x.jsonl", "data.grader=mix"]
+    parts = "{grader: exact}, {grader: reward_model, options: {path: b}}, {grader: reward_model, options: {path: a}}"
+    words.append(f"data.grader_options={{parts: [{parts}]}}")
+    assert reward_models(load(None, [*words, "cluster.graders=1"])) == ["a", "b"]
+    assert reward_models(load(None, words)) == []
+    assert reward_models(load(None, ["cluster.graders=1"])) == []
 
 
 BREAKS = """

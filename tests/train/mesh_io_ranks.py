@@ -148,6 +148,21 @@ def resumed(job: Job, mesh: Mesh, folder: Path) -> dict[str, Any]:
     return out | {"metrics": [update(t, number) for number in (2, 3)], "last": weights_of(t)}
 
 
+def once(job: Job, mesh: Mesh, folder: Path) -> dict[str, Any]:
+    """One update, saved."""
+    t = trainer(job, mesh)
+    metrics = update(t, 0)
+    t.save(folder / job.source)
+    return metrics
+
+
+def overflows(job: Job, mesh: Mesh, folder: Path) -> dict[str, Any]:
+    """Updates from a loss scale on that is too large for all of the first ones."""
+    t = trainer(job, mesh)
+    t._stepper.scale = 2.0**30
+    return {"metrics": [update(t, number) for number in range(12)], "weights": weights_of(t)}
+
+
 def watched(job: Job, mesh: Mesh, folder: Path) -> dict[str, Any]:
     """Most bytes alive in each phase of a trainer's life; `source`: it is saved there too."""
     peaks, held = dict[str, int](), dict[str, int]()
