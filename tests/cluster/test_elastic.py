@@ -215,7 +215,7 @@ def wait_for_folder(folder: Path, over: threading.Event) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", ["sync", "async"])
 def test_two_engines_then_four_then_one_then_three_during_a_run(ray_cluster: None, tmp_path: Path, loop: str) -> None:
-    words = [f"run.loop={loop}", "cluster.trainers=1", "cluster.engines=2", "run.steps=60"]
+    words = [f"run.loop={loop}", "cluster.trainers=1", "cluster.engines=2", "run.steps=120"]
     # Log-probs differ in their last bits with what is beside them in a batch: without a learning rate that does not grow into other weights.
     words += ["train.lr=1e-12"] if loop == "sync" else []
     run = scaled(tmp_path / "run", [4, 1, 3], *words)
@@ -224,7 +224,7 @@ def test_two_engines_then_four_then_one_then_three_during_a_run(ray_cluster: Non
     assert sorted(seen) == sorted(
         zip(["engine_joined"] * 2 + ["engine_left"] * 3 + ["engine_joined"] * 2, names, strict=True)
     )
-    assert [row["step"] for row in rows(run)] == list(range(61))
+    assert [row["step"] for row in rows(run)] == list(range(121))
     syncs = [row["time/sync_s"] for row in rows(run, volatile=True) if "time/sync_s" in row]
     print(f"{loop}: publications of {np.median(syncs):.2f} s in the middle, {max(syncs):.2f} s at most")
     if loop == "sync":
