@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from cluster_kit import TINY, run_of, tokens
 from tiny_run import cli, events, rows
 
@@ -28,8 +29,10 @@ from engine_kit import drain, engine_of, model_of, prompts_of, requests_of, run,
 from rollkeel.cluster.elastic import ElasticEngine, Seats
 from rollkeel.cluster.publish import OwnWeights, StreamPublisher
 from rollkeel.cluster.wanted import ask, asked
-from rollkeel.config import EngineConfig
+from rollkeel.config import EngineConfig, LoraConfig, ModelConfig
 from rollkeel.errors import BadInput, EngineFailure
+from rollkeel.models.adapters import named_adapters, parameters
+from rollkeel.models.loading import Policy, load_policy
 from rollkeel.models.names import checkpoint_views
 from rollkeel.recipe import load
 from rollkeel.types import Request
@@ -41,14 +44,18 @@ MODEL = model_of(seed=0)
 class Elastic:
     """An engine whose number of actors is set by hand, with what was told of them."""
 
-    def __init__(self, count: int, renewals: int = 0, least: int = 1) -> None:
+    def __init__(self, count: int, renewals: int = 0, least: int = 1, policy: Policy | None = None) -> None:
         self.wanted, self.left, self.told = count, list[int](), list[tuple[str, int]]()
         self.places = 99
         seats = Seats(lambda index: {}, lambda index: index < self.places, self.left.append)
         about: dict[str, Any] = {"device": "cpu", "max_length": 4000, "renewals": renewals, "least": least}
-        self.engine = ElasticEngine(MODEL.config, CONFIG, seats, count, wanted=lambda: self.wanted, **about)
+        model = MODEL if policy is None else policy.model
+        about |= {"lora": None if policy is None else policy.lora}
+        self.engine = ElasticEngine(model.config, CONFIG, seats, count, wanted=lambda: self.wanted, **about)
         self.engine.tell = lambda what, part: self.told.append((what, part.index))
-        weights = OwnWeights(lambda: checkpoint_views(MODEL).items(), bucket_bytes=20_000, deadline_s=60)
+        self.adapters = {} if policy is None else named_adapters(policy.model)
+        own = lambda: checkpoint_views(model).items()  # noqa: E731
+        weights = OwnWeights(own, self.adapters.items, bucket_bytes=20_000, deadline_s=60)
         self.publisher, self.version = StreamPublisher(self.engine, weights), 0
 
     @property
@@ -57,7 +64,7 @@ class Elastic:
 
     def publish(self) -> None:
         self.version += 1
-        self.publisher.publish(None, self.version)
+        self.publisher.publish(None, self.version, self.adapters)
 
     def until(self, here: Sequence[int]) -> None:
         """Publish until these actors serve: those that are to join need seconds to start."""
@@ -145,6 +152,23 @@ def test_a_lost_engine_that_cannot_be_replaced_leaves_its_work_to_the_others(ela
     with pytest.raises(EngineFailure, match="engine"):
         made.publish()
     assert made.told == [("lost", 1), ("joined", 1), ("lost", 1), ("lost", 0)]
+
+
+@pytest.mark.slow
+def test_who_joins_gets_the_weights_that_adapters_stand_beside(elastic: list[Elastic]) -> None:
+    policy = load_policy(ModelConfig(path="preset:tiny-qwen3"), lora=LoraConfig(rank=4))
+    for p in parameters(policy.model).values():
+        p.data += 0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+    elastic.append(made := Elastic(1, policy=policy))
+    made.publish()
+    made.wanted = 2
+    made.until([0, 1])
+    requests = forced(6, 12)
+    done = run(made.engine, requests)
+    made.wanted = 1
+    made.publish()
+    alone = run(made.engine, requests)
+    assert all(same(done[i].span, alone[i].span) for i in alone)
 
 
 @pytest.mark.slow
