@@ -254,4 +254,4 @@ def test_two_engines_then_four_then_one_then_three_during_a_run(ray_cluster: Non
         limit = load(None, words).rollout.overlap.max_staleness
         assert 0 < max(row.get("staleness/max", 0) for row in rows(run)) <= limit
         assert json.loads((run / "events.jsonl").read_text().splitlines()[-1])["status"] == "done"
-        assert not any(row.get("rollout/failed", 0) for row in rows(run))
+        assert not any(row.get("failures/engine", 0) for row in rows(run))
