@@ -72,6 +72,9 @@ def markdown() -> str:
         "page; every row names the test that injects the fault. What is not in it has no test, and so no promise. Nodes were raylets on one",
         "machine: nothing here has run over a network that fails.",
         "",
+        "`rollkeel chaos RECIPE cluster.trainers=2 cluster.engines=2 cluster.restarts=50 run.dir=RUN --count 20 --compare` kills, stops and slows down",
+        "actors of a run on this machine, kills its controller (`--faults … ,kill:controller`), and says when each was noticed and what it cost.",
+        "",
         f"| {' | '.join(head)} |",
         "|" + "---|" * len(head),
     ]
