@@ -58,7 +58,7 @@ TABLE = (
     Row("crash", "sandbox node", "its connections break", "a second", "its jobs are run on other nodes, once more at most", "one result for every job", "tests/sandbox/test_front.py::test_three_thousand_jobs_while_nodes_are_killed_and_frozen"),
     Row("hang", "sandbox node", "checks miss deadlines that follow its measured times", "seconds", "it is isolated; then as for a crash", "one result for every job", "tests/sandbox/test_front.py::test_three_thousand_jobs_while_nodes_are_killed_and_frozen"),
     Row("full disk", "storage", "a write fails", "at once", "exit code 2, in one line", "what was written before, unharmed", "tests/test_cli.py::test_full_disk_leaves_nothing_half_written"),
-    Row("crash", "Ray", "its head does not answer", "30 s", "exit code 3, in one line; `--resume` goes on over another cluster", "the newest checkpoint", "tests/cluster/test_node_faults.py::test_the_head_of_ray_is_gone_in_one_line_and_the_run_resumes"),
+    Row("crash", "Ray", "its head does not answer", "10 s", "exit code 3, in one line; `--resume` goes on over another cluster", "the newest checkpoint", "tests/cluster/test_node_faults.py::test_the_head_of_ray_is_gone_in_one_line_and_the_run_resumes"),
 )  # fmt: skip
 
 
