@@ -95,10 +95,12 @@ def main() -> None:
         run = Path(folder) / "run"
         command = [sys.executable, "-m", "rollkeel", "train", *words, f"run.dir={run}"]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
-            until(process, run, 5)
-            windows = measured(run, process, args)
-            seen = events(run)
-            process.send_signal(signal.SIGINT)
+            try:
+                until(process, run, 5)
+                windows = measured(run, process, args)
+                seen = events(run)
+            finally:
+                process.send_signal(signal.SIGINT)
     steps = [e["time"] for e in seen if e["event"] == "stage" and e["stage"] == "update"]
     rates, spans, kills = dict[bool, float](), dict[bool, float](), list[float]()
     for disturbed in (False, True):

@@ -61,7 +61,7 @@ TABLE = (
     Row("crash", "sandbox node", "its connections break", "a second", "its jobs are run on other nodes, once more at most", "one result for every job", "tests/sandbox/test_front.py::test_three_thousand_jobs_while_nodes_are_killed_and_frozen"),
     Row("hang", "sandbox node", "checks miss deadlines that follow its measured times", "seconds", "it is isolated; then as for a crash", "one result for every job", "tests/sandbox/test_front.py::test_three_thousand_jobs_while_nodes_are_killed_and_frozen"),
     Row("full disk", "storage", "a write fails", "at once", "exit code 2, in one line", "what was written before, unharmed", "tests/test_cli.py::test_full_disk_leaves_nothing_half_written"),
-    Row("crash", "Ray", "its head does not answer", "30 s", "exit code 3, in one line; `--resume` goes on over another cluster", "the newest checkpoint", "tests/cluster/test_node_faults.py::test_the_head_of_ray_is_gone_in_one_line_and_the_run_resumes"),
+    Row("crash", "Ray", "its head does not answer", "10 s", "exit code 3, in one line; `--resume` goes on over another cluster", "the newest checkpoint", "tests/cluster/test_node_faults.py::test_the_head_of_ray_is_gone_in_one_line_and_the_run_resumes"),
 )  # fmt: skip
 
 
@@ -74,6 +74,9 @@ def markdown() -> str:
         "What may break in a run, how it is noticed, and what then happens. `rollkeel/cluster/faults.py` holds this table and prints this",
         "page; every row names the test that injects the fault. What is not in it has no test, and so no promise. Nodes were raylets on one",
         "machine: nothing here has run over a network that fails.",
+        "",
+        "`rollkeel chaos RECIPE cluster.trainers=2 cluster.engines=2 cluster.restarts=50 run.dir=RUN --count 20 --compare` kills, stops and slows down",
+        "actors of a run on this machine, kills its controller (`--faults … ,kill:controller`), and says when each was noticed and what it cost.",
         "",
         f"| {' | '.join(head)} |",
         "|" + "---|" * len(head),

@@ -25,7 +25,7 @@ from rollkeel.host import within
 
 STORE_BYTES = 512 << 20
 """Object store of a Ray that is started here: a few buckets of weights, and batches."""
-GONE_S, LOOK_S = 30.0, 2.0
+GONE_S, LOOK_S = 10.0, 2.0
 """How long Ray's head may not answer, and how often it is asked."""
 JOIN_S = 60.0
 """Longest wait for a cluster whose address answers to take this process in."""
@@ -88,8 +88,8 @@ def cpus_of(config: Config, engines: int) -> int:
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Inside, `RunStopped` is raised in the main thread once Ray's head has not answered for `GONE_S`: Ray itself would end this process,
-    without a word, after a minute. Nothing is watched outside of the main thread, which alone can be interrupted."""
+    """Inside, `RunStopped` is raised in the main thread once Ray's head has not answered for `GONE_S`: Ray itself ends this process
+    without a word, after half a minute to a minute. Nothing is watched outside of the main thread, which alone can be interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
