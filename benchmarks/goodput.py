@@ -49,6 +49,7 @@ WORDS = (
 )  # fmt: skip
 
 
+NODES = ("trainer", "trainer", "engine")
 NOTICED = ("engine_lost", "restarted", "actor_lost")
 
 
@@ -87,7 +88,7 @@ def disturbed(words: Sequence[str], run: Path, every: float, seed: int) -> list[
                     due = begins(log)[0][1] + draw.expovariate(1 / every)
                 elif time.time() >= due:
                     due += draw.expovariate(1 / every)
-                    part = draw.choice(("trainer", "engine"))
+                    part = draw.choice(NODES)
                     pids = [e["pid"] for e in log if e["event"] == "actor" and e["name"].startswith(part)]
                     if struck(pids[-1]):
                         kills.append(Kill(part, time.time()))
@@ -196,16 +197,17 @@ def costs(run: Path, kills: Sequence[Kill], found: Measured, every: int) -> Cost
 
 
 def scenario(found: Measured, spent: CostsConfig, faults: int) -> GoodputScenario:
-    """The job as the simulator takes it: a node of two ranks and an engine's, each with half of the faults."""
+    """The job as the simulator takes it: every actor a node, with its share of the faults."""
     return GoodputScenario(
-        gpus=2,
+        gpus=len(NODES),
         node_gpus=1,
+        trainer_share=NODES.count("trainer") / len(NODES),
         overlap=False,
         rollout_s=found.rollout,
         train_s=found.step - found.rollout,
         days=found.clock / DAY_S,
         repeats=200,
-        rates=RatesConfig(crash=0.0, hang=0.0, slow=0.0, process=faults / 2 / (found.clock / DAY_S)),
+        rates=RatesConfig(crash=0.0, hang=0.0, slow=0.0, process=faults / len(NODES) / (found.clock / DAY_S)),
         mechanisms=MechanismsConfig(trainer_alone=False, peer_memory=False),
         costs=spent,
     )

@@ -38,6 +38,7 @@ PROGRAMS: dict[str, tuple[list[str], str]] = {
     "data": (["--rows", "500"], "near duplicate"),
     "deltas": (["--elements", "20000", "--rounds", "1"], "10 steps 1e-06 bfloat16"),
     "engines": (["--concurrent", "2", "--tokens", "2", "--rounds", "1"], "| 2 |"),
+    "goodput": (["--steps", "6", "--every", "1000", "--save", "5"], "goodput measured"),
     "healthy": (["--only", "toy", "--seeds", "1", "--steps", "1"], "toy                seed 0"),
     "lab": (["--only", "toy", "--seeds", "1", "--out", "{folder}/lab"], "### `toy`"),
     "objectives": (["--tokens", "256", "--repeats", "1", "--steps", "1", "--only", "kpop"], "kpop"),
@@ -59,7 +60,7 @@ PROGRAMS: dict[str, tuple[list[str], str]] = {
     ),
 }
 """Program → its arguments, and something that it prints."""
-SLOW = {"cluster", "overlap", "residency", "sandbox", "sandbox_service", "trace"}
+SLOW = {"cluster", "goodput", "overlap", "residency", "sandbox", "sandbox_service", "trace"}
 WITHOUT = {
     "data_rows",
     "doctor",

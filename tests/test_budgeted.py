@@ -30,7 +30,7 @@ from tiny_run import (
     weights,
 )
 
-from rollkeel.errors import BadInput, GraderFailure
+from rollkeel.errors import BadInput, GraderFailure, RunStopped
 from rollkeel.loop.job import train
 from rollkeel.recipe import load
 from rollkeel.record.rollout_store import per_token, read_step, to_rollouts
@@ -208,7 +208,9 @@ def test_broken_graders_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     words = ["data.task=null", "data.options={}", f"data.path={data}", "data.grader=breaks_budgeted"]
     with pytest.raises(GraderFailure, match="the judge is gone"):
         run(tmp_path / "run", *words, "sft.steps=0")
-    found = run(tmp_path / "free", *words, "sft.steps=0", "rollout.failure_budget=1")
+    with pytest.raises(RunStopped, match="steps made an update"):
+        run(tmp_path / "free", *words, "sft.steps=0", "rollout.failure_budget=1")
+    found = rows(tmp_path / "free")
     assert all(row["pool/failed"] == row["failures/grader"] == row["pool/finished"] > 0 for row in found[1:])
     assert all(row["optimizer/updates"] == 0 for row in found[1:])
     assert sum(row["pool/returned"] for row in found[1:]) > 0  # lost prompts are asked again

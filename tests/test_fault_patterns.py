@@ -58,7 +58,7 @@ def batches(patch: Patch, change: Callable[[Sequence[Rollout]], Sequence[Rollout
             return inner(run, drawn, clock)
         new = list(change(drawn.rollouts))
         chosen = {r.id for r in drawn.batch}
-        batch = [r for r in new if r.id in chosen or r.id >= 10**6]
+        batch = [r for r in new if r.id in chosen]
         return inner(run, replace(drawn, rollouts=new, batch=batch), clock)
 
     patch.setattr(steps, "learn", learning)
@@ -296,7 +296,12 @@ def test_a_stopped_run_goes_on_without_the_fault_as_if_it_had_not_been(
     assert any(values and np.isfinite(values).all() for values in stopped["train_logprobs"])
     with monkeypatch.context() as doubled:  # the batch that was trained last, once more
         size = len(read_step(run / "rollouts" / f"step_{FIRST - 1:06}.parquet"))
-        batches(doubled, lambda rollouts: [replace(r, id=r.id - size) for r in rollouts])
+        inner = steps.learn
+
+        def learning(run: Any, drawn: Any, clock: Any) -> dict[str, float]:
+            return inner(run, replace(drawn, batch=[replace(r, id=r.id - size) for r in drawn.batch]), clock)
+
+        doubled.setattr(steps, "learn", learning)
         code, _, err = cli(capsys, "train", "--resume", run)
         assert (code, "trained_before" in err) == (3, True)
     assert cli(capsys, "train", "--resume", run)[0] == 0
@@ -313,3 +318,12 @@ def test_a_warning_is_all_where_that_is_asked(
     assert {"repeated_ids", "fresh_ratio"} <= {e["check"] for e in events(run) if e["event"] == "check"}
     assert "fresh_ratio" in out
     assert rows(run)[-1]["optimizer/updates"] > 0
+
+
+def test_a_run_that_trained_nothing_does_not_end_well(
+    tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batches(monkeypatch, lambda rollouts: [], 1)
+    code, _, err = cli(capsys, "train", "default", *words("sync"), f"run.dir={tmp_path / 'run'}")
+    assert (code, err.count("\n")) == (3, 1)
+    assert f"none of {FIRST} steps made an update" in err

@@ -256,7 +256,9 @@ def test_a_file_of_prompts_trains(tmp_path: Path) -> None:
 
 def test_a_run_in_which_no_group_has_variance_still_records_its_steps(tmp_path: Path) -> None:
     words = [*file_data(tmp_path, answer="no such answer is ever sampled"), "sft.steps=0", "eval.every=0"]
-    found = run(tmp_path / "dropped", *words, "rollout.zero_variance=drop")
+    with pytest.raises(RunStopped, match="none of 3 steps made an update"):
+        run(tmp_path / "dropped", *words, "rollout.zero_variance=drop")
+    found = rows(tmp_path / "dropped")
     assert [r["step"] for r in found] == [0, 1, 2, 3]
     assert [r["version"] for r in found] == [0, 0, 0, 0]
     assert all(r["reward/mean"] == 0 and r["optimizer/updates"] == 0 for r in found[1:])

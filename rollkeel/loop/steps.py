@@ -57,6 +57,10 @@ def train(run: Run, first: int) -> None:
                 raise RunStopped(
                     f"{barren} steps in a row had no group with differing rewards; make the task easier or harder"
                 )
+        if barren and barren == done:
+            raise RunStopped(
+                f"none of {done} steps made an update; look at the rewards, or make the task easier or harder"
+            )
         tell_warnings(run, run.checks.at_end(done))
         tell_doctor(run, done, run.doctor.hear(LAST_PATIENCE_S))
     except StoppedByCheck as error:

@@ -22,6 +22,7 @@ from rollkeel.config import ModelConfig, TrainConfig
 from rollkeel.models.loading import load_policy
 from rollkeel.train.logprobs import token_logprobs
 from rollkeel.train.mesh import SIZES, Mesh, join, local
+from rollkeel.train.soundness import Fresh
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.train.vocabulary import Vocabulary
 from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
@@ -51,6 +52,8 @@ class Case:
     """The same as without: another run of it."""
     fails: bool = False
     """The objective raises on the micro-batch with token 0 of the batch."""
+    judged: bool = False
+    """Log-probs of the same weights are compared, which in these batches were drawn."""
     fused: bool = True
     """With norms and attention as single passes; without, as transformers runs them, which is how a GPU does."""
     head: bool = False
@@ -109,6 +112,7 @@ def trainer(case: Case, mesh: Mesh) -> LocalTrainer:
     policy = load_policy(model, lora=config.lora, whole=not case.parts)
     about: dict[str, Any] = {"temperature": 1.0, "total_updates": 10, "replay_routing": case.replay}
     made = LocalTrainer(policy, config, mesh=mesh, **about)
+    made.fresh = Fresh(noise=0.01, k3=1e-5) if case.judged else None
     packed: Any = made._forward.packed
     packed._fused &= case.fused
     return made

@@ -23,7 +23,7 @@ from rollkeel.models.loading import load_policy
 from rollkeel.train.mesh import SIZES, Mesh
 from rollkeel.train.tensor_parallel import check_tensor
 from rollkeel.train.tree import Tree, pairwise
-from tests.train.mesh_ranks import Case, other_order, serve, trained, trainer
+from tests.train.mesh_ranks import Case, other_order, serve, trained, trainer, weights_of
 
 MESHES = ((2, 1), (1, 2), (1, 4), (2, 2))
 MOE = ModelConfig(path="preset:tiny-qwen3-moe")
@@ -86,6 +86,7 @@ LONG_TREE = [replace(case, updates=20) for case in TREE]
 TREE_OF_FEW = [replace(case, updates=2, options={"reduce": "tree", "micro_batch_tokens": 120}) for case in TREE[3:5]]
 ORDERED = Case(2, 2)
 FAILING = Case(1, 4, fails=True)
+JUDGED = [Case(1, 2, judged=True), Case(2, 1, judged=True)]
 AGAIN = [replace(case, again=True) for case in (EXPERTS[1], TENSOR[0], CONTEXT[3])]
 ALL = [
     *PLAIN,
@@ -101,6 +102,7 @@ ALL = [
     ORDERED,
     other_order(ORDERED),
     FAILING,
+    *JUDGED,
 ]
 
 
@@ -285,6 +287,16 @@ def test_what_a_mesh_cannot_do_is_refused() -> None:
     assert dense == "train.mesh: expert=2, but Qwen3ForCausalLM has no experts; set another expert, or 1"
     with pytest.raises(BadInput, match=r"train\.mesh\.shard=3 is no power of two; set one, or reduce=sum"):
         Tree(Mesh(shard=3))
+
+
+@pytest.mark.parametrize("case", JUDGED, ids=str)
+def test_a_step_that_must_not_be_is_refused_by_all_ranks(case: Case, found: Found) -> None:
+    begun = weights_of(trainer(case, Mesh()))
+    for rank in range(case.size):
+        seen = found(case, rank)
+        assert "tokens that weights 0 sampled have other log-probs" in seen["error"]
+        assert seen["metrics"] == []
+        assert all(torch.equal(tensor, begun[name]) for name, tensor in seen["weights"].items())
 
 
 def test_places_of_ranks_are_all_places() -> None:

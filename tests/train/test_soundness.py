@@ -7,6 +7,7 @@ Hand-computed gaps, thresholds that are the doctor's, and a trainer whose weight
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -102,7 +103,8 @@ def test_an_error_goes_to_every_rank() -> None:
     made = batch()
     assert judged(Fresh(noise=0.1, k3=0.01), made, torch.full((len(made),), -9.0), 0, Others()) == {}
     assert isinstance(told[0], Impossible)
-    assert told[0].seen[1].tolist() == [-9.0] * len(made)
+    there = pickle.loads(pickle.dumps(told[0]))
+    assert (there.check, str(there), there.seen[1].tolist()) == ("fresh_ratio", str(told[0]), [-9.0] * len(made))
 
 
 def trainer(fresh: Fresh | None = None) -> LocalTrainer:
