@@ -39,7 +39,9 @@ PROGRAMS: dict[str, tuple[list[str], str]] = {
     "deltas": (["--elements", "20000", "--rounds", "1"], "10 steps 1e-06 bfloat16"),
     "engines": (["--concurrent", "2", "--tokens", "2", "--rounds", "1"], "| 2 |"),
     "goodput": (["--steps", "6", "--every", "1000", "--save", "5"], "goodput measured"),
+    "group_transport": (["--mb", "64", "--rounds", "1", "--buffer-mb", "8"], "carried"),
     "healthy": (["--only", "toy", "--seeds", "1", "--steps", "1"], "toy                seed 0"),
+    "in_flight": (["--layers", "1", "--width", "64", "--rounds", "1", "--slots", "2", "--steps", "2"], "actor"),
     "lab": (["--only", "toy", "--seeds", "1", "--out", "{folder}/lab"], "### `toy`"),
     "objectives": (["--tokens", "256", "--repeats", "1", "--steps", "1", "--only", "kpop"], "kpop"),
     "overlap": ([*TOY, "--rounds", "0", "--workload", "tail"], "tail"),
@@ -50,6 +52,7 @@ PROGRAMS: dict[str, tuple[list[str], str]] = {
     "sandbox": (["--count", "2", "--jobs", "10"], "held after 10 jobs"),
     "sandbox_front": (["--requests", "400"], "load before"),
     "sandbox_service": (["--count", "2", "--jobs", "8"], "HTTP"),
+    "served_weights": (["--layers", "1", "--width", "64", "--rounds", "1", "--tokens", "4"], "plan"),
     "shared_prompts": (["--prompt", "48", "--answer", "4", "--members", "2", "--repeats", "1"], "with shared prompts"),
     "simulator": ([*TOY, "--slots", "8"], "largest error"),
     "transport": (["--mb", "64", "--rounds", "1", "--buffer-mb", "8"], "columns"),
@@ -60,7 +63,19 @@ PROGRAMS: dict[str, tuple[list[str], str]] = {
     ),
 }
 """Program → its arguments, and something that it prints."""
-SLOW = {"cluster", "goodput", "overlap", "residency", "sandbox", "sandbox_service", "trace"}
+SLOW = {
+    "cluster",
+    "goodput",
+    "group_transport",
+    "in_flight",
+    "overlap",
+    "residency",
+    "sandbox",
+    "sandbox_service",
+    "trace",
+}
+SERVED = {"served_weights"}
+"""They need a vLLM server."""
 WITHOUT = {
     "data_rows",
     "doctor",
@@ -125,7 +140,12 @@ def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("benchmarks.peer.compare.subprocess", SimpleNamespace(run=side, DEVNULL=subprocess.DEVNULL))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in PROGRAMS])
+def marked(name: str) -> Any:
+    marks = [getattr(pytest.mark, mark) for mark, names in {"slow": SLOW, "vllm": SERVED}.items() if name in names]
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in PROGRAMS])
 def test_it_runs(name: str, toys: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words, printed = PROGRAMS[name]
     out = run(name, [word.replace("{folder}", str(tmp_path)) for word in words], monkeypatch)

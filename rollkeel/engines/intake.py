@@ -135,20 +135,19 @@ class Intake:
     def _place(self, piece: WeightSlice) -> tuple[Room, tuple[int, ...]]:
         """The room of the engine's weight, and the first index of the slice in the whole of it."""
         view, shape = self._held.get(piece.name), _shape(piece)
-        wrong = misfit(piece, view, self._head.version)
         if view is None or len(shape) != view.dim() or not view.numel() or not piece.tensor.numel():
-            raise wrong
+            raise misfit(piece, view, self._head.version)
         room, starts = self.rooms[piece.name], piece.starts
         if not starts and shape:
             first, odd = divmod(piece.offset, pitches_of(room.shape)[0])
             starts = (first, *(0 for _ in shape[1:]))
             if odd or shape[1:] != room.shape[1:]:
-                raise wrong
+                raise misfit(piece, view, self._head.version)
         if len(starts) != len(shape):
-            raise wrong
+            raise misfit(piece, view, self._head.version)
         ends = zip(room.starts, starts, shape, room.stops, strict=True)
         if not all(a <= b and b + n <= c for a, b, n, c in ends):
-            raise wrong
+            raise misfit(piece, view, self._head.version)
         return room, starts
 
     def _enter(self, piece: WeightSlice, starts: tuple[int, ...]) -> None:

@@ -195,6 +195,7 @@ class Keeper:
             async with places:
                 return await self._backend.score(self.http, ids)
 
+        again = False
         while True:
             epoch = self.epoch
             try:
@@ -204,8 +205,9 @@ class Keeper:
                 raise
             except self.errors as error:
                 await recover(epoch, str(self.failure(error)))
-                if self.epoch == epoch:
+                if self.epoch == epoch and again:
                     raise self.failure(error) from None
+                again = self.epoch == epoch  # it is well: a connection that it closed was in use
         if any(not np.isfinite(row).all() for row in scores):
             raise EngineFailure(f"engine {self._backend.name}: a log-prob under version {version} is not finite")
         weights.probes, weights.scores = list(sequences), list(scores)

@@ -13,6 +13,7 @@ import mmap
 import os
 import signal
 import tempfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection, get_context, reduction
@@ -174,6 +175,7 @@ def _serve(pipe: connection.Connection, hf_config: Any, config: EngineConfig, op
     """A worker's process."""
     from rollkeel.engines.local import LocalEngine
 
+    warnings.filterwarnings("ignore", "The given buffer is not writable")  # weights are only read from there
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle; it tells us
     keep_freed_memory()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -198,7 +200,7 @@ def _read_update(
     slices, data = [], memoryview(memory)
     for name, dtype, shape, start, part, offset in layout:
         size = int(np.prod(shape)) * dtype.itemsize
-        # A copy: the caller writes the next update into the same memory.
-        tensor = torch.frombuffer(bytearray(data[start : start + size]), dtype=dtype).view(shape)
+        # The caller writes the next update there once this one is proven; one that gave up on us is found out by the proof.
+        tensor = torch.frombuffer(data[start : start + size], dtype=dtype).view(shape)
         slices.append(WeightSlice(name=name, tensor=tensor, checksum=part, offset=offset))
     return WeightUpdate(kind=kind, base_version=base, version=version, slices=slices, checksum=checksum, mode=mode)

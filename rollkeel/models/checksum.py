@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -84,6 +85,11 @@ def tensor_checksum(
 
 def pitches_of(shape: Sequence[int]) -> tuple[int, ...]:
     """How many positions lie between neighbours along each dimension of a tensor of this shape."""
+    return _pitches(tuple(shape))
+
+
+@cache
+def _pitches(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 

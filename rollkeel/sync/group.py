@@ -1,6 +1,6 @@
 """Buckets of weights from rank to rank of one process group (gloo, NCCL), where trainer and engines are in one.
 
-Each bucket is three messages: two lengths, what its tensors are, and their bytes one behind the other.
+Each bucket is messages: two lengths, what its tensors are, and their bytes: of large ones from where they lie, of small ones together.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from rollkeel.models.checksum import MASK
 from rollkeel.sync.sending import WINDOW
 from rollkeel.types import WeightSlice
 
+ALONE = 2**19
+"""Bytes from which on a tensor is a message of its own."""
+
 
 class GroupCarrier:
     """A `rollkeel.sync.sending.Carrier` of one rank. Receivers must be receiving."""
@@ -32,11 +35,10 @@ class GroupCarrier:
     def put(self, bucket: Sequence[WeightSlice], to: Sequence[int]) -> None:
         if len(self._under_way) == WINDOW:
             self._sent(self._under_way.popleft())
-        data = torch.empty(sum(aligned(s.tensor.nbytes) for s in bucket), dtype=torch.uint8, device=self._device)
-        write(bucket, data)
         like = [(str(s.tensor.dtype).removeprefix("torch."), list(s.tensor.shape)) for s in bucket]
         about = [(*each, s.name, s.checksum, s.starts, s.rounded) for each, s in zip(like, bucket, strict=True)]
-        self._send(about, data, to)
+        parts = list(self._parts(bucket))
+        self._send([[part.nbytes for part in parts], about], parts, to)
 
     def flush(self) -> None:
         while self._under_way:
@@ -45,13 +47,30 @@ class GroupCarrier:
     def finish(self, sums: Sequence[int]) -> None:
         """Say that no more will come. `sums`: of what each receiver got, see `sending.send_part`."""
         for receiver, total in enumerate(sums):
-            self._send(total, torch.empty(0, dtype=torch.uint8, device=self._device), [receiver])
+            self._send(total, [], [receiver])
         self.flush()
 
-    def _send(self, about: Any, data: torch.Tensor, to: Sequence[int]) -> None:
+    def _parts(self, bucket: Sequence[WeightSlice]) -> Iterator[torch.Tensor]:
+        """The bytes of a bucket in order. What lies in one piece stays where it is: nobody changes weights while they are sent."""
+        small = list[WeightSlice]()
+        for piece in (*bucket, None):
+            alone = piece is not None and piece.tensor.nbytes >= ALONE and piece.tensor.is_contiguous()
+            if small and (alone or piece is None):
+                packed = torch.empty(
+                    sum(aligned(s.tensor.nbytes) for s in small), dtype=torch.uint8, device=self._device
+                )
+                write(small, packed)
+                yield packed
+                small = []
+            if piece is not None and alone:
+                yield piece.tensor.to(self._device).view(-1).view(torch.uint8)
+            elif piece is not None:
+                small.append(piece)
+
+    def _send(self, about: Any, parts: Sequence[torch.Tensor], to: Sequence[int]) -> None:
         told = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8, device=self._device)
-        lengths = torch.tensor([len(told), len(data)], device=self._device)
-        messages = [lengths, told, *([data] if len(data) else [])]
+        lengths = torch.tensor([len(told), sum(aligned(part.nbytes) for part in parts)], device=self._device)
+        messages = [lengths, told, *parts]
         ranks = [self._receivers[receiver] for receiver in to]
         self._under_way.append([(dist.isend(m, r, group=self._group), r) for r in ranks for m in messages])
 
@@ -66,6 +85,7 @@ class Received:
     def __init__(self, senders: Sequence[int], deadline_s: float, group: Any = None, device: str = "cpu") -> None:
         """`senders`: ranks of the default group that send or `finish`. `deadline_s`: longest wait for one of them."""
         self._senders, self._deadline_s, self._group, self._device = list(senders), deadline_s, group, device
+        self._rooms = dict[int, torch.Tensor]()
         self.checksum = 0
         """Of all slices, as the senders that have ended said."""
 
@@ -76,19 +96,32 @@ class Received:
             for rank in list(coming):
                 lengths, work = coming.pop(rank)
                 self._came(work, rank)
-                told, data = (torch.empty(n, dtype=torch.uint8, device=self._device) for n in lengths.tolist())
-                for part in (told, *([data] if len(data) else [])):
-                    self._came(dist.irecv(part, rank, group=self._group), rank)
+                told_bytes, size = lengths.tolist()
+                told, data = torch.empty(told_bytes, dtype=torch.uint8, device=self._device), self._room(rank, size)
+                self._came(dist.irecv(told, rank, group=self._group), rank)
                 about = json.loads(bytes(told.tolist()))
                 if isinstance(about, int):
                     self.checksum = (self.checksum + about) & MASK
                     continue
+                (sizes, about), start = about, 0
+                parts = []
+                for size in sizes:
+                    parts.append(dist.irecv(data[start : start + size], rank, group=self._group))
+                    start += aligned(size)
+                for part in parts:
+                    self._came(part, rank)
                 coming[rank] = self._asked(rank)
                 tensors = places([(getattr(torch, dtype), shape) for dtype, shape, *_ in about], data)
                 yield [
                     WeightSlice(name=name, tensor=tensor, checksum=checksum, starts=tuple(starts), rounded=rounded)
                     for (_, _, name, checksum, starts, rounded), tensor in zip(about, tensors, strict=True)
                 ]
+
+    def _room(self, rank: int, size: int) -> torch.Tensor:
+        """Memory for a bucket of a sender, which takes its last one's place: fresh memory costs more than what is sent."""
+        if len(self._rooms.get(rank, ())) < size:
+            self._rooms[rank] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._rooms[rank][:size]
 
     def _asked(self, rank: int) -> tuple[torch.Tensor, Any]:
         lengths = torch.empty(2, dtype=torch.int64, device=self._device)

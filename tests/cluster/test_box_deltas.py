@@ -25,6 +25,7 @@ from rollkeel.cluster.publish import StreamPublisher
 from rollkeel.cluster.stream import bytes_of, layout_of
 from rollkeel.config import SyncConfig
 from rollkeel.engines.intake import Room
+from rollkeel.engines.shared_memory import ALIGN, aligned
 from rollkeel.errors import DeltaRefused, EngineFailure
 from rollkeel.models.numerics import compute_dtype, rounded
 from rollkeel.sync.last_sent import LastSent, Traffic
@@ -294,6 +295,54 @@ def test_a_damaged_delta_is_refused_and_all_weights_follow(monkeypatch: pytest.M
         if metrics["sync/deltas_refused"]:
             told.publish(None, version)
     assert refused > 90  # the others are bits that zstd does not read: the weights came out right
+
+
+def test_a_hundred_ranks_that_die_in_the_middle_leave_no_engine_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, engines, told = two()
+    told.publish(None, 1)
+    put = Carrier.put
+    for version in range(2, 102):
+        draw, sent = np.random.default_rng(version), [0]
+
+        def dying(self: Any, bucket: Any, to: Any, at: int = int(draw.integers(2)), sent: Any = sent) -> None:
+            sent[0] += 1
+            if sent[0] > at:
+                raise EngineFailure("the rank is gone")
+            put(self, bucket, to)
+
+        changed(trainer.masters, torch.Generator().manual_seed(version), 0.3)
+        told._kind = ("full", "delta")[version % 2]
+        monkeypatch.setattr(sender, "Calls", type("Dying", (Carrier,), {"put": dying}))
+        with pytest.raises(EngineFailure, match="the rank is gone"):
+            told.publish(None, version)
+        assert {e.version for e in engines.parts} == {-1}
+        monkeypatch.setattr(sender, "Calls", Carrier)
+        number = int(draw.integers(2))
+        trainer.senders[number] = Rank(number, trainer)
+        told.publish(None, version)
+        for engine in engines.parts:
+            assert_same(engine, trainer.masters)
+
+
+def test_a_hundred_buffers_smaller_than_weights_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Down to a bucket of one element."""
+    put, largest = Carrier.put, [0]
+
+    def seen(self: Any, bucket: Any, to: Any) -> None:
+        largest[0] = max(largest[0], sum(aligned(s.tensor.nbytes) for s in bucket))
+        put(self, bucket, to)
+
+    monkeypatch.setattr(Carrier, "put", seen)
+    for seed in range(100):
+        draw = np.random.default_rng(seed)
+        trainer, engines, told = two("full", str(draw.choice(["fp32", "bf16", "int8"])))
+        size, largest[0] = int(draw.integers(1, 12)) ** 2 * ALIGN, 0
+        for one in trainer.senders:
+            one._bucket_bytes = size
+        told.publish(None, 1)
+        assert largest[0] <= size
+        for engine in engines.parts:
+            assert_same(engine, trainer.masters)
 
 
 def test_a_delta_slice_in_a_full_update_is_refused() -> None:
