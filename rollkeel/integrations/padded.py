@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,23 @@ def objective_of(given: Any, who: str, *, kl_coefficient: float = 0.0, kl_estima
             f"{who}: entropy_coefficient={made.entropy_coefficient} is not taken here; use the trainer's own"
         )
     return made
+
+
+def alone(given: Any, who: str) -> Objective:
+    """An objective for a trainer that hands over micro-batches only. Raises `BadInput` where the whole optimizer batch decides."""
+    made = objective_of(given, who)
+    if made.looks_ahead:
+        raise BadInput(
+            f"{who}: {made.name} decides over the whole optimizer batch, and {who} gives micro-batches; choose another"
+        )
+    return made
+
+
+def coefficients_of(reduce: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """The coefficients by which a trainer's own `reduce` sums losses of tokens: its gradient. Same shape as `like`."""
+    losses = torch.zeros_like(like, requires_grad=True)
+    (slope,) = torch.autograd.grad(reduce(losses), losses)
+    return slope
 
 
 def shares(aggregate: str, mask: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
