@@ -3,8 +3,8 @@
     from rollkeel.integrations.areal import loss_fn
     engine.train_batch(data, loss_fn=loss_fn({"name": "kpop", "phi": 0.1}), loss_weight_fn=…)
 
-in the place of `grpo_loss_fn`. AReaL weighs micro-batches by their tokens: a mean over tokens stays the denominator, counted before any mask.
-Tested with tensors in the layout of 2.0.0, padded and packed; it needs nothing of AReaL itself.
+in the place of `grpo_loss_fn`. AReaL weighs micro-batches by their tokens: a mean over tokens stays the denominator, counted
+before any mask. Tested with tensors in the layout of 2.0.0, padded and packed; it needs nothing of AReaL itself.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     from rollkeel.integrations.nemo_rl import loss_function
     loss_fn = loss_function({"name": "kpop", "phi": 0.1})
 
-in the place of `ClippedPGLossFn(cfg)`. Its global counts stay the denominator: of tokens, or of answers with `sequence_level=True`.
+in the place of `ClippedPGLossFn(cfg)`. Its global counts stay the denominator: of tokens, or of answers with
+`sequence_level=True`.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from rollkeel.types import TokenBatch
 def objective_of(given: Any, who: str, *, kl_coefficient: float = 0.0, kl_estimator: str = "k3") -> Objective:
     """An objective as a trainer is given it: an `Objective`, a recipe's name, or a mapping of `name` and options.
 
-    `kl_coefficient`, `kl_estimator`: the trainer's own KL term. Raises `BadInput` for what a padded batch cannot carry: top-K log-probs,
-    and entropies with a gradient.
+    `kl_coefficient`, `kl_estimator`: the trainer's own KL term. Raises `BadInput` for what a padded batch cannot carry:
+    top-K log-probs, and entropies with a gradient.
     """
     if isinstance(given, Objective):
         made = replace(given, kl_coefficient=kl_coefficient, kl_estimator=kl_estimator) if kl_coefficient else given
@@ -40,7 +40,8 @@ def objective_of(given: Any, who: str, *, kl_coefficient: float = 0.0, kl_estima
 
 
 def alone(given: Any, who: str) -> Objective:
-    """An objective for a trainer that hands over micro-batches only. Raises `BadInput` where the whole optimizer batch decides."""
+    """An objective for a trainer that hands over micro-batches only. Raises `BadInput` where the whole optimizer batch
+    decides."""
     made = objective_of(given, who)
     if made.looks_ahead:
         raise BadInput(
@@ -83,8 +84,9 @@ def flat(
 ) -> TokenBatch:
     """The tokens of a padded batch where `mask` is true, answer after answer.
 
-    All `[S, L]`, but `advantages` (`[S]` or `[S, L]`), `groups` and `rows`, `[S]` ids of the prompt and of the answer (each its own
-    where None). `more`: `old_logprobs`, `ref_logprobs`, `versions` and other fields of `TokenBatch`. Rounding above 0 is taken off log-probs.
+    All `[S, L]`, but `advantages` (`[S]` or `[S, L]`), `groups` and `rows`, `[S]` ids of the prompt and of the answer (each
+    its own where None). `more`: `old_logprobs`, `ref_logprobs`, `versions` and other fields of `TokenBatch`. Rounding above
+    0 is taken off log-probs.
     """
     mask = mask.bool()
     each = torch.arange(len(mask), device=mask.device)

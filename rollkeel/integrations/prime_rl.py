@@ -5,8 +5,8 @@
     import_path = "rollkeel.integrations.prime_rl.loss"
     kwargs = { objective = "dppo_binary_tv", delta = 0.15 }
 
-prime-rl divides by the number of tokens of all micro-batches: that stays the denominator. It recomputes no old log-probs, so recipes have to
-be anchored at the sampler (`kpop` with `mode = "rollout"`).
+prime-rl divides by the number of tokens of all micro-batches: that stays the denominator. It recomputes no old log-probs, so
+recipes have to be anchored at the sampler (`kpop` with `mode = "rollout"`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def _made(objective: str, options: tuple[tuple[str, Any], ...]) -> Objective:
     made = alone({"name": objective, **dict(options)}, "prime-rl")
     if made.needs & {"old_logprobs", "ref_logprobs"}:
         raise BadInput(
-            f"prime-rl: {made.name} needs {', '.join(sorted(made.needs))}, which its losses are not given; choose one anchored at the sampler"
+            f"prime-rl: {made.name} needs {', '.join(sorted(made.needs))}, which its losses are not given;"
+            " choose one anchored at the sampler"
         )
     return made
 

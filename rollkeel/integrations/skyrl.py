@@ -1,9 +1,11 @@
-"""SkyRL: recipes as policy losses, `trainer.algorithm.policy_loss_type=rollkeel_kpop`. Tested with the sources of commit a956457.
+"""SkyRL: recipes as policy losses, `trainer.algorithm.policy_loss_type=rollkeel_kpop`. Tested with the sources of commit
+a956457.
 
     from rollkeel.integrations.skyrl import register
     register("kpop", {"name": "kpop", "phi": 0.1})
 
-Call it where your entry point registers other losses. SkyRL folds its `loss_reduction` into the advantages: it stays the denominator.
+Call it where your entry point registers other losses. SkyRL folds its `loss_reduction` into the advantages: it stays the
+denominator.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""slime: `--loss-type custom_loss --custom-loss-function-path rollkeel.integrations.slime.kpop`. Tested with the sources of 0.3.0.
+"""slime: `--loss-type custom_loss --custom-loss-function-path rollkeel.integrations.slime.kpop`. Tested with the sources of
+0.3.0.
 
-A recipe's name with its defaults is a function here; from a module of your own, `loss = custom_loss({"name": "kpop", "phi": 0.05})` makes
-others. slime's mean over rollouts (or over tokens, `--calculate-per-token-loss`) stays the denominator. Collect the sampler's log-probs
-(`--use-rollout-logprobs`, or any correction), and recompute the old ones (`--get-mismatch-metrics`) for recipes that need o.
+A recipe's name with its defaults is a function here; from a module of your own, `loss = custom_loss({"name": "kpop", "phi":
+0.05})` makes others. slime's mean over rollouts (or over tokens, `--calculate-per-token-loss`) stays the denominator.
+Collect the sampler's log-probs (`--use-rollout-logprobs`, or any correction), and recompute the old ones
+(`--get-mismatch-metrics`) for recipes that need o.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ Scores = Callable[[torch.Tensor, Any, Mapping[str, Any]], Sequence[torch.Tensor]
 
 
 def custom_loss(objective: str | Mapping[str, Any] | Objective, scores: Scores | None = None) -> Callable[..., Any]:
-    """A function of slime's (args, batch, logits, sum_of_sample_mean). `scores`: None for slime's own, from its Megatron backend."""
+    """A function of slime's (args, batch, logits, sum_of_sample_mean). `scores`: None for slime's own, from its Megatron
+    backend."""
     made = alone(objective, "slime")
 
     def loss(

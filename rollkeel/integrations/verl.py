@@ -1,11 +1,13 @@
-"""verl: every recipe as a registered policy loss, `actor.policy_loss.loss_mode=rollkeel_kpop`. Tested with the sources of 0.10.0.dev.
+"""verl: every recipe as a registered policy loss, `actor.policy_loss.loss_mode=rollkeel_kpop`. Tested with the sources of
+0.10.0.dev.
 
-Name this module as `actor_rollout_ref.model.external_lib` and it registers `rollkeel_NAME` for each recipe with its defaults; from a module of
-your own, `register("mine", {"name": "kpop", "phi": 0.05})` registers others. verl's `loss_agg_mode` stays the denominator.
+Name this module as `actor_rollout_ref.model.external_lib` and it registers `rollkeel_NAME` for each recipe with its
+defaults; from a module of your own, `register("mine", {"name": "kpop", "phi": 0.05})` registers others. verl's
+`loss_agg_mode` stays the denominator.
 
 verl hands no log-probs of the sampler to a loss. They come from its weights o/q where
-`algorithm.rollout_correction={rollout_is: token, rollout_is_threshold: 1e9}` computes them untruncated; in its bypass mode `old_log_prob` is
-the sampler's itself.
+`algorithm.rollout_correction={rollout_is: token, rollout_is_threshold: 1e9}` computes them untruncated; in its bypass mode
+`old_log_prob` is the sampler's itself.
 """
 
 from __future__ import annotations
@@ -59,9 +61,7 @@ def register(name: str, objective: str | Mapping[str, Any] | Objective | None = 
     try:
         from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise BadInput(
-            f"rollkeel.integrations.verl needs verl ({error}); install verl beside rollkeel"
-        ) from None
+        raise BadInput(f"rollkeel.integrations.verl needs verl ({error}); install verl beside rollkeel") from None
     register_policy_loss(f"rollkeel_{name}")(policy_loss(objective or name, agg_loss))
 
 

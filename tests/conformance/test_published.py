@@ -1,7 +1,7 @@
 """What docs/conformance.md says of other libraries is what they do: every row of it is made anew from their sources.
 
-Their sources are not part of this repository: `ROLLKEEL_CHECKOUTS` names a folder with a checkout of each, at the commits of that page.
-Without it only the loader is tested. Not covered: their trainers around the loss.
+Their sources are not part of this repository: `ROLLKEEL_CHECKOUTS` names a folder with a checkout of each, at the commits of
+that page. Without it only the loader is tested. Not covered: their trainers around the loss.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A plug-in that takes a padding for a token, or counts a micro-batch for the batch, trains something else in silence.
 
-What an objective sees of padded tensors is compared with what rollkeel's own batch gives it. Not covered: the trainers themselves
-(test_trl_plugin.py, test_plugins_of_others.py).
+What an objective sees of padded tensors is compared with what rollkeel's own batch gives it. Not covered: the trainers
+themselves (test_trl_plugin.py, test_plugins_of_others.py).
 """
 
 from __future__ import annotations

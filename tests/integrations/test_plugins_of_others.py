@@ -1,7 +1,8 @@
 """A loss that slips by a position, a mask or a denominator between two layouts trains another method without a word.
 
-Every plug-in is given the batches of rollkeel.conformance in the layout of its trainer, and must have the stored gradients, for every recipe that
-it takes. With `ROLLKEEL_CHECKOUTS` the trainers' own reducers and registries take part. Not covered: the trainers' loops.
+Every plug-in is given the batches of rollkeel.conformance in the layout of its trainer, and must have the stored gradients,
+for every recipe that it takes. With `ROLLKEEL_CHECKOUTS` the trainers' own reducers and registries take part. Not covered:
+the trainers' loops.
 """
 
 from __future__ import annotations
