@@ -1,4 +1,5 @@
-"""The right answers: `golden.json`, written by `python -m rollkeel.conformance.golden` and compared with the objectives by a test."""
+"""The right answers: `golden.json`, written by `python -m rollkeel.conformance.golden` and compared with the objectives by a
+test."""
 
 from __future__ import annotations
 

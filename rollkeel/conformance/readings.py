@@ -329,7 +329,8 @@ def _normalised(o: Objective) -> Objective | None:
 
 
 def candidates(objective: Objective) -> Iterator[tuple[tuple[Change, ...], Objective]]:
-    """The recipe itself, each change, each other recipe, then two changes of different kinds, then the dual clip and two more; the fewest changes first."""
+    """The recipe itself, each change, each other recipe, then two changes of different kinds, then the dual clip and two
+    more; the fewest changes first."""
     yield (), objective
     if objective.kl_coefficient:
         for name in sorted(ESTIMATORS, key="k2".__eq__):

@@ -20,8 +20,8 @@ from rollkeel.objectives import RECIPES
 from rollkeel.objectives.kl import ESTIMATORS as KL_ESTIMATORS
 
 Implementation = Callable[[Batch], Any]
-"""Batch → the 0-d loss; or the `[S, L]` loss of each token before any mean, with a gradient; or `[S, L]` numbers without one: the
-gradient of the loss with respect to `logprobs`. For a recipe `advantages:NAME`: `[S]` or `[S, L]` advantages."""
+"""Batch → the 0-d loss; or the `[S, L]` loss of each token before any mean, with a gradient; or `[S, L]` numbers without
+one: the gradient of the loss with respect to `logprobs`. For a recipe `advantages:NAME`: `[S]` or `[S, L]` advantages."""
 Units = Mapping[str, torch.Tensor]
 """`[T]` coefficients c by the name of a batch."""
 RELATIVE, ABSOLUTE = 1e-5, 1e-6
@@ -86,9 +86,9 @@ def check(
 ) -> Verdict:
     """Judge `implementation` on every stored batch.
 
-    `recipe`: a name of `rollkeel objectives list`, `kl:NAME` for the KL term alone or `advantages:NAME` for credit. `options`: the
-    recipe's, `aggregate` among them. `dtype`: of the tensors it is given; trainers have log-probs in float32. Raises `BadInput` for
-    an unknown recipe or a result of another shape, `OwnCodeBroke` with file and line if it raises.
+    `recipe`: a name of `rollkeel objectives list`, `kl:NAME` for the KL term alone or `advantages:NAME` for credit.
+    `options`: the recipe's, `aggregate` among them. `dtype`: of the tensors it is given; trainers have log-probs in float32.
+    Raises `BadInput` for an unknown recipe or a result of another shape, `OwnCodeBroke` with file and line if it raises.
     """
     options, name = dict(options or {}), name or getattr(implementation, "__name__", "implementation")
     kind, _, which = recipe.partition(":")
@@ -112,7 +112,8 @@ def answer(implementation: Implementation, batch: Batch, name: str) -> tuple[tor
         return came.double(), True
     raise BadInput(
         f"conformance {name}: expected a 0-d loss with a gradient, losses of tokens {list(batch.mask.shape)} or the gradient"
-        f" itself, got shape {list(came.shape)}{'' if came.requires_grad else ' without gradient'}; compute it from batch.logprobs"
+        f" itself, got shape {list(came.shape)}{'' if came.requires_grad else ' without gradient'};"
+        " compute it from batch.logprobs"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,8 @@ from rollkeel.types import TokenBatch
 def objective_of(given: Any, who: str, *, kl_coefficient: float = 0.0, kl_estimator: str = "k3") -> Objective:
     """An objective as a trainer is given it: an `Objective`, a recipe's name, or a mapping of `name` and options.
 
-    `kl_coefficient`, `kl_estimator`: the trainer's own KL term. Raises `BadInput` for what a padded batch cannot carry: top-K log-probs,
-    and entropies with a gradient.
+    `kl_coefficient`, `kl_estimator`: the trainer's own KL term. Raises `BadInput` for what a padded batch cannot carry:
+    top-K log-probs, and entropies with a gradient.
     """
     if isinstance(given, Objective):
         made = replace(given, kl_coefficient=kl_coefficient, kl_estimator=kl_estimator) if kl_coefficient else given
@@ -37,6 +37,24 @@ def objective_of(given: Any, who: str, *, kl_coefficient: float = 0.0, kl_estima
             f"{who}: entropy_coefficient={made.entropy_coefficient} is not taken here; use the trainer's own"
         )
     return made
+
+
+def alone(given: Any, who: str) -> Objective:
+    """An objective for a trainer that hands over micro-batches only. Raises `BadInput` where the whole optimizer batch
+    decides."""
+    made = objective_of(given, who)
+    if made.looks_ahead:
+        raise BadInput(
+            f"{who}: {made.name} decides over the whole optimizer batch, and {who} gives micro-batches; choose another"
+        )
+    return made
+
+
+def coefficients_of(reduce: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """The coefficients by which a trainer's own `reduce` sums losses of tokens: its gradient. Same shape as `like`."""
+    losses = torch.zeros_like(like, requires_grad=True)
+    (slope,) = torch.autograd.grad(reduce(losses), losses)
+    return slope
 
 
 def shares(aggregate: str, mask: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -66,8 +84,9 @@ def flat(
 ) -> TokenBatch:
     """The tokens of a padded batch where `mask` is true, answer after answer.
 
-    All `[S, L]`, but `advantages` (`[S]` or `[S, L]`), `groups` and `rows`, `[S]` ids of the prompt and of the answer (each its own
-    where None). `more`: `old_logprobs`, `ref_logprobs`, `versions` and other fields of `TokenBatch`. Rounding above 0 is taken off log-probs.
+    All `[S, L]`, but `advantages` (`[S]` or `[S, L]`), `groups` and `rows`, `[S]` ids of the prompt and of the answer (each
+    its own where None). `more`: `old_logprobs`, `ref_logprobs`, `versions` and other fields of `TokenBatch`. Rounding above
+    0 is taken off log-probs.
     """
     mask = mask.bool()
     each = torch.arange(len(mask), device=mask.device)

@@ -1,12 +1,14 @@
-"""TRL: a `GRPOTrainer` whose loss is any rollkeel objective, that logs the mismatch, and that writes a trace for `rollkeel doctor`.
+"""TRL: a `GRPOTrainer` whose loss is any rollkeel objective, that logs the mismatch, and that writes a trace for `rollkeel
+doctor`.
 
     from rollkeel.integrations.trl import RollkeelGRPOTrainer
 
     trainer = RollkeelGRPOTrainer(objective={"name": "kpop", "phi": 0.1}, trace="mytrace", model=…, args=…, reward_funcs=…, …)
     trainer.train()
 
-Generation, rewards, advantages and the optimizer stay TRL's. Its `loss_type`, `epsilon`, `delta`, `importance_sampling_level` and the
-correction of vLLM's log-probs are not used: the objective has its own. Tested with TRL 1.16.0.
+Generation, rewards, advantages and the optimizer stay TRL's. Its `loss_type`, `epsilon`, `delta`,
+`importance_sampling_level` and the correction of vLLM's log-probs are not used: the objective has its own. Tested with TRL
+1.16.0.
 """
 
 from __future__ import annotations
@@ -53,9 +55,9 @@ MANY = "mismatch/by_probability/"
 class RollkeelGRPOTrainer(GRPOTrainer):
     """`GRPOTrainer` with `objective` as its loss.
 
-    Args, beside TRL's: `objective`: a recipe's name, `{"name": …, options}` or an `Objective`; `aggregate`: its denominator, None for the
-    recipe's own, `trl` for that of `loss_type`; `trace`: a folder that gets every generated batch, for `rollkeel doctor` (a folder
-    `rank_N` for each of several processes).
+    Args, beside TRL's: `objective`: a recipe's name, `{"name": …, options}` or an `Objective`; `aggregate`: its denominator,
+    None for the recipe's own, `trl` for that of `loss_type`; `trace`: a folder that gets every generated batch, for
+    `rollkeel doctor` (a folder `rank_N` for each of several processes).
     TRL's `beta` becomes the objective's KL term, k3, or r·k3 with `use_bias_correction_kl`.
     Denominators, thresholds and controllers see the whole optimizer batch, over all its micro-batches and processes.
     """
@@ -292,7 +294,8 @@ def joined(batches: list[TokenBatch]) -> TokenBatch:
 
 @contextlib.contextmanager
 def recording(model: Any) -> Iterator[Callable[[list[list[int]]], list[list[float]]]]:
-    """While a transformers model generates, remember under which probability each token was drawn: after temperature and truncation.
+    """While a transformers model generates, remember under which probability each token was drawn: after temperature and
+    truncation.
 
     Gives a function from the generated ids, without padding, to their log-probs.
     """

@@ -7,6 +7,7 @@ Not covered: whether the stored answers are right (tests/objectives/test_golden.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -254,6 +255,20 @@ def test_the_command_says_it_in_words_json_and_exit_codes(
     code, out, error = command("verl", "--checkout", "nowhere")
     assert (code, out) == (2, "")
     assert "no such folder" in error
+
+
+def test_the_pages_example_says_what_the_page_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)
+    (printed,) = re.findall(r"^```text\n(.*?)^```", page, re.S | re.M)
+    (tmp_path / "mine.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["conformance", "mine.py:icepop"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().out.replace(f"{tmp_path}/", "").startswith(printed)
 
 
 def test_options_that_are_not_in_the_file_are_judged_by_the_objective() -> None:

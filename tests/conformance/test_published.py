@@ -1,25 +1,24 @@
 """What docs/conformance.md says of other libraries is what they do: every row of it is made anew from their sources.
 
-Their sources are not part of this repository: `ROLLKEEL_CHECKOUTS` names a folder with a checkout of each, at the commits of that page.
-Without it only the loader is tested. Not covered: their trainers around the loss.
+Their sources are not part of this repository: `ROLLKEEL_CHECKOUTS` names a folder with a checkout of each, at the commits of
+that page. Without it only the loader is tested. Not covered: their trainers around the loss.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from checkouts import checkout
 
 from rollkeel.conformance import check
 from rollkeel.conformance.adapters import LIBRARIES, claims
 from rollkeel.conformance.adapters.published import modules
 from rollkeel.errors import BadInput
 
-CHECKOUTS = os.environ.get("ROLLKEEL_CHECKOUTS")
 PAGE = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| (\w+) \| `(.+?)` \| `(\S+?)`(.*?) \| (.+?) \| (\d*) ?\|$", PAGE, re.M)
 FOUND_BY_ITSELF = {
@@ -31,13 +30,6 @@ FOUND_BY_ITSELF = {
     ("verl", "reinforce_plus_plus_baseline"): "reinforce_plus_plus_tokens",
     ("nemo_rl", "reference_policy_kl_type=k3"): "score function",
 }
-
-
-def checkout(library: str) -> Path:
-    folder = Path(CHECKOUTS or "") / library.replace("_", "-")
-    if not CHECKOUTS or not folder.is_dir():
-        pytest.skip(f"no sources of {library}: ROLLKEEL_CHECKOUTS names a folder that has {library.replace('_', '-')}")
-    return folder
 
 
 @pytest.mark.checkout

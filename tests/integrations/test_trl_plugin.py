@@ -1,8 +1,8 @@
-"""Most people who need KPop train with TRL: the plug-in must give a real TRL the gradients of rollkeel's trainer, let it learn, and leave a
-trace in which the doctor finds what is wrong.
+"""Most people who need KPop train with TRL: the plug-in must give a real TRL the gradients of rollkeel's trainer, let it
+learn, and leave a trace in which the doctor finds what is wrong.
 
-TRL runs in its own interpreter, `.venv-bench` (`make .venv-bench/.done`); without it these tests are skipped. Not covered: several
-processes, vLLM and images.
+TRL runs in its own interpreter, `.venv-bench` (`make .venv-bench/.done`); without it these tests are skipped. Not covered:
+several processes, vLLM and images.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def trl(what: str, model: Path, out: Path, objective: str = "") -> dict[str, Any
 
 @pytest.mark.parametrize("objective", ["grpo", "kpop", "dppo_binary_tv", "ac_mis_po"])
 def test_gradients_are_those_of_rollkeels_trainer(model: Path, tmp_path: Path, objective: str) -> None:
-    """Of an optimizer batch of two micro-batches, whose engine and old policy disagree with the trainer. By a token's log-prob they are
-    equal; by a parameter up to what float32 loses between TRL's padded passes and rollkeel's packed ones, relative to the whole gradient."""
+    """Of an optimizer batch of two micro-batches, whose engine and old policy disagree with the trainer. By a token's
+    log-prob they are equal; by a parameter up to what float32 loses between TRL's padded passes and rollkeel's packed ones,
+    relative to the whole gradient."""
     came = trl("gradients", model, tmp_path, objective)
     assert came["same"]
     assert came["steps"] == 1
@@ -68,7 +69,7 @@ def test_reward_rises_and_the_trace_is_healthy(model: Path, tmp_path: Path, obje
     assert came["last"]["mismatch/ratio_std"] < 1e-4  # one model, in fp32, samples and trains
     assert "objective/kept" in came["last"]
     trace = read_trace(tmp_path / "trace")
-    assert len({s.step for s in trace.steps}) == 30
+    assert len(set(trace.step.tolist())) == 30
     causes = [cause.id for cause in diagnose(trace).causes]
     assert not {"temperature", "truncation", "alignment", "stale_version"} & set(causes)
 

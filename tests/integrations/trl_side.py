@@ -1,4 +1,5 @@
-"""What a real TRL does with the plug-in, in TRL's own interpreter: `python trl_side.py WHAT MODEL OUT [OBJECTIVE]` prints one JSON line.
+"""What a real TRL does with the plug-in, in TRL's own interpreter: `python trl_side.py WHAT MODEL OUT [OBJECTIVE]` prints
+one JSON line.
 
 Not a test: test_trl_plugin.py starts it.
 """

@@ -1,5 +1,5 @@
-"""The answers by which other libraries are judged must be right themselves: `golden.json` is what the objectives give, and what an
-independent float64 reference gives that shares no line with them.
+"""The answers by which other libraries are judged must be right themselves: `golden.json` is what the objectives give, and
+what an independent float64 reference gives that shares no line with them.
 
 Not covered: `random_rejection`, whose answer is a draw.
 """

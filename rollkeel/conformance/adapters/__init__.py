@@ -1,4 +1,5 @@
-"""Public implementations, taken as published: what each library calls by a recipe's name, judged by `rollkeel conformance NAME`.
+"""Public implementations, taken as published: what each library calls by a recipe's name, judged by `rollkeel conformance
+NAME`.
 
 Each file has `claims(checkout)`: the library's own functions, in a few lines each, under the recipe whose name they carry.
 """
@@ -30,7 +31,8 @@ class Claim:
 
 
 def claims(library: str, checkout: Path | None = None) -> list[Claim]:
-    """The claims of a library that is installed, or whose checkout is at `checkout`. Raises `BadInput` where it cannot be had."""
+    """The claims of a library that is installed, or whose checkout is at `checkout`. Raises `BadInput` where it cannot be
+    had."""
     if library not in LIBRARIES:
         raise BadInput(
             f"conformance {library!r}: no adapter for it{nearest(library, LIBRARIES)}; your own is module:function"

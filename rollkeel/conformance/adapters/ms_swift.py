@@ -1,4 +1,5 @@
-"""ms-swift: `_compute_loss_and_metrics` of its `GRPOTrainer`, on a stand-in for the trainer with the arguments that it reads."""
+"""ms-swift: `_compute_loss_and_metrics` of its `GRPOTrainer`, on a stand-in for the trainer with the arguments that it
+reads."""
 
 from __future__ import annotations
 

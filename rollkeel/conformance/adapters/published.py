@@ -1,7 +1,7 @@
 """A module of a library, installed or from a checkout, without what its loss does not need.
 
-From a checkout the wanted file and the files that it imports run as they stand there. Packages' `__init__` files do not run, and a
-module that is not installed (an engine, a cluster) becomes a stand-in that does nothing: no loss here calls one.
+From a checkout the wanted file and the files that it imports run as they stand there. Packages' `__init__` files do not run,
+and a module that is not installed (an engine, a cluster) becomes a stand-in that does nothing: no loss here calls one.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def modules(
 ) -> list[ModuleType]:
     """Modules by name: installed ones, or those of a checkout.
 
-    `below`: the folder of the checkout in which the package lies. `whole`: packages whose `__init__` runs too. `absent`: modules and packages that
-    are not run though they may be there.
+    `below`: the folder of the checkout in which the package lies. `whole`: packages whose `__init__` runs too. `absent`:
+    modules and packages that are not run though they may be there.
     Raises `BadInput` where one is missing or does not import.
     """
     package = names[0].split(".")[0]
@@ -149,8 +149,8 @@ def modules(
             return [importlib.import_module(name) for name in names]
         except ImportError as error:
             raise BadInput(
-                f"conformance: {package} does not import ({' '.join(str(error).split()):.120}); install it, or name its sources with"
-                " --checkout"
+                f"conformance: {package} does not import ({' '.join(str(error).split()):.120});"
+                " install it, or name its sources with --checkout"
             ) from None
     root = (checkout / below).resolve()
     for name in names:

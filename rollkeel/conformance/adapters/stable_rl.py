@@ -1,4 +1,5 @@
-"""Stable-RL, the DPPO paper's code (a fork of verl): `POLICY_LOSS_REGISTRY` of `core_algos`, top-K divergences of `actor.utils`."""
+"""Stable-RL, the DPPO paper's code (a fork of verl): `POLICY_LOSS_REGISTRY` of `core_algos`, top-K divergences of
+`actor.utils`."""
 
 from __future__ import annotations
 

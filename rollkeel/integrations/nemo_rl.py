@@ -1,0 +1,68 @@
+"""NeMo-RL: a loss function for its GRPO. Tested with the sources of commit 7ea279a.
+
+    from rollkeel.integrations.nemo_rl import loss_function
+    loss_fn = loss_function({"name": "kpop", "phi": 0.1})
+
+in the place of `ClippedPGLossFn(cfg)`. Its global counts stay the denominator: of tokens, or of answers with
+`sequence_level=True`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rollkeel.errors import BadInput
+from rollkeel.integrations.padded import alone, flat
+from rollkeel.objectives import Objective
+
+
+class RollkeelLoss:
+    """An objective with the call of NeMo-RL's `LossFunction`; `loss_type` and `input_type` are set by `loss_function`."""
+
+    loss_type: Any = None
+    input_type: Any = None
+
+    def __init__(self, objective: str | Mapping[str, Any] | Objective, sequence_level: bool = False) -> None:
+        self.objective, self.sequence_level = alone(objective, "NeMo-RL"), sequence_level
+
+    def __call__(
+        self,
+        next_token_logprobs: torch.Tensor,
+        data: Mapping[str, torch.Tensor],
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """`next_token_logprobs`: `[S, L − 1]`; tensors of `data` are `[S, L]` and shifted here."""
+        mask = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:].bool()
+        share = mask / global_valid_toks
+        if self.sequence_level:
+            share = mask / mask.sum(1, keepdim=True).clamp(min=1) / global_valid_seqs
+        out = self.objective(
+            flat(
+                next_token_logprobs,
+                mask,
+                rollout_logprobs=data["generation_logprobs"][:, 1:],
+                advantages=data["advantages"][:, 1:],
+                coefficients=share,
+                old_logprobs=data["prev_logprobs"][:, 1:],
+            )
+        )
+        count = {"loss": out.loss.item(), "num_valid_samples": float(data["sample_mask"].sum())}
+        return out.loss, {**count, **out.metrics}
+
+
+def loss_function(objective: str | Mapping[str, Any] | Objective, sequence_level: bool = False) -> RollkeelLoss:
+    """The loss with NeMo-RL's own types on it. Raises `BadInput` without NeMo-RL."""
+    try:
+        from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise BadInput(
+            f"rollkeel.integrations.nemo_rl needs NeMo-RL ({error}); run it inside NeMo-RL's environment"
+        ) from None
+    made = RollkeelLoss(objective, sequence_level)
+    made.loss_type = LossType.SEQUENCE_LEVEL if sequence_level else LossType.TOKEN_LEVEL
+    made.input_type = LossInputType.LOGPROB
+    return made

@@ -1,0 +1,83 @@
+"""slime: `--loss-type custom_loss --custom-loss-function-path rollkeel.integrations.slime.kpop`. Tested with the sources of
+0.3.0.
+
+A recipe's name with its defaults is a function here; from a module of your own, `loss = custom_loss({"name": "kpop", "phi":
+0.05})` makes others. slime's mean over rollouts (or over tokens, `--calculate-per-token-loss`) stays the denominator.
+Collect the sampler's log-probs (`--use-rollout-logprobs`, or any correction), and recompute the old ones
+(`--get-mismatch-metrics`) for recipes that need o.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rollkeel.errors import BadInput
+from rollkeel.integrations.padded import alone, coefficients_of, flat
+from rollkeel.objectives import RECIPES, Objective
+
+Scores = Callable[[torch.Tensor, Any, Mapping[str, Any]], Sequence[torch.Tensor]]
+"""Logits, arguments and batch → the log-probs of each answer."""
+
+
+def custom_loss(objective: str | Mapping[str, Any] | Objective, scores: Scores | None = None) -> Callable[..., Any]:
+    """A function of slime's (args, batch, logits, sum_of_sample_mean). `scores`: None for slime's own, from its Megatron
+    backend."""
+    made = alone(objective, "slime")
+
+    def loss(
+        args: Any,
+        batch: Mapping[str, Any],
+        logits: torch.Tensor,
+        sum_of_sample_mean: Callable[[torch.Tensor], torch.Tensor],
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        p = (scores or _megatrons)(logits, args, batch)
+        if not batch.get("rollout_log_probs"):
+            raise BadInput(
+                "rollkeel.integrations.slime: expected rollout_log_probs in the batch, got none; see its docstring"
+            )
+        old = batch.get("log_probs") or [x.detach() for x in p]
+        share = coefficients_of(sum_of_sample_mean, torch.cat([x.detach() for x in p]))
+        out = made(
+            flat(
+                _padded(p),
+                _padded(batch["loss_masks"]),
+                rollout_logprobs=_padded(batch["rollout_log_probs"]),
+                advantages=_padded(batch["advantages"]),
+                coefficients=_padded(share.split([len(x) for x in p])),
+                old_logprobs=_padded(old),
+            )
+        )
+        metrics = {
+            name.replace("/", "_"): torch.tensor(value, device=out.loss.device) for name, value in out.metrics.items()
+        }
+        return out.loss, {"loss": out.loss.detach(), **metrics}
+
+    return loss
+
+
+def _padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+
+def _megatrons(logits: torch.Tensor, args: Any, batch: Mapping[str, Any]) -> Sequence[torch.Tensor]:
+    try:
+        from slime.backends.megatron_utils.loss import (  # pyright: ignore[reportMissingImports]
+            get_log_probs_and_entropy,
+            get_rollout_top_p_logprob_kwargs,
+        )
+    except ImportError as error:
+        raise BadInput(
+            f"rollkeel.integrations.slime needs slime ({error}); run it inside slime's environment"
+        ) from None
+    about = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
+    more = get_rollout_top_p_logprob_kwargs(args, batch)
+    return get_log_probs_and_entropy(logits, args=args, with_entropy=False, **about, **more)[1]["log_probs"]
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name not in RECIPES:
+        raise AttributeError(name)
+    return custom_loss(name)

@@ -1,0 +1,75 @@
+"""verl: every recipe as a registered policy loss, `actor.policy_loss.loss_mode=rollkeel_kpop`. Tested with the sources of
+0.10.0.dev.
+
+Name this module as `actor_rollout_ref.model.external_lib` and it registers `rollkeel_NAME` for each recipe with its
+defaults; from a module of your own, `register("mine", {"name": "kpop", "phi": 0.05})` registers others. verl's
+`loss_agg_mode` stays the denominator.
+
+verl hands no log-probs of the sampler to a loss. They come from its weights o/q where
+`algorithm.rollout_correction={rollout_is: token, rollout_is_threshold: 1e9}` computes them untruncated; in its bypass mode
+`old_log_prob` is the sampler's itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from rollkeel.errors import BadInput
+from rollkeel.integrations.padded import alone, coefficients_of, flat
+from rollkeel.objectives import RECIPES, Objective
+
+
+def policy_loss(
+    objective: str | Mapping[str, Any] | Objective, agg_loss: Callable[..., torch.Tensor]
+) -> Callable[..., Any]:
+    """A loss with the signature of verl's registry; `agg_loss`: of `verl.trainer.ppo.core_algos`."""
+    made = alone(objective, "verl")
+
+    def loss(
+        old_log_prob: torch.Tensor,
+        log_prob: torch.Tensor,
+        advantages: torch.Tensor,
+        response_mask: torch.Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        counts = {} if config is None else config.global_batch_info
+        share = coefficients_of(lambda x: agg_loss(x, response_mask, loss_agg_mode, **counts), log_prob.detach())
+        sampled = old_log_prob if rollout_is_weights is None else old_log_prob - rollout_is_weights.log()
+        out = made(
+            flat(
+                log_prob,
+                response_mask,
+                rollout_logprobs=sampled,
+                advantages=advantages,
+                coefficients=share,
+                old_logprobs=old_log_prob,
+            )
+        )
+        return out.loss, {f"actor/rollkeel/{name}": value for name, value in out.metrics.items()}
+
+    return loss
+
+
+def register(name: str, objective: str | Mapping[str, Any] | Objective | None = None) -> None:
+    """Make an objective available as `loss_mode=rollkeel_NAME`. Raises `BadInput` without verl."""
+    try:
+        from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise BadInput(f"rollkeel.integrations.verl needs verl ({error}); install verl beside rollkeel") from None
+    register_policy_loss(f"rollkeel_{name}")(policy_loss(objective or name, agg_loss))
+
+
+def register_all() -> None:
+    """Every recipe that needs no more than verl hands over."""
+    for name in RECIPES:
+        with contextlib.suppress(BadInput):
+            register(name)
+
+
+register_all()
