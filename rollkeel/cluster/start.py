@@ -26,6 +26,8 @@ STORE_BYTES = 512 << 20
 """Object store of a Ray that is started here: a few buckets of weights, and batches."""
 GONE_S, LOOK_S = 10.0, 2.0
 """How long Ray's head may not answer, and how often it is asked."""
+_GONE = threading.Event()
+"""Set once Ray's head is gone."""
 JOIN_S = 60.0
 """Longest wait for a cluster whose address answers to take this process in."""
 
@@ -86,6 +88,7 @@ def watched() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    _GONE.clear()
     address, over = ray.get_runtime_context().gcs_address, threading.Event()
     host, _, port = address.rpartition(":")
 
@@ -97,6 +100,7 @@ def watched() -> Iterator[None]:
                 heard = time.monotonic()
             except OSError:
                 if time.monotonic() - heard > GONE_S:
+                    _GONE.set()
                     return os.kill(os.getpid(), signal.SIGUSR2)
 
     def gone(*_: Any) -> None:
@@ -165,7 +169,9 @@ class Places:
             remove_placement_group(self._engines.pop(index))
 
     def remove(self) -> None:
-        """Give all back."""
+        """Give all back; to a head that is gone this would be a call without an end."""
+        if _GONE.is_set():
+            return
         for index in list(self._engines):
             self.leave(index)
         remove_placement_group(self._group)
