@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError, RayError
 
 from rollkeel.cluster import logs
 from rollkeel.cluster.patience import Patience
@@ -145,8 +145,8 @@ class Ranks:
 def reason(error: Exception) -> str:
     """What Ray says about it, in one line; of a process that ended without a word, who does that."""
     said = str(error)
-    if "node has died" in said:
-        return f"{type(error).__name__}: its node was lost"
+    if "node has died" in said or isinstance(error, ActorUnavailableError):
+        return f"{type(error).__name__}: its node, or the connection to it, was lost"
     if "connection error code 2" in said or isinstance(error, OutOfMemoryError):
         return (
             f"{type(error).__name__}: its process crashed or was killed (signal 9), as the kernel does when memory runs out: see its"

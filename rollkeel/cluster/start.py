@@ -27,6 +27,8 @@ STORE_BYTES = 512 << 20
 """Object store of a Ray that is started here: a few buckets of weights, and batches."""
 GONE_S, LOOK_S = 10.0, 2.0
 """How long Ray's head may not answer, and how often it is asked."""
+_GONE = threading.Event()
+"""Set once Ray's head is gone."""
 JOIN_S = 60.0
 """Longest wait for a cluster whose address answers to take this process in."""
 
@@ -93,6 +95,7 @@ def watched() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    _GONE.clear()
     address, over = ray.get_runtime_context().gcs_address, threading.Event()
     host, _, port = address.rpartition(":")
 
@@ -104,6 +107,7 @@ def watched() -> Iterator[None]:
                 heard = time.monotonic()
             except OSError:
                 if time.monotonic() - heard > GONE_S:
+                    _GONE.set()
                     return os.kill(os.getpid(), signal.SIGUSR2)
 
     def gone(*_: Any) -> None:
@@ -186,7 +190,9 @@ class Places:
         return self._options(self._group, self._count + self._graders + index, alone=True)
 
     def remove(self) -> None:
-        """Give all back."""
+        """Give all back; to a head that is gone this would be a call without an end."""
+        if _GONE.is_set():
+            return
         for index in list(self._engines):
             self.leave(index)
         remove_placement_group(self._group)
