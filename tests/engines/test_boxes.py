@@ -82,7 +82,8 @@ def test_a_publisher_feeds_it(open_engine: Any) -> None:
     for version in (1, 2):
         told.publish([("policy", torch.tensor([1.0])), ("rest", torch.zeros(3, 4))], version)
     assert backend.state()["calls"][-3:] == BY_BOXES
-    assert engine.boxes.feed.bucket_bytes == int(0.5 * 2**20 / 3.5)
+    feed: Any = engine.boxes.feed
+    assert feed.bucket_bytes == int(0.5 * 2**20 / 3.5)
 
 
 @pytest.mark.slow

@@ -337,8 +337,8 @@ def test_what_no_rule_knows_is_refused_by_name() -> None:
 
 
 def test_linear_layers_compute_with_their_weights_after_plain() -> None:
-    one = model(TIED, 0, 1)
-    attention, head = one.get_submodule("model.layers.0.self_attn"), one.get_submodule("lm_head")
+    one: Any = model(TIED, 0, 1)
+    attention, head = one.model.layers[0].self_attn, one.lm_head
     for layer in (attention.o_proj, head):
         layer.cpu_linear = lambda x, weight, bias: x * 0  # of a packed copy
     attention.o_proj.weight.data = torch.empty(0)

@@ -202,6 +202,7 @@ def _places(path: str, module: Any, weights: Mapping[str, torch.Tensor]) -> Iter
                 yield f"{base}.up_proj.weight", up
                 yield f"{base}.down_proj.weight", module.w2_weight[at]
         return
+    sized: Any = module
     for kind in ("weight", "bias"):
         whole = getattr(module, kind, None)
         if whole is None or (last == "lm_head" and "lm_head.weight" not in weights):
@@ -211,8 +212,8 @@ def _places(path: str, module: Any, weights: Mapping[str, torch.Tensor]) -> Iter
             whole = whole[: held.org_vocab_end_index - held.org_vocab_start_index]
         sizes = [len(whole)]
         if isinstance(module, QKVParallelLinear):
-            kv = module.num_kv_heads * module.head_size
-            sizes = [module.num_heads * module.head_size, kv, kv]
+            kv = sized.num_kv_heads * sized.head_size
+            sizes = [sized.num_heads * sized.head_size, kv, kv]
         elif isinstance(module, MergedColumnParallelLinear):
             sizes = module.output_partition_sizes
         for end, part in zip(ends, whole.split(sizes), strict=True):
@@ -229,5 +230,6 @@ def _mine(module: Any, name: str, whole: torch.Tensor) -> torch.Tensor:
     if isinstance(module, RowParallelLinear):
         return whole.chunk(module.tp_size, dim=1)[module.tp_rank]
     if isinstance(module, QKVParallelLinear) and ("k_proj" in name or "v_proj" in name):
-        return whole.split(module.num_kv_heads * module.head_size)[module.tp_rank // module.num_kv_head_replicas]
+        own: Any = module
+        return whole.split(own.num_kv_heads * own.head_size)[own.tp_rank // own.num_kv_head_replicas]
     return whole.chunk(module.tp_size)[module.tp_rank]
