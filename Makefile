@@ -11,7 +11,7 @@ export OMP_WAIT_POLICY ?= passive
 export PYTHONDONTWRITEBYTECODE :=
 BIN := .venv/bin
 
-.PHONY: train test test-slow test-explore test-vllm lint bench lab-all setup clean
+.PHONY: train test test-slow test-explore test-vllm lint bench lab-all docs setup clean
 .DEFAULT_GOAL := train
 
 train: setup  ## warm start, RL with KPop on a tiny MoE, report
@@ -38,6 +38,9 @@ bench: setup .venv-bench/.done  ## speed and memory against a peer, in one run
 
 lab-all: setup  ## every experiment of the laboratory over five seeds, and the tables of docs/lab.md: hours
 	$(BIN)/python -m benchmarks.lab --out lab $(ARGS)
+
+docs: .venv-docs/.done  ## the site, into site/; a broken link, a broken anchor or a page that asks another host is an error
+	.venv-docs/bin/mkdocs build --strict
 
 setup: .venv/.done
 
@@ -71,5 +74,10 @@ DISTRIBUTIONS := . ./rollkeel_sandbox ./rollkeel_doctor
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
+.venv-docs/.done: requirements-docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements-docs.txt
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-bench .venv-vllm runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-bench .venv-vllm .venv-docs site runs .pytest_cache .ruff_cache .hypothesis
