@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "rollkeel"
 ALONE = {"rollkeel_sandbox": 10_075, "rollkeel_doctor": 5_710}
 """Most lines of this repository's other distributions. Aim: doctor 5,000."""
-BESIDE = {"lab": 2_204, "data": 1_897, "evals": 3_052}
+BESIDE = {"lab": 2_204, "data": 1_897, "evals": 3_058, "conformance": 1_967, "integrations": 854}
 """Most lines of what stands beside the core."""
 CORE, EVERYTHING = 56_480, 79_420
 """Most lines of the rest, and of all. Aims: 26,000 and 50,000."""

@@ -15,7 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rollkeel.cluster.engines import BEAT_S, UNPLACED, ActorEngine, _Actor
+from rollkeel.cluster.engine_actor import BEAT_S
+from rollkeel.cluster.engines import UNPLACED, ActorEngine, _Actor
 from rollkeel.cluster.stream import Feed
 from rollkeel.config import EngineConfig
 from rollkeel.engines.parts import START_S

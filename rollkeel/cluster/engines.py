@@ -10,116 +10,34 @@ order, is then what a pipe would bring. What is said stands in `engines.part`.
 
 from __future__ import annotations
 
-import os
 import pickle
-import threading
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
-import torch
 from ray.exceptions import RayError
 
 from rollkeel.cluster import logs
-from rollkeel.cluster.arriving import Bucket, Channel, Said, Weights, actor_options
+from rollkeel.cluster.arriving import actor_options
 from rollkeel.cluster.calls import reason
+from rollkeel.cluster.engine_actor import BEAT_S, EngineActor
 from rollkeel.cluster.patience import Patience
-from rollkeel.cluster.stream import BUCKET_BYTES, Bytes, Feed, Layout, Sink, send
+from rollkeel.cluster.stream import BUCKET_BYTES, Feed, Sink, send
 from rollkeel.config import EngineConfig
 from rollkeel.engines.intake import Room
-from rollkeel.engines.open import open_engine
-from rollkeel.engines.part import Part, serve
+from rollkeel.engines.part import Part
 from rollkeel.engines.parts import START_S, PartedEngine
-from rollkeel.engines.shared_memory import Slot, opened, read
 from rollkeel.errors import BadInput, EngineFailure, RollkeelError
-from rollkeel.host import keep_freed_memory
 from rollkeel.types import Proof, WeightUpdate
 
-BEAT_S = 1.0
-"""Longest silence of an actor that decodes on its own; a fifth of its deadline where that is shorter."""
 SILENT_S = 20.0
 """Longest silence of a process that somebody waits for, whatever it does; less once it is known how long it takes."""
 CLOSE_S = 5.0
 UNPLACED = "actor {} (not placed yet)"
 DIED_S = 0.2  # for Ray to tell of a death that a sender of weights has seen
-
-
-class EngineActor:
-    """One engine in a process of its own, in a thread that the methods pass messages to."""
-
-    def __init__(self, hf_config: Any, config: EngineConfig, options: Mapping[str, Any]) -> None:
-        """`options`: of `open_engine`."""
-        logs.write_there()
-        self._channel = Channel(min(BEAT_S, config.deadline_s / 5))
-        self._held, self._rings = dict[int, Any](), dict[str, torch.Tensor]()
-        self._next, self._order = 0, threading.Lock()
-        arguments = (self._channel, hf_config, config, dict(options))
-        threading.Thread(target=_live, args=arguments, daemon=True, name="engine").start()
-
-    def send(self, number: int, message: bytes) -> Said:
-        """Message `number`, counted from 0; one that overtook another waits for it. Returns what was said up to its answer."""
-        with self._order:
-            self._held[number] = pickle.loads(message)
-            while self._next in self._held:
-                self._channel.inbox.put(self._held.pop(self._next))
-                self._next += 1
-        return self._channel.said(number)
-
-    def take(self) -> Said:
-        """Waits for something to be said. Nothing: the engine decodes, and lives."""
-        return self._channel.said(None)
-
-    def lives(self) -> None:
-        """Answers at once, whatever the engine does."""
-
-    def attach(self, path: str) -> str:
-        """Map a ring of a sender on this host; returns why it cannot be, or nothing."""
-        try:
-            self._rings[path] = opened(path)
-        except OSError as error:
-            return f"cannot open the memory of another process: {error.strerror or error}"
-        return ""
-
-    def bucket(self, attempt: int, layout: Layout, data: Bytes) -> str:
-        """Write a bucket of publication `attempt`; returns why it was refused, or nothing."""
-        done, came = Future[str](), data
-        if isinstance(data, Slot):
-            came = read(data, [(entry.dtype, entry.shape) for entry in layout], self._rings)
-        self._channel.inbox.put(Bucket(attempt, layout, came, done))
-        while not self._channel.ended:
-            with suppress(TimeoutError):
-                return done.result(BEAT_S)
-        return "weights: the engine has ended"
-
-
-def _live(channel: Channel, hf_config: Any, config: EngineConfig, options: dict[str, Any]) -> None:
-    """The thread of an actor's engine. Whatever ends it is the last thing that it says."""
-    end = "was closed"
-    try:
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # weights are only read from there
-        keep_freed_memory()
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
-        channel.send(("here", (node, os.getpid()), 0))
-        engine = open_engine(hf_config, config, **options)
-        channel.weights = Weights(engine)
-        serve(engine, channel, channel.weights.act)
-    except RollkeelError as error:
-        channel.send(("error", error, 0))
-        end = "ended with that error"
-    except BaseException as error:
-        traceback.print_exc()
-        end = f"died of {type(error).__name__}: {error}".splitlines()[0]
-    channel.send(("gone", end, 0))
-
-
-# -- the controller's side ---------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)

@@ -263,13 +263,7 @@ def assemble(
             eval_sampling=sampling_params(config, policy.stop_token_ids, EVAL_SEED),
             eval_sets=further_evaluations(config, policy),
             feed=open_feed(config, sampler, source, view, folder),
-            checks=Checks(
-                config.train.lr,
-                objective.left,
-                parity=config.run.parity,
-                pooled=config.run.loop == "budgeted",
-                stops=config.alarms.on_impossible == "stop",
-            ),
+            checks=Checks.of(config, objective.left),
             view=view,
             stop=stop,
         )

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from rollkeel.config import Config
 from rollkeel.errors import Impossible, StoppedByCheck
 from rollkeel.events import EventLog
 from rollkeel.models.routers import unreached_experts
@@ -97,6 +98,12 @@ class Checks:
         self._streak: Counter[str] = Counter()
         self._said: dict[str, int] = {}
         self._steps = 0
+
+    @classmethod
+    def of(cls, config: Config, left: float) -> Checks:
+        """Those of a run."""
+        stops, pooled = config.alarms.on_impossible == "stop", config.run.loop == "budgeted"
+        return cls(config.train.lr, left, parity=config.run.parity, pooled=pooled, stops=stops)
 
     def refuse(self, step: int, metrics: Row) -> list[Finding]:
         """Findings that must stop the run before its update."""

@@ -26,7 +26,7 @@ from engine_kit import engine_of, model_of, prompts_of, requests_of
 
 from rollkeel.cluster import engines
 from rollkeel.cluster.arriving import Bucket, Weights
-from rollkeel.cluster.engines import EngineActor
+from rollkeel.cluster.engine_actor import EngineActor
 from rollkeel.cluster.stream import packed, slices_of, unpacked
 from rollkeel.config import EngineConfig
 from rollkeel.engines.intake import Intake

@@ -99,7 +99,11 @@ PLANTED: list[tuple[dict[str, Any], list[str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("plant", "named", "says"), PLANTED, ids=[str(list(p.items())) for p, _, _ in PLANTED])
+@pytest.mark.parametrize(
+    ("plant", "named", "says"),
+    PLANTED,
+    ids=["-".join(map(str, (number, *plant))) for number, (plant, _, _) in enumerate(PLANTED)],
+)
 def test_planted_mistakes_are_called_by_their_name(plant: dict[str, Any], named: list[str], says: str) -> None:
     verdict = check(lambda batch: icepop(batch, **plant), "icepop")
     assert kinds(verdict) == named
