@@ -59,7 +59,9 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 def test_every_public_name_is_on_the_python_page() -> None:
     page = (DOCS / "guide" / "python.md").read_text(encoding="utf-8")
-    functions = [n for n, f in inspect.getmembers(api, inspect.isfunction) if f.__module__ == api.__name__ and n[0] != "_"]
+    functions = [
+        n for n, f in inspect.getmembers(api, inspect.isfunction) if f.__module__ == api.__name__ and n[0] != "_"
+    ]
     names = [*(f"rollkeel.{name}(" for name in functions if name != "config"), "rollkeel.api.config(", "rollkeel.Run("]
     names += [f"`Run.{name}" for name in vars(api.Run) if name[0] != "_"]
     assert len(names) > 10
