@@ -68,10 +68,11 @@ class MetricChange:
 def metric_changes(
     recorded: Mapping[str, Any], replayed: Mapping[str, Any], *, whole: bool = False
 ) -> list[MetricChange]:
-    """Metrics that differ, largest relative difference first. `whole`: a metric that only the record has counts too."""
+    """Metrics that differ, largest relative difference first. `whole`: a metric that only the record has counts too, but not those
+    of evaluations, and of checks, which judge all steps before."""
     names = [n for n in replayed if not n.startswith(VOLATILE)]
     if whole:
-        names += [n for n in recorded if n not in replayed and not n.startswith((*VOLATILE, "eval/"))]
+        names += [n for n in recorded if n not in replayed and not n.startswith((*VOLATILE, "eval/", "checks/"))]
     found = [
         MetricChange(name=n, recorded=recorded.get(n), replayed=replayed.get(n))
         for n in names

@@ -151,3 +151,16 @@ def test_an_example_shows_what_changed_and_not_only_the_record(tmp_path: Path) -
     assert example["o"] == pytest.approx([np.exp(-0.7)] * 2, rel=1e-6)
     text = [str(line) for line in _effects({"effects": found, "distance": {}})]
     assert "  rollout 0 token 1 '6': q 0.607 → 0.050, o 0.497, A +2.00: kept → dropped" in text
+
+
+def test_only_what_a_step_measures_counts() -> None:
+    recorded = {
+        "step": 12,
+        "loss": 1.0,
+        "reward/mean": 0.5,
+        "eval/x/avg@k": 0.5,
+        "checks/no_signal": 1.0,
+        "time/step_s": 2.0,
+    }
+    assert metric_changes(recorded, {"loss": 1.0, "reward/mean": 0.5}, whole=True) == []
+    assert [c.name for c in metric_changes(recorded, {"loss": 1.0}, whole=True)] == ["reward/mean"]
