@@ -38,6 +38,7 @@ PROGRAMS: dict[str, tuple[list[str], str]] = {
     "data": (["--rows", "500"], "near duplicate"),
     "deltas": (["--elements", "20000", "--rounds", "1"], "10 steps 1e-06 bfloat16"),
     "engines": (["--concurrent", "2", "--tokens", "2", "--rounds", "1"], "| 2 |"),
+    "engine_kills": (["--minutes", "0.5", "--window", "15", "--every", "7"], "kills"),
     "goodput": (["--steps", "6", "--every", "1000", "--save", "5"], "goodput measured"),
     "group_transport": (["--mb", "64", "--rounds", "1", "--buffer-mb", "8"], "carried"),
     "healthy": (["--only", "toy", "--seeds", "1", "--steps", "1"], "toy                seed 0"),
@@ -65,6 +66,7 @@ PROGRAMS: dict[str, tuple[list[str], str]] = {
 """Program → its arguments, and something that it prints."""
 SLOW = {
     "cluster",
+    "engine_kills",
     "goodput",
     "group_transport",
     "in_flight",

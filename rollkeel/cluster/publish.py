@@ -95,9 +95,10 @@ class StreamPublisher:
         except DeltaRefused:
             refused = True
             self._bring("full", None, version)
-        self._last, traffic = version, self.source.traffic
+        self._last = version
         if self._kind == "full":
             return {}
+        traffic = self.source.traffic
         metrics = {"sync/bytes": float(traffic.nbytes), "sync/deltas": float(traffic.deltas > 0)}
         if traffic.seen:
             self._changed = metrics["sync/changed"] = traffic.changed / traffic.seen

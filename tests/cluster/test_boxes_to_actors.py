@@ -207,7 +207,7 @@ class OneRank:
         self.sender = Sender(trainer, OwnPlace(), SyncConfig(**config), 60)
 
     def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> list[int]:
-        return self.sender.send(head, sinks)
+        return self.sender.send(head, sinks)[0]
 
     @property
     def rings(self) -> list[Ring | None]:

@@ -28,6 +28,7 @@ from rollkeel.errors import BadInput
 from rollkeel.evals import conversations, run
 from rollkeel.evals.benchmarks import Item, Loaded, Options, get
 from rollkeel.evals.conversations import STEPS, Conversation, Conversations
+from rollkeel.loop import serving
 from rollkeel.loop.eval_sets import problems_in
 from rollkeel.models.presets import EOS, build_tokenizer
 from rollkeel.protocols import Capabilities
@@ -241,7 +242,7 @@ def test_an_evaluation_plays_every_item_and_says_what_came(folder: Path, tmp_pat
     def opened(config: Config, policy: Any) -> Iterator[Scripted]:
         yield engine
 
-    monkeypatch.setattr(run, "opened", opened)
+    monkeypatch.setattr(serving, "opened", opened)
     config = load(None, ["model.path=preset:tiny-qwen3"])
     results = run.run_benchmarks(config, [whole], tmp_path / "out", contexts={NAME: 8192})
     lines = [json.loads(line) for line in (tmp_path / "out" / NAME / "items.jsonl").read_text().splitlines()]
