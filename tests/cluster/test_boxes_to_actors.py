@@ -257,6 +257,7 @@ def test_an_engine_that_is_killed_in_the_middle_is_named(actors: ActorEngine) ->
     assert actors.version == -1
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_in_the_middle_is_replaced_and_all_of_it_is_sent_again(ray_cluster: None) -> None:
     model = model_of("tiny-qwen3-moe", 2)
     engine = ActorEngine(model.config, CONFIG, [{}] * 2, device="cpu", max_length=96, renewals=1)

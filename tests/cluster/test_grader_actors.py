@@ -258,6 +258,7 @@ def test_what_an_environment_raises_is_told_as_in_this_process(ray_cluster: None
         made.made.close()
 
 
+@pytest.mark.slow
 def test_a_reward_model_in_an_actor_gives_the_bits_of_this_process(ray_cluster: None, tmp_path: Path) -> None:
     import ray
 

@@ -158,6 +158,7 @@ class Ranks:
         return [ray.get(self.rank.stream.remote(self.pairs, head, list(sinks)), timeout=60)]
 
 
+@pytest.mark.slow
 def test_a_source_in_another_actor_sends_past_this_process_and_may_die(
     actors: ActorEngine, models: tuple[Any, Any]
 ) -> None:
@@ -193,6 +194,7 @@ def resident(pid: int, kind: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(kind))
 
 
+@pytest.mark.slow
 def test_a_publication_needs_some_buckets_and_never_the_model(ray_cluster: None) -> None:
     """200 MB of weights, which no process but the engine's ever holds, in buckets of 8 MB."""
     config, bucket, seen = model_of("tiny-qwen3").config, 8 << 20, list[tuple[int, ...]]()
