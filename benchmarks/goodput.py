@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollkeel.cluster.chaos import events
 from rollkeel.cluster.goodput import (
     DAY_S,
     CostsConfig,
@@ -37,13 +38,12 @@ from rollkeel.cluster.goodput import (
     _Job,
     simulate,
 )
-from rollkeel.record.run_config import EVENTS
 from rollkeel.record.runfolder import METRICS
 
 WITHIN = 0.10
 SHOWN = ("every", "save", "crash_noticed", "all_start", "engine_start")
 WORDS = (
-    "cluster.trainers=2", "cluster.engines=1", "cluster.restarts=1000", "data.options.digits=2", "sft.steps=0",
+    "cluster.trainers=2", "cluster.engines=1", "cluster.restarts=1000", "cluster.peer_copies=false", "data.options.digits=2", "sft.steps=0",
     "rollout.prompts=32", "rollout.samples=8", "train.updates_per_step=2", "train.lr=1e-4", "train.kl_coefficient=0", "eval.every=0",
     "eval.items=4", "report.rollouts=false", "alarms.on_alarm=off",
 )  # fmt: skip
@@ -60,15 +60,6 @@ class Kill:
     part: str
     """`trainer` or `engine`."""
     time: float
-
-
-def events(run: Path) -> list[dict[str, Any]]:
-    """Whole lines of the run's log so far."""
-    try:
-        lines = (run / EVENTS).read_text(encoding="utf-8").splitlines(keepends=True)
-    except OSError:
-        return []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def disturbed(words: Sequence[str], run: Path, every: float, seed: int) -> list[Kill]:
