@@ -40,7 +40,7 @@ def run(blocks: list[tuple[str, str]], folder: Path, root: Path, first: str = ""
 
 
 def main(path: str) -> int:
-    """Of a file, or of the guide."""
+    """Run the blocks of the file at `path`, or of the guide for `--guide`; the exit code is 0 if all of them pass."""
     root = Path(__file__).resolve().parent.parent
     if path != "--guide":
         file = Path(path).resolve()

@@ -7,7 +7,7 @@ import sys
 import matplotlib
 
 import rollkeel
-from rollkeel.report.charts import smooth
+from rollkeel.report.charts import series, smooth
 
 
 def main(healthy: str, sick: str, out: str) -> None:
@@ -20,7 +20,7 @@ def main(healthy: str, sick: str, out: str) -> None:
         axes = figure.add_subplot(1, 2, number, title=title, xlabel="step")
         for name, folder in (("healthy", healthy), ("sick", sick)):
             rows = rollkeel.Run(folder).metrics().select(["step", metric]).to_pylist()
-            steps, values = zip(*((row["step"], row[metric]) for row in rows if row[metric] is not None), strict=True)
+            steps, values = series(rows, metric)
             axes.plot(steps, smooth(values), label=name)
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False)

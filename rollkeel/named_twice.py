@@ -15,6 +15,6 @@ class _Callable(ModuleType):
 
 
 def callable_as_in_api(name: str) -> None:
-    """The package `name` may be called as the function of `rollkeel.api` of its name. Python sets a package as an attribute of its
-    parent whenever one of its modules is imported, so that a function of that name would be gone."""
+    """Make the package `name` callable: a call goes to the function of that name in `rollkeel.api`. A function in the package's place
+    would not last: Python sets the package there again whenever one of its modules is imported."""
     sys.modules[name].__class__ = _Callable

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tiny_run import cli, rows
 
-from rollkeel.scaffold import KINDS
+from rollkeel.scaffold import Kind
 
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = ["run.steps=2", "sft.steps=5", "rollout.prompts=4", "rollout.samples=4", "eval.every=0", "eval.items=4"]
@@ -32,9 +32,9 @@ def pytest_there(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", list(Kind))
 def test_it_trains_and_its_test_tests_it(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    kind: Kind, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, out, err = cli(capsys, "init", kind, "word_count", "--out", tmp_path)
     assert code == 0, err

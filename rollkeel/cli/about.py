@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rollkeel.errors import BadInput
+from rollkeel.scaffold import Kind
 
 app = typer.Typer()
 
@@ -30,15 +30,6 @@ def config(
         print(json.dumps(schema(), indent=1) if as_schema else markdown(), end="\n" if as_schema else "")
         return
     show_table(["key", "default", "type", ""], [[x.key, x.default, x.type, x.sentence] for x in leaves(section)])
-
-
-class Kind(StrEnum):
-    """What `init` writes."""
-
-    task = "task"
-    environment = "environment"
-    grader = "grader"
-    objective = "objective"
 
 
 @app.command()

@@ -58,7 +58,8 @@ def conformance(
         judged = [Claim(target, recipe or target.rpartition(":")[2], function, chosen)]
     elif recipe:
         raise BadInput(
-            f"conformance {target} {recipe}: a library's claims name their recipes; name module:function, or drop {recipe}"
+            f"conformance {target} {recipe}: each function of a library has its recipe already; leave {recipe} out, or name one function"
+            " as module:function"
         )
     else:
         judged = claims(target, checkout)

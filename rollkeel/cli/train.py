@@ -17,8 +17,13 @@ from rollkeel.recipe import from_tree
 app = typer.Typer()
 
 
-def _resumed_config(folder: Path, overrides: list[str]) -> tuple[Config, str]:
-    """The config of a run folder with overrides (more steps, say) applied, and a line if nothing is left to do."""
+def _resumed_config(said: str, folder: Path, overrides: list[str]) -> tuple[Config, str]:
+    """The config of a run folder with overrides (more steps, say) applied, and a line if nothing is left to do.
+
+    `said`: the word that named the folder, for the refusal of one that holds no run.
+    """
+    if not (folder / "config.yaml").is_file():
+        raise BadInput(f"{said} {folder}: expected a run folder with config.yaml, found none")
     from rollkeel.record.runfolder import RunFolder
     from rollkeel.report.run_files import finished
 
@@ -36,9 +41,7 @@ def train(
     if resume is None:
         config = config_of(words)
     else:
-        if not (resume / "config.yaml").is_file():
-            raise BadInput(f"--resume {resume}: expected a run folder with config.yaml, found none")
-        config, done = _resumed_config(resume, words or [])
+        config, done = _resumed_config("--resume", resume, words or [])
         if done:
             return print(done)
     from rollkeel.loop.job import train as run
@@ -226,9 +229,7 @@ def scale(
 
     Engines leave at the next publication of weights. Others start where the cluster has places, and join at the publication behind that.
     """
-    if not (run / "config.yaml").is_file():
-        raise BadInput(f"scale {run}: expected a run folder with config.yaml, found none")
-    config, _ = _resumed_config(run, [])
+    config, _ = _resumed_config("scale", run, [])
     from rollkeel.cluster.wanted import ask
 
     ask(run, config, engines)

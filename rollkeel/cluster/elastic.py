@@ -58,8 +58,6 @@ class ElasticEngine(ActorEngine):
         self._seats, self._wanted, self._least = seats, wanted, least
         super().__init__(hf_config, config, [seats.take(index) for index in range(count)], **options)
         self._hands_over = True
-        self.welcome: Callable[[Sequence[_Actor]], None] = lambda actors: None
-        """Brings actors that have just joined the weights that adapters stand beside."""
         if count:
             self._fit(max(least, wanted()))
 

@@ -198,6 +198,8 @@ class ActorEngine(PartedEngine[_Actor]):
         self.checksum = 0
         """Of the weights that are served."""
         self.again: Callable[[Sequence[_Actor]], None] | None = None
+        self.welcome: Callable[[Sequence[_Actor]], None] = lambda actors: None
+        """Brings actors that have just joined the weights that adapters stand beside."""
         self.tell: Callable[[str, _Actor], None] = lambda what, actor: None
         """Called with `lost`, `renewed`, `joined` or `left`."""
         own = config.model_copy(update={"processes": 0})

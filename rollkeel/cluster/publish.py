@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from ray.exceptions import RayError, RayTaskError
 
-from rollkeel.cluster.elastic import ElasticEngine
 from rollkeel.cluster.engines import ActorEngine
 from rollkeel.cluster.kept import BegunAgain
 from rollkeel.cluster.stream import BUCKET_BYTES, DEADLINE_S, Sink, stream
@@ -68,15 +67,15 @@ class StreamPublisher:
         self._base: int | None = None
         self._last, self._changed = -1, 0.0
         """Version of the last publication, and the share of elements that it changed."""
-        if isinstance(engine, ElasticEngine):
-            engine.welcome = lambda to: self._bring("full", None, self._base or 0, to)
+        engine.welcome = lambda to: self._bring("full", None, self._base or 0, to)
 
     def publish(self, weights: Any, version: int, adapters: Any = None) -> Mapping[str, float]:
         """Publish the source's weights as `version`, or beside them its adapters: then weights are frozen, and arrive the
         first time alone. `weights` is not looked at, and of `adapters` whether there are any.
 
         Raises `EngineFailure` naming the engine or the source that failed; nothing is served then."""
-        start, metrics = time.perf_counter(), dict[str, float]()
+        start = time.perf_counter()
+        metrics = dict[str, float]()
         if not adapters:
             metrics = self._weights(version)
         else:
@@ -88,7 +87,8 @@ class StreamPublisher:
 
     def _weights(self, version: int) -> dict[str, float]:
         """What changed, where that is asked for, pays and is taken; else all weights."""
-        last, self._last, refused = self._last, -1, False
+        last, refused = self._last, False
+        self._last = -1  # until this one is proven
         by_delta = self._kind != "full" and last >= 0 and (self._kind == "delta" or self._changed <= MOST_CHANGED)
         try:
             self._bring("delta" if by_delta else "full", last if by_delta else None, version)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rollkeel.advantages import ESTIMATORS, compute
@@ -50,7 +51,7 @@ def objective(recipe: str, options: Mapping[str, Any]) -> Objective:
 def load(name: str, recipe: str, **more: Any) -> batches.Batch:
     """A stored batch as `recipe` is judged on it: without advantages for a KL term."""
     batch = batches.load(name, **more)
-    return batch if not recipe.startswith("kl:") else batches.replace(batch, advantages=batch.advantages * 0.0)
+    return batch if not recipe.startswith("kl:") else replace(batch, advantages=batch.advantages * 0.0)
 
 
 def key(recipe: str, options: Mapping[str, Any]) -> str:
@@ -66,11 +67,11 @@ def stored() -> dict[str, Any]:
 
 
 def source(recipe: str) -> str:
-    """What the paper says, in one line."""
+    """One line on what the right answers come from: the rule and its paper, or where the estimators of credit are."""
     kind, _, name = recipe.partition(":")
-    return {"kl": KL_SAYS, "advantages": dict.fromkeys(ESTIMATORS, "rollkeel.advantages.compute")}.get(kind, {}).get(
-        name
-    ) or dict(summaries()).get(recipe, recipe)
+    if kind == "advantages":
+        return "rollkeel.advantages.compute"
+    return KL_SAYS.get(name, recipe) if kind == "kl" else dict(summaries()).get(recipe, recipe)
 
 
 def entries() -> dict[str, Any]:

@@ -25,7 +25,7 @@ from rollkeel.objectives.weights import Weight, mismatch
 Keep = Callable[[Terms], torch.Tensor]
 AGGREGATES = ("token_mean", "sequence_mean", "sequence_sum", "token_sum", "prompt_mean")
 CLAMP = 1e-8
-"""By which public ports hold a probability away from 0 and 1. In float32, 1 − 1e-8 is 1."""
+"""How far some public implementations keep a probability from 0 and from 1. In float32, 1 − 1e-8 is 1."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def denominators(batch: Batch, keep: torch.Tensor) -> Iterator[tuple[str, torch.
 def _masks(change: Callable[[Mask], Keep]) -> Callable[[Objective], Objective | None]:
     def apply(o: Objective) -> Objective | None:
         masks = tuple(Mask(m.name, change(m), level=m.level, rules=()) for m in o.masks)
-        return replace(o, masks=tuple(_seeing(old, new) for old, new in zip(o.masks, masks, strict=True))) or None
+        return replace(o, masks=tuple(_seeing(old, new) for old, new in zip(o.masks, masks, strict=True)))
 
     return lambda o: apply(o) if o.masks else None
 
@@ -219,6 +219,10 @@ def _inverse(o: Objective) -> Objective | None:
     return None if old is None else replace(o, weight=replace(old, weight=lambda t: 1.0 / old.weight(t)))
 
 
+def _normalised(o: Objective) -> Objective | None:
+    return None if o.weight is None else replace(o, weight=replace(o.weight, normalise=True))
+
+
 def _negated(o: Objective) -> Objective:
     inner = o.surrogate
 
@@ -260,7 +264,7 @@ CHANGES: Sequence[Change] = (
     Change(
         "mask_direction",
         "the mask judges A > 0 as the rule judges A < 0, and the other way round",
-        _masks(lambda m: _turned(m)),
+        _masks(_turned),
     ),
     Change("mask", "no token is dropped: the mask is missing", lambda o: replace(o, masks=()) if o.masks else None),
     Change("mask", "the mask judges o against q", _judged_by(ANCHORS["decoupled"])),
@@ -320,12 +324,8 @@ CHANGES: Sequence[Change] = (
         "the weight is the product of o/q over the answer, at most 2",
         _other_weight(mismatch(2.0, "sequence")),
     ),
-    Change("weight", "weights are divided by their mean over the batch", lambda o: _normalised(o)),
+    Change("weight", "weights are divided by their mean over the batch", _normalised),
 )
-
-
-def _normalised(o: Objective) -> Objective | None:
-    return None if o.weight is None else replace(o, weight=replace(o.weight, normalise=True))
 
 
 def candidates(objective: Objective) -> Iterator[tuple[tuple[Change, ...], Objective]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from rollkeel.conformance import golden
 from rollkeel.conformance.batch import Batch, labels, load, stored, wider
 from rollkeel.conformance.readings import Computed, candidates, compute, denominators
 from rollkeel.errors import BadInput, nearest
-from rollkeel.objectives import RECIPES
+from rollkeel.objectives import RECIPES, Objective
 from rollkeel.objectives.kl import ESTIMATORS as KL_ESTIMATORS
 
 Implementation = Callable[[Batch], Any]
@@ -184,13 +184,14 @@ class _Run:
 
     def differences(self, name: str, unit: torch.Tensor) -> list[Difference]:
         batch, came, expected = self.batches[name], self.came(name, unit), self.expected(name)
-        reasons = self.reasons(name)
+        reasons, places = self.reasons(name), labels(name)
+        advantages = batch.flat(batch.advantages)
         policies = torch.stack([batch.flat(x) for x in (batch.logprobs, batch.old_logprobs, batch.rollout_logprobs)], 1)
         out = []
         for t in (~close(came, expected)).nonzero().flatten().tolist():
-            row, position, words = labels(name)[t]
+            row, position, words = places[t]
             p, o, q = (round(x, 9) for x in policies[t].detach().double().exp().tolist())
-            a = batch.flat(batch.advantages)[t].item()
+            a = advantages[t].item()
             out.append(
                 Difference(name, row, position, words, (p, o, q), a, expected[t].item(), came[t].item(), reasons[t])
             )
@@ -222,23 +223,22 @@ class _Run:
 
     def named(self, units: Units) -> tuple[list[Finding], Units]:
         """The reading, and the denominator, that give what came at every token of all batches; and that denominator's c."""
-        first, *_ = self.batches
+        first, *others = self.batches
         zeros = self.came(first, units[first]).abs() <= ABSOLUTE
         for changes, objective in candidates(self.objective):
             try:
-                alike = (
-                    compute(objective, golden.load(first, self.recipe, dtype=self.dtype)).coefficient.abs() <= ABSOLUTE
-                )
+                read = self.read(objective, [first])
+                alike = read[first].coefficient.abs() <= ABSOLUTE
                 if not torch.equal(alike, zeros):  # no denominator makes up for that
                     continue
-                read = {n: compute(objective, golden.load(n, self.recipe, dtype=self.dtype)) for n in self.batches}
+                read |= self.read(objective, others)
             except BadInput:
                 continue
             for words, found in self.denominators(units, read):
                 if all(close(self.came(n, found[n]), read[n].coefficient).all() for n in self.batches):
                     says = [Finding(c.kind, c.says) for c in changes]
                     return says + ([Finding("denominator", words)] if words else []), found
-        own = {n: compute(self.objective, golden.load(n, self.recipe, dtype=self.dtype)) for n in self.batches}
+        own = self.read(self.objective, self.batches)
 
         def wrong(found: Units) -> int:
             return sum(int((~close(self.came(n, found[n]), own[n].coefficient)).sum()) for n in self.batches)
@@ -246,6 +246,10 @@ class _Run:
         words, found = min(self.denominators(units, own), key=lambda each: wrong(each[1]))
         says = [Finding("unknown", "no reading that is known gives these gradients; the nearest is the recipe itself")]
         return says + ([Finding("denominator", words)] if words else []), found
+
+    def read(self, objective: Objective, names: Iterable[str]) -> dict[str, Computed]:
+        """What an objective gives on batches as they are stored, whatever the implementation did to those it was given."""
+        return {name: compute(objective, golden.load(name, self.recipe, dtype=self.dtype)) for name in names}
 
     def denominators(self, units: Units, read: Mapping[str, Computed]) -> Iterator[tuple[str, Units]]:
         """The recipe's, without words; then all that are known, and the recipe's times one factor."""
@@ -329,12 +333,13 @@ def _credit(
         values = golden.stored()["advantages"][estimator][b]
         return batches[b].flat(torch.tensor(values, dtype=torch.float64))
 
+    expected = {b: right(which, b) for b in batches}
     differences = [
-        Difference(b, row, position, words, (np.nan,) * 3, batches[b].rewards[row].item(), right(which, b)[t].item(),
+        Difference(b, row, position, words, (np.nan,) * 3, batches[b].rewards[row].item(), expected[b][t].item(),
                    came[b][t].item(), "the reward stands in the place of A")
         for b in batches
         for t, (row, position, words) in enumerate(labels(b))
-        if not close(came[b][t], right(which, b)[t])
+        if not close(came[b][t], expected[b][t])
     ]  # fmt: skip
     same = [e for e in credit.ESTIMATORS if all(close(came[b], right(e, b)).all() for b in batches)]
     says = [Finding("advantages", f"it does what {' and '.join(same)} says")] if same else [_unknown()]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rollkeel.integrations.padded import alone, flat
+from rollkeel.integrations.padded import alone, flat, padded
 from rollkeel.objectives import Objective
 
 
@@ -36,10 +36,8 @@ def loss_fn(objective: str | Mapping[str, Any] | Objective) -> Callable[..., tor
         if mask.dim() == 1:
             assert starts is not None
             sizes = starts.diff().tolist()
-            mask = torch.nn.utils.rnn.pad_sequence(list(mask.split(sizes)), batch_first=True)
-            values = {
-                n: torch.nn.utils.rnn.pad_sequence(list(v.split(sizes)), batch_first=True) for n, v in values.items()
-            }
+            mask = padded(mask.split(sizes))
+            values = {n: padded(v.split(sizes)) for n, v in values.items()}
         if not mask.any():
             return logprobs.sum() * 0.0
         return made.loss(

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from rollkeel.errors import BadInput
-from rollkeel.integrations.padded import alone, flat
+from rollkeel.integrations.padded import alone, flat, needing
 from rollkeel.objectives import Objective
 
 
@@ -56,12 +55,8 @@ class RollkeelLoss:
 
 def loss_function(objective: str | Mapping[str, Any] | Objective, sequence_level: bool = False) -> RollkeelLoss:
     """The loss with NeMo-RL's own types on it. Raises `BadInput` without NeMo-RL."""
-    try:
+    with needing("nemo_rl", "NeMo-RL", "run it inside NeMo-RL's environment"):
         from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise BadInput(
-            f"rollkeel.integrations.nemo_rl needs NeMo-RL ({error}); run it inside NeMo-RL's environment"
-        ) from None
     made = RollkeelLoss(objective, sequence_level)
     made.loss_type = LossType.SEQUENCE_LEVEL if sequence_level else LossType.TOKEN_LEVEL
     made.input_type = LossInputType.LOGPROB

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +49,20 @@ def alone(given: Any, who: str) -> Objective:
             f"{who}: {made.name} decides over the whole optimizer batch, and {who} gives micro-batches; choose another"
         )
     return made
+
+
+@contextlib.contextmanager
+def needing(file: str, trainer: str, todo: str) -> Iterator[None]:
+    """Around imports of a trainer: `BadInput` where it is missing, which says what to do."""
+    try:
+        yield
+    except ImportError as error:
+        raise BadInput(f"rollkeel.integrations.{file} needs {trainer} ({error}); {todo}") from None
+
+
+def padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`[S, L]`: a row each, filled up with 0 (False) on the right."""
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
 
 def coefficients_of(reduce: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rollkeel.errors import BadInput
-from rollkeel.integrations.padded import alone, flat
+from rollkeel.integrations.padded import alone, flat, needing
 from rollkeel.objectives import Objective
 
 
@@ -34,12 +34,8 @@ def _made(objective: str, options: tuple[tuple[str, Any], ...]) -> Objective:
 
 def loss(inputs: Any, *, objective: str = "dppo_binary_tv", **options: Any) -> Any:
     """`LossInputs` of one answer → `LossOutputs`. `options`: the recipe's."""
-    try:
+    with needing("prime_rl", "prime-rl", "run it inside prime-rl's environment"):
         from prime_rl.trainer.rl.loss import LossOutputs  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise BadInput(
-            f"rollkeel.integrations.prime_rl needs prime-rl ({error}); run it inside prime-rl's environment"
-        ) from None
     value, metrics = loss_and_metrics(inputs, objective=objective, **options)
     return LossOutputs(loss=value, metrics=metrics)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rollkeel.errors import BadInput
-from rollkeel.integrations.padded import alone, flat
+from rollkeel.integrations.padded import alone, flat, needing
 from rollkeel.objectives import Objective
 
 
@@ -52,8 +52,6 @@ def policy_loss(objective: str | Mapping[str, Any] | Objective) -> Callable[...,
 
 def register(name: str, objective: str | Mapping[str, Any] | Objective | None = None) -> None:
     """Make an objective available as `policy_loss_type=rollkeel_NAME`. Raises `BadInput` without SkyRL."""
-    try:
+    with needing("skyrl", "SkyRL", "install skyrl beside rollkeel"):
         from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise BadInput(f"rollkeel.integrations.skyrl needs SkyRL ({error}); install skyrl beside rollkeel") from None
     PolicyLossRegistry.register(f"rollkeel_{name}", policy_loss(objective or name))

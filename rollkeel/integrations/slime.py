@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rollkeel.errors import BadInput
-from rollkeel.integrations.padded import alone, coefficients_of, flat
+from rollkeel.integrations.padded import alone, coefficients_of, flat, needing, padded
 from rollkeel.objectives import RECIPES, Objective
 
 Scores = Callable[[torch.Tensor, Any, Mapping[str, Any]], Sequence[torch.Tensor]]
@@ -42,12 +42,12 @@ def custom_loss(objective: str | Mapping[str, Any] | Objective, scores: Scores |
         share = coefficients_of(sum_of_sample_mean, torch.cat([x.detach() for x in p]))
         out = made(
             flat(
-                _padded(p),
-                _padded(batch["loss_masks"]),
-                rollout_logprobs=_padded(batch["rollout_log_probs"]),
-                advantages=_padded(batch["advantages"]),
-                coefficients=_padded(share.split([len(x) for x in p])),
-                old_logprobs=_padded(old),
+                padded(p),
+                padded(batch["loss_masks"]),
+                rollout_logprobs=padded(batch["rollout_log_probs"]),
+                advantages=padded(batch["advantages"]),
+                coefficients=padded(share.split([len(x) for x in p])),
+                old_logprobs=padded(old),
             )
         )
         metrics = {
@@ -58,20 +58,12 @@ def custom_loss(objective: str | Mapping[str, Any] | Objective, scores: Scores |
     return loss
 
 
-def _padded(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-
-
 def _megatrons(logits: torch.Tensor, args: Any, batch: Mapping[str, Any]) -> Sequence[torch.Tensor]:
-    try:
+    with needing("slime", "slime", "run it inside slime's environment"):
         from slime.backends.megatron_utils.loss import (  # pyright: ignore[reportMissingImports]
             get_log_probs_and_entropy,
             get_rollout_top_p_logprob_kwargs,
         )
-    except ImportError as error:
-        raise BadInput(
-            f"rollkeel.integrations.slime needs slime ({error}); run it inside slime's environment"
-        ) from None
     about = {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
     more = get_rollout_top_p_logprob_kwargs(args, batch)
     return get_log_probs_and_entropy(logits, args=args, with_entropy=False, **about, **more)[1]["log_probs"]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rollkeel.errors import BadInput
-from rollkeel.integrations.padded import alone, coefficients_of, flat
+from rollkeel.integrations.padded import alone, coefficients_of, flat, needing
 from rollkeel.objectives import RECIPES, Objective
 
 
@@ -58,10 +58,8 @@ def policy_loss(
 
 def register(name: str, objective: str | Mapping[str, Any] | Objective | None = None) -> None:
     """Make an objective available as `loss_mode=rollkeel_NAME`. Raises `BadInput` without verl."""
-    try:
+    with needing("verl", "verl", "install verl beside rollkeel"):
         from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise BadInput(f"rollkeel.integrations.verl needs verl ({error}); install verl beside rollkeel") from None
     register_policy_loss(f"rollkeel_{name}")(policy_loss(objective or name, agg_loss))
 
 

@@ -8,24 +8,34 @@ from __future__ import annotations
 import keyword
 import re
 import sys
+from enum import StrEnum
 from pathlib import Path
 
 from rollkeel.errors import BadInput
 from rollkeel.events import write_atomic
 
-KINDS = {
-    "task": "items drawn from a generator, with a verifier",
-    "environment": "episodes of several turns",
-    "grader": "a reward function for rows of a file",
-    "objective": "a loss, put together from a mask, a weight and a surrogate",
-}
+
+class Kind(StrEnum):
+    """What `init` writes."""
+
+    task = "task"
+    """Items drawn from a generator, with a verifier."""
+    environment = "environment"
+    """Episodes of several turns."""
+    grader = "grader"
+    """A reward function for rows of a file."""
+    objective = "objective"
+    """A loss, put together from a mask, a weight and a surrogate."""
+
+
 _HERE = Path(__file__).parent
 
 
-def init(kind: str, name: str, folder: Path) -> list[Path]:
-    """Write the files of `kind` (one of `KINDS`), called `name`, to `folder`; returns them.
+def init(kind: Kind, name: str, folder: Path) -> list[Path]:
+    """Write the files of `kind`, called `name`, to `folder`; returns them.
 
-    Raises `BadInput`, with nothing written, for a name that is no lower-case Python name, one that hides a module, and a file that is there.
+    Raises `BadInput`, with nothing written, for a name that is no lower-case Python name or that hides a module, and where a file is
+    there already.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise BadInput(f"init {name!r}: expected a lower-case Python name, such as word_count")
@@ -42,7 +52,7 @@ def init(kind: str, name: str, folder: Path) -> list[Path]:
     return list(made)
 
 
-def _renamed(text: str, kind: str, name: str) -> str:
+def _renamed(text: str, kind: Kind, name: str) -> str:
     """The template for a file beside it, with `example` called `name` and `Example` the same as the name of a class."""
     titled = "".join(part.capitalize() for part in name.split("_"))
     return text.replace(f"rollkeel.scaffold.{kind}", name).replace("Example", titled).replace("example", name)

@@ -1,7 +1,7 @@
 """A runner that calls a wrong loss right is worse than none, and one that says only "differs" helps nobody: so planted mistakes
 must be called by their name, and every recipe of this package must pass.
 
-Not covered: whether the stored answers are right (tests/objectives/test_golden.py), other libraries (test_published.py).
+Not covered: whether the stored answers are right (tests/objectives/test_golden.py), other libraries (test_published_libraries.py).
 """
 
 from __future__ import annotations

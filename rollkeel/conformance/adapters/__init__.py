@@ -16,11 +16,13 @@ from rollkeel.conformance.runner import Implementation
 from rollkeel.errors import BadInput, nearest
 
 LIBRARIES = ("areal", "ms_swift", "nemo_rl", "prime_rl", "skyrl", "slime", "stable_rl", "trl", "verl")
+TOKEN: Mapping[str, Any] = {"aggregate": "token_mean"}
+"""Options of the claims that are taken as a mean over tokens."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A library's function, and the recipe that it has the name of."""
+    """A library's function, and the recipe whose name it carries."""
 
     name: str
     """The library's own words for it."""

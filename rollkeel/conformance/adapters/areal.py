@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from rollkeel.conformance.adapters import Claim
+from rollkeel.conformance.adapters import TOKEN, Claim
 from rollkeel.conformance.adapters.published import modules
 from rollkeel.conformance.batch import Batch
 
-TOKEN = {"aggregate": "token_mean"}
 REJECTION = {"level": "token", "action": "mask", "metric": "ratio", "agg": "mean", "upper": 5.0, "lower": None}
 
 

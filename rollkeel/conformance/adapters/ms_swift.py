@@ -3,8 +3,6 @@ reads."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import torch
 
 from rollkeel.conformance.adapters import Claim
-from rollkeel.conformance.adapters.published import modules
+from rollkeel.conformance.adapters.published import Trainer, modules
 from rollkeel.conformance.batch import Batch
 
 ABSENT = ("swift.infer_engine.protocol", "transformers", "accelerate", "trl")
@@ -37,16 +35,6 @@ DEFAULTS: dict[str, Any] = {
     "chord_sft_iterator": None,
     "max_completion_length": 1024,
 }
-
-
-class Trainer(SimpleNamespace):
-    """Has the attributes that it is given, and the methods of the trainer's class `of`."""
-
-    of: type
-
-    def __getattr__(self, name: str) -> Any:
-        made = inspect.getattr_static(self.of, name)
-        return made.__func__ if isinstance(made, staticmethod) else functools.partial(made, self)
 
 
 def claims(checkout: Path | None) -> list[Claim]:

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from rollkeel.conformance.adapters import Claim
+from rollkeel.conformance.adapters import TOKEN, Claim
 from rollkeel.conformance.adapters.published import modules
 from rollkeel.conformance.batch import Batch
 
-TOKEN = {"aggregate": "token_mean"}
 DEFAULTS: dict[str, Any] = {
     "disable_ppo_ratio": False,
     "token_level_loss": True,

@@ -7,14 +7,16 @@ and a module that is not installed (an engine, a cluster) becomes a stand-in tha
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from rollkeel.errors import BadInput
@@ -96,7 +98,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Last(_Finder):
-    """What nobody found."""
+    """Stands in for what nobody found, where a file of the checkout asks for it."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         asked = sys._getframe(1)
@@ -160,3 +162,13 @@ def modules(
             )
     with _found(root, package, whole, absent):
         return [importlib.import_module(name) for name in names]
+
+
+class Trainer(SimpleNamespace):
+    """Stands in for a trainer: it has the attributes that it is given, and the methods of the library's class `of`."""
+
+    of: type
+
+    def __getattr__(self, name: str) -> Any:
+        made = inspect.getattr_static(self.of, name)
+        return made.__func__ if isinstance(made, staticmethod) else functools.partial(made, self)

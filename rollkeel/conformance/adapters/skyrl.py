@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from rollkeel.conformance.adapters import Claim
+from rollkeel.conformance.adapters import TOKEN, Claim
 from rollkeel.conformance.adapters.published import modules
 from rollkeel.conformance.batch import Batch
 
-TOKEN = {"aggregate": "token_mean"}
 CORRECTION: dict[str, Any] = {
     "tis_ratio_type": None,
     "token_tis_ratio_clip_high": 2.0,

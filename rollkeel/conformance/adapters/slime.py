@@ -63,6 +63,5 @@ def _tokens(ppo: Any, megatron: Any, b: Batch, correct: str, args: Any, clip: An
         loss = getattr(megatron, correct)(args, pg_loss=loss, train_log_probs=o, rollout_log_probs=q, loss_masks=masks)[
             0
         ]
-    return torch.nn.utils.rnn.pad_sequence(list(loss.split(lengths)), batch_first=True, padding_value=0.0).new_zeros(
-        b.mask.shape
-    ) + torch.stack([torch.nn.functional.pad(x, (0, b.mask.shape[1] - len(x))) for x in loss.split(lengths)])
+    width = b.mask.shape[1]
+    return torch.stack([torch.nn.functional.pad(x, (0, width - len(x))) for x in loss.split(lengths)])

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from rollkeel.conformance.adapters import Claim
-from rollkeel.conformance.adapters.ms_swift import Trainer
-from rollkeel.conformance.adapters.published import modules
+from rollkeel.conformance.adapters.published import Trainer, modules
 from rollkeel.conformance.batch import Batch
 
 ABSENT = (

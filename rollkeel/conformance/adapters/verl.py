@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from rollkeel.conformance.adapters import Claim
+from rollkeel.conformance.adapters import TOKEN, Claim
 from rollkeel.conformance.adapters.published import modules
 from rollkeel.conformance.batch import Batch
 
-TOKEN: Mapping[str, Any] = {"aggregate": "token_mean"}
 GSPO = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}
 BAND = "0.5_5.0"
 
