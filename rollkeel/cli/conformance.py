@@ -58,8 +58,7 @@ def conformance(
         judged = [Claim(target, recipe or target.rpartition(":")[2], function, chosen)]
     elif recipe:
         raise BadInput(
-            f"conformance {target} {recipe}: each function of a library has its recipe already; leave {recipe} out, or name one function"
-            " as module:function"
+            f"conformance {target} {recipe}: a library's functions have their recipes; leave {recipe} out, or name module:function"
         )
     else:
         judged = claims(target, checkout)

@@ -87,7 +87,8 @@ class StreamPublisher:
 
     def _weights(self, version: int) -> dict[str, float]:
         """What changed, where that is asked for, pays and is taken; else all weights."""
-        last, refused = self._last, False
+        last = self._last
+        refused = False
         self._last = -1  # until this one is proven
         by_delta = self._kind != "full" and last >= 0 and (self._kind == "delta" or self._changed <= MOST_CHANGED)
         try:

@@ -132,13 +132,13 @@ class Places:
     """A bundle of resources for each rank, engine and grader. An engine beside the ranks has one of its own, that can come and go."""
 
     def __init__(self, config: Config, engines: int, gpus: int) -> None:
-        """`engines`: without which a run does not begin; `gpus`: of each rank and engine, 0 or 1. Raises `BadInput` for more than the
-        cluster has."""
+        """`engines`: needed to begin; `gpus`: of each rank and engine, 0 or 1. Raises `BadInput` for more than the cluster has."""
         ranks = config.train.mesh.size
         self._shared = config.cluster.placement == "colocated"
         self._bundle = {"CPU": float(config.run.threads)} | ({"GPU": 1.0} if gpus else {})
-        self._grader, self._graders = {"CPU": float(config.reward.graders.workers)}, config.cluster.graders
-        graders, models = self._graders, len(reward_models(config))
+        self._grader = {"CPU": float(config.reward.graders.workers)}
+        self._graders = graders = config.cluster.graders
+        models = len(reward_models(config))
         self._count = count = max(ranks, engines) if self._shared else ranks
         self._engines = dict[int, PlacementGroup]()
         everything = count if self._shared else ranks + engines
