@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -97,6 +98,8 @@ def _parted(row: Row) -> str:
     return f"log-probs of fresh tokens differ by {gap:.3g} nats on average" if row["parity"] and gap != 0 else ""
 
 
+_impossible = partial(Check, stop=1, early=True)
+"""No sound step has it."""
 ADVICE = {
     "non_finite": "Look at the rollout that it names, at the learning rate and at the numbers of model.dtype.",
     "positive_logprob": "It is no log-prob: look at who computes it.",
@@ -104,54 +107,40 @@ ADVICE = {
 }
 """What to do about errors that name a check and stand in no row."""
 CHECKS = (
-    Check(
+    _impossible(
         name="repeated_ids",
         rule=_when("rollout/repeated_ids", "{:.0f} rollouts have an id that another one of the step has"),
         advice="Data reach the trainer twice: look at what collects rollouts.",
-        stop=1,
-        early=True,
     ),
-    Check(
+    _impossible(
         name="unstopped",
         rule=_when("rollout/unstopped", "{:.0f} rollouts are called finished and do not end with a stop token"),
         advice="The engine cuts answers or drops their last token: return status `length` for a cut, and the stop token with a whole one.",
-        stop=1,
-        early=True,
     ),
-    Check(
+    _impossible(
         name="trained_before",
         rule=_when("rollout/trained_before", "{:.0f} rollouts were trained in an earlier step"),
         advice="A batch reaches the trainer twice: look at what hands batches over, and at what a resumed run begins with.",
-        stop=1,
-        early=True,
     ),
-    Check(
+    _impossible(
         name="no_tokens",
         rule=_when("rollout/no_tokens", "{:.0f} answers have no token at all"),
         advice="The engine ends before it begins: look at its limits and stop tokens, and return status `engine_failure` for what failed.",
-        stop=1,
-        early=True,
     ),
-    Check(
+    _impossible(
         name="from_later",
         rule=_when("rollout/from_later", "{:.0f} rollouts have tokens of weights that the trainer has not made yet"),
         advice="Versions are stamped wrongly, or the trainer went back without its engines: look at what resumes the run.",
-        stop=1,
-        early=True,
     ),
-    Check(
+    _impossible(
         name="too_old",
         rule=_when("rollout/too_old", "{:.0f} rollouts have tokens of older weights than run.loop, rollout.overlap and experiment.lag allow"),
         advice="The bound on staleness does not hold: look at what hands rollouts over, and at what a resumed run begins with.",
-        stop=1,
-        early=True,
     ),
-    Check(
+    _impossible(
         name="old_kv",
         rule=_when("rollout/old_kv", "{:.0f} rollouts have tokens that attended to KV of older weights, under engine.kv=recompute"),
         advice="The engine keeps KV over new weights: look at what resumes sequences, or say engine.kv=keep.",
-        stop=1,
-        early=True,
     ),
     Check(
         name="fresh_ratio",
@@ -202,19 +191,15 @@ CHECKS = (
         ),
         advice="Look at the grader: it may fail in silence.",
     ),
-    Check(
+    _impossible(
         name="credit",
         rule=_when("rollout/miscredited", "{:.0f} rollouts have less advantage than one of their group with a lower reward"),
         advice="Advantages do not belong to their rollouts: look at the order of rollouts and advantages.",
-        stop=1,
-        early=True,
     ),
-    Check(
+    _impossible(
         name="uncaused",
         rule=_when("rollout/uncaused", "{:.0f} rollouts have an advantage in groups whose rewards are all equal"),
         advice="Rounding was divided by itself, or advantages are another batch's: look at the advantage estimator.",
-        stop=1,
-        early=True,
     ),
     Check(
         name="duplicates",

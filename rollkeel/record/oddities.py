@@ -66,8 +66,8 @@ def sampled(rollouts: Sequence[Rollout], batch: Sequence[Rollout], stated: State
 
 def _stamped(batch: Sequence[Rollout], stated: Stated) -> dict[str, int]:
     """Rollouts with tokens of other versions than the run says they may have."""
-    spans = [r.span for r in batch if len(r.span)]
-    lags = [stated.version - s.versions[s.own] for s in spans if s.own_count]
+    spans = [r.span for r in batch if r.span.own_count]
+    lags = [stated.version - s.versions[s.own] for s in spans]
     kept = [(s.kv_versions < s.versions)[s.own].any() for s in spans] if stated.recomputed else []
     return {
         "from_later": sum(lag.min() < 0 for lag in lags),

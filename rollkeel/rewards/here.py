@@ -159,7 +159,7 @@ class Here:
         if key not in self._gold_read:
             try:
                 _checked(run(replace(part.rollout, text=prompt.answer)))
-            except Exception:  # as above
+            except (Exception, SystemExit):  # as above: the failure of the response is told
                 return False
             self._gold_read.add(key)
         return True
