@@ -226,7 +226,9 @@ def _same_prompts(trace: Trace) -> str | None:
     count = np.bincount(groups[0])
     kinds = np.bincount(np.unique(groups[[0, 2]], axis=1)[0])
     many = count >= limits.SAME_PROMPT_GROUPS
-    few, steps, prompts = kinds[many], int(many.sum()), len(np.unique(prompt))
+    few = kinds[many]
+    steps = int(many.sum())
+    prompts = len(np.unique(prompt))
     if steps < limits.DRIVEN_STEPS or prompts < 2 or limits.SAME_PROMPT_GROUPS * few.sum() > count[many].sum():
         return None
     if (few == 1).mean() < 0.9 and prompts < limits.SAME_PROMPT_GROUPS * few.max():

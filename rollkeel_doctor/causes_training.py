@@ -200,7 +200,9 @@ def entropy_collapse(e: Evidence) -> Cause | None:
             advice="Look at the sign of the entropy term: the loss subtracts a bonus.",
             positions=first_tokens(e.trace, np.flatnonzero(e.trace.step >= s.late(s.steps)[0])),
         )
-    same, reward, spread = known_mean(s.late(s.same)), known_mean(s.late(s.reward)), s.high - s.low
+    same = known_mean(s.late(s.same))
+    reward = known_mean(s.late(s.reward))
+    spread = s.high - s.low
     if spread <= 0 or (reward - s.low) / spread > limits.REWARD_BEST or trend(s).z > limits.TREND_Z:
         return None
     quarter = max(len(s.steps) // 4, 1)

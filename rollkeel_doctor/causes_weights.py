@@ -95,7 +95,9 @@ def routing(e: Evidence) -> Cause | None:
         return None
     if not _in_every_step(e, flipped, known.bin):
         return None
-    with_, without, both = gap(known.where(flipped)), gap(known.where(~flipped)), gap(known)
+    with_ = gap(known.where(flipped))
+    without = gap(known.where(~flipped))
+    both = gap(known)
     share = with_.k3 * with_.tokens / max(both.k3 * both.tokens, 1e-30)
     # One that differs where the engine is asked the same again, as no rounding does; or two of three: flips that no noise
     # elsewhere explains, that carry the gap, and a gap that is rare, large and of no token.

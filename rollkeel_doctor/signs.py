@@ -101,7 +101,9 @@ def displaced(tokens: Tokens) -> Shift | None:
         better = cost < limits.DISPLACED_FITS * np.minimum(straight, sides[-sign][0])
         fitting[sign] = better & (ends - at >= limits.SHIFT_LENGTH - 1)
     sign = max(fitting, key=lambda k: int(fitting[k].sum()))
-    chosen, (cost, at), (other, _) = fitting[sign], sides[sign], sides[-sign]
+    chosen = fitting[sign]
+    (cost, at) = sides[sign]
+    (other, _) = sides[-sign]
     if chosen.sum() <= limits.SHIFT_CONTRAST * fitting[-sign].sum() + limits.DISPLACED_CHANCE:
         return None
     count = int((ends - starts)[chosen].sum())

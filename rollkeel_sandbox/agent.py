@@ -135,7 +135,9 @@ class _Eyes:
 
     def __init__(self, proc: int, most_files: int | None) -> None:
         """`most_files`: of its scratch folder, None where the kernel keeps to a limit."""
-        self._proc, self._most_files, self._ledger = proc, most_files, group.Ledger()
+        self._proc = proc
+        self._most_files = most_files
+        self._ledger = group.Ledger()
         self._hidden: dict[tuple[int, int], float] = {}
 
     def usage(self, now: float, limit_bytes: int) -> group.Usage:

@@ -23,7 +23,9 @@ class Box:
     """One started sandbox, which will run one job. Takes the place of a `Slot`."""
 
     def __init__(self, owner: Boxes, uid: int) -> None:
-        self.server, self.uid, self._scratch_mb = owner, uid, Limits.scratch_mb
+        self.server = owner
+        self.uid = uid
+        self._scratch_mb = Limits.scratch_mb
         self._launch, self._process = owner.start(uid, self._scratch_mb)
         self._lock = threading.Lock()
         self._closed = False
@@ -109,7 +111,9 @@ class Boxes:
         program = shutil.which(PROGRAMS[backend])
         if program is None:
             raise client.CageFailure(f"sandbox: backend {backend} needs {PROGRAMS[backend]}, which is not installed")
-        self.backend, self._program, self._own_uids = backend, program, own_uids
+        self.backend = backend
+        self._program = program
+        self._own_uids = own_uids
         self._orders: queue.SimpleQueue[tuple[Launch, queue.SimpleQueue[Any]] | None] = queue.SimpleQueue()
         self._open = True
         self._thread = threading.Thread(target=self._start_all, name=f"sandbox-{backend}", daemon=True)

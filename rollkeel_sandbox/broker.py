@@ -223,7 +223,9 @@ class Broker:
             return []
         line = self._lines[worker.partition]
         entry = self._entries[place.job] if place.job is not None else None
-        place.busy, place.job, place.due = False, None, now + self._beat_s
+        place.busy = False
+        place.job = None
+        place.due = now + self._beat_s
         line.idle.append(worker)
         return [*(self._settle(entry, now, lost) if entry else []), *self._dispatch(line, now)]
 
@@ -337,8 +339,12 @@ class Broker:
             worker = line.idle.popleft()
             place = self._places[worker[:2]]
             line.waiting -= 1
-            entry.on, entry.started, entry.attempts = worker, now, entry.attempts + 1
-            place.busy, place.job, place.due = True, job, now + entry.allowed_s
+            entry.on = worker
+            entry.started = now
+            entry.attempts = entry.attempts + 1
+            place.busy = True
+            place.job = job
+            place.due = now + entry.allowed_s
             actions.append(Start(worker, job, entry.attempts))
         return actions
 

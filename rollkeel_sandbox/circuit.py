@@ -24,7 +24,9 @@ class Circuit:
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
-        self.state, self.misses, self.isolated = State.OPEN, 0, 0
+        self.state = State.OPEN
+        self.misses = 0
+        self.isolated = 0
         self._mean, self._deviation = every_s / 4, every_s / 8
 
     @property

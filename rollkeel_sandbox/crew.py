@@ -54,7 +54,10 @@ class Crew:
         beat: Callable[[Worker], None],
         finish: Callable[[Worker, Order, Outcome], None],
     ) -> None:
-        self._permits, self._minimum, self._backend, self._image = workers + SLACK, minimum, backend, image
+        self._permits = workers + SLACK
+        self._minimum = minimum
+        self._backend = backend
+        self._image = image
         self._beat, self._finish = beat, finish
         self._lock = threading.Lock()
         self._boxes: dict[Worker, queue.SimpleQueue[Order | None]] = {}

@@ -120,13 +120,17 @@ class Front:
         group = self._group(asked)
         if isinstance(group, Answer):
             return reply(group)
-        body, kept, weight = request.body, path == "/v1/jobs", 0 if path == "/v1/terminals" else 1
+        body = request.body
+        kept = path == "/v1/jobs"
+        weight = 0 if path == "/v1/terminals" else 1
         for many in ("jobs", "cases"):
             weight = max(weight, len(asked[many])) if isinstance(asked.get(many), list) else weight
         if kept and asked.get("id") is None:
             asked["id"] = uuid.uuid4().hex
             body = json.dumps(asked).encode()
-        id, entry, ids = asked.get("id"), Entry(), []
+        id = asked.get("id")
+        entry = Entry()
+        ids = []
         if path in ("/v1/run", "/v1/jobs") and isinstance(id, str) and ID.fullmatch(id):
             entry, ids = self._entries.get(id) or entry, [id]
             if entry.body and (entry.result or not entry.here) and not same(entry.body, asked):
@@ -275,7 +279,9 @@ class Front:
             tool, given = asked["params"]["name"], asked["params"].get("arguments", {})
             session = given.get("id") if tool in ("terminal_exec", "terminal_close") else None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            tool, given, session = "", {}, None
+            tool = ""
+            given = {}
+            session = None
         if session in self._sessions:
             return self._session("POST", "/mcp", session, request.body, reply, headers)
         group = self._group({"partition": given.get("partition")} if isinstance(given, dict) else {})

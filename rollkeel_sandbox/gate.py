@@ -115,7 +115,10 @@ class Client(asyncio.Protocol):
             if request is None:
                 self._await_rest()
                 return
-            self._busy, self._last, self._admitted, self.due = True, request.head.last, False, math.inf
+            self._busy = True
+            self._last = request.head.last
+            self._admitted = False
+            self.due = math.inf
             drop = self._gate.front.handle(request, self._answer)
             if self._busy:
                 self._drop = drop

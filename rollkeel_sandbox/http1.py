@@ -95,7 +95,9 @@ class Reader:
         self.buffer = bytearray()
         self.head: Head | None = None
         """Of a message whose body is not here in full."""
-        self._max_body, self._chunks, self._looked = max_body, bytearray(), 0
+        self._max_body = max_body
+        self._chunks = bytearray()
+        self._looked = 0
 
     def feed(self, data: bytes) -> None:
         self.buffer += data

@@ -141,7 +141,9 @@ class _Counted(io.RawIOBase):
     """What is read is hashed and counted."""
 
     def __init__(self, file: Any, most: int) -> None:
-        self._file, self._left, self.hash = file, most, hashlib.sha256()
+        self._file = file
+        self._left = most
+        self.hash = hashlib.sha256()
 
     def readable(self) -> bool:
         return True
@@ -160,7 +162,9 @@ class _Layer:
     """One layer, put over what is in `root`."""
 
     def __init__(self, root: Path, diff: str, most: int) -> None:
-        self._root, self._diff, self._most = str(root), diff, most
+        self._root = str(root)
+        self._diff = diff
+        self._most = most
         self._mine: set[str] = set()
         """Made by this layer: what hides everything below it spares them."""
 
@@ -231,7 +235,9 @@ class _Layer:
 
     def _inside(self, parts: list[str], *, make: bool = False) -> str:
         """A folder of the image, its links followed as from inside of it. Nobody else writes there meanwhile."""
-        at, ahead, links = [self._root], list(reversed(parts)), 0
+        at = [self._root]
+        ahead = list(reversed(parts))
+        links = 0
         while ahead:
             part = ahead.pop()
             if part == "..":

@@ -97,5 +97,7 @@ class Ledger:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         if self._file >= 0:
             os.close(self._file)
-        self._file, self._size, self._number = file, 0, self._number + 1
+        self._file = file
+        self._size = 0
+        self._number = self._number + 1
         self._pieces.append((path, set()))

@@ -139,7 +139,9 @@ def _service(name: str, port: int, *, headless: bool) -> dict[str, Any]:
 
 def _policies(name: str) -> list[dict[str, Any]]:
     """Nodes are reached by the front alone and reach nothing; the front is reached by pods that are labelled as clients."""
-    node, front, dns = f"{name}-node", f"{name}-front", [{"port": 53, "protocol": p} for p in ("UDP", "TCP")]
+    node = f"{name}-node"
+    front = f"{name}-front"
+    dns = [{"port": 53, "protocol": p} for p in ("UDP", "TCP")]
     client = {"podSelector": {"matchLabels": {f"{name}-client": "true"}}}
     to_node = {"podSelector": {"matchLabels": _labels(node)}}
     from_front = {"from": [{"podSelector": {"matchLabels": _labels(front)}}], "ports": [{"port": NODE_PORT}]}

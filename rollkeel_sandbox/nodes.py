@@ -41,7 +41,11 @@ class Exchange:
     __slots__ = ("data", "done", "due", "link", "node", "over", "sent", "weight")
 
     def __init__(self, node: Node, data: bytes, done: Done, due: float, weight: int) -> None:
-        self.node, self.data, self.done, self.due, self.weight = node, data, done, due, weight
+        self.node = node
+        self.data = data
+        self.done = done
+        self.due = due
+        self.weight = weight
         self.link: Link | None = None
         self.sent = self.over = False
         """`sent`: the node may have begun with it."""
@@ -76,7 +80,9 @@ class Link(asyncio.Protocol):
         self.transport = transport
 
     def send(self, exchange: Exchange) -> None:
-        self.exchange, exchange.link, exchange.sent = exchange, self, True
+        self.exchange = exchange
+        exchange.link = self
+        exchange.sent = True
         self.transport.write(exchange.data)
 
     def data_received(self, data: bytes) -> None:
@@ -117,7 +123,9 @@ class Node:
             port = 0
         if parts.scheme != "http" or not parts.hostname or not port or parts.path.strip("/"):
             raise BadInput(f"sandbox node: expected an address like http://10.0.0.1:8787, got {url[:200]!r}")
-        self.url, self._host, self._port = f"http://{parts.netloc}", parts.hostname, port
+        self.url = f"http://{parts.netloc}"
+        self._host = parts.hostname
+        self._port = port
         self._common = f" HTTP/1.1\r\nhost: {parts.netloc}\r\nauthorization: Bearer {token}\r\n".encode()
         self.clock, self._lost = clock, lost
         self.circuit = Circuit(every_s)
@@ -125,9 +133,14 @@ class Node:
         self.under_way: set[Exchange] = set()
         self.outstanding = self.sent = self.failed = self.life = 0
         self.sessions: set[str] = set()
-        self.suspect, self.taking, self.full_until = False, True, 0.0
+        self.suspect = False
+        self.taking = True
+        self.full_until = 0.0
         self.hurry = asyncio.Event()
-        self.workers, self.room, self.foreign, self.level = 1, 0, 0, "none"
+        self.workers = 1
+        self.room = 0
+        self.foreign = 0
+        self.level = "none"
         """As it reports: workers, places (with its queue), jobs of others than this front, isolation."""
         self.abilities: dict[str, Any] = {}
         self.partitions: frozenset[str] = frozenset()

@@ -89,9 +89,15 @@ class Order:
         entry: Entry,
         headers: bytes = JSON_HEADER,
     ) -> None:
-        self.group, self.entry, self.target = group, entry, target
-        self._figures, self._clock, self._reply = figures, clock, reply
-        self._method, self._body, self._headers = method, body, headers
+        self.group = group
+        self.entry = entry
+        self.target = target
+        self._figures = figures
+        self._clock = clock
+        self._reply = reply
+        self._method = method
+        self._body = body
+        self._headers = headers
         self._weight, self._allowed_s = weight, allowed_s
         self._tried: set[Node] = set()
         self._exchange: Exchange | None = None
@@ -138,7 +144,9 @@ class Order:
         self.group.outstanding -= self._weight
 
     def _choose(self) -> Node | None:
-        group, best, least = self.group, None, None
+        group = self.group
+        best = None
+        least = None
         if group.share < 1:
             places = sum(node.room for node in group.usable())
             if group.outstanding > max(self._weight, group.share * places):

@@ -192,8 +192,12 @@ class Records:
 
     def _keep(self, record: Record, now: float, state: State, result: Result | None, error: str) -> None:
         self._all[record.id] = record
-        record.state, record.result, record.error = state, result, error
-        record.job, record.handle, record.ended_at = None, None, now
+        record.state = state
+        record.result = result
+        record.error = error
+        record.job = None
+        record.handle = None
+        record.ended_at = now
         size = 0
         if result:
             size = len(result.stdout) + len(result.stderr) + sum(map(len, result.files.values()))

@@ -53,7 +53,9 @@ class RemoteSandbox(Closes):
         token = token or os.environ.get(TOKEN_VARIABLE)
         if not token:
             raise BadInput(f"sandbox: the server wants its token; pass token= or set {TOKEN_VARIABLE}")
-        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
+        self._secure = parts.scheme == "https"
+        self._host = parts.hostname
+        self._port = parts.port
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         self._placed = {"partition": partition, "priority": priority, "queue_s": queue_s}
         self._patience_s = patience_s

@@ -78,7 +78,9 @@ class Sandbox(Closes):
         self.level = self.plan.level
         self._image = _unpacked(image, self.plan) if image else None
         self.minimum = minimum
-        self._warm, self._attempts, self._workers = warm, attempts, workers
+        self._warm = warm
+        self._attempts = attempts
+        self._workers = workers
         self._permits = threading.BoundedSemaphore(workers)
         self._lock = threading.Lock()
         self._servers: dict[str, ForkServer | Boxes] = {}
@@ -100,7 +102,9 @@ class Sandbox(Closes):
         self.require_tools(job.kind)
         handle = handle or Handle()
         with self._permits:
-            attempt, unbuilt, reason = 1, 0, ""
+            attempt = 1
+            unbuilt = 0
+            reason = ""
             while attempt <= self._attempts and not handle.reason:
                 slot = None
                 try:

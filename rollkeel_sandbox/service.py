@@ -315,7 +315,9 @@ class Service(Closes):
 
     def _start(self, worker: Worker, record: Record, attempt: int) -> None:
         assert record.job is not None
-        record.state, record.handle, record.broken = State.RUNNING, Handle(), ""
+        record.state = State.RUNNING
+        record.handle = Handle()
+        record.broken = ""
         number = record.former + attempt
         self._records.note(record.id, "start", attempt=number)
         self._crew.start(worker, Order(record.id, record.job, record.handle, number))

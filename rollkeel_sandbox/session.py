@@ -296,7 +296,9 @@ class _Session:
                     break
         status = Status.TIMEOUT if command.stopping else Status.ERROR if code else Status.OK
         self.answer(status, self.note, None if command.stopping else code, alive=True)
-        self.command, self.used_at, self.note = None, time.monotonic(), ""
+        self.command = None
+        self.used_at = time.monotonic()
+        self.note = ""
 
     def answer(self, status: Status, reason: str, code: int | None, *, alive: bool) -> None:
         command = self.command
@@ -337,7 +339,9 @@ def make_status_pipe(scratch: str, uid: int | None) -> int:
 
 def converse(child: watch.Child, job: Job, channel: _socket.socket, *, idle_s: float, said: int, active: bool) -> None:
     """See a session through; all its processes are dead when this returns, and when it says that it has ended."""
-    proc, session, ending = -1, None, None
+    proc = -1
+    session = None
+    ending = None
     try:
         watch.await_setup(child.setup)
         proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

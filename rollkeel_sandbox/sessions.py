@@ -46,7 +46,9 @@ class Sessions:
     def __init__(
         self, factory: Callable[[Mapping[str, int]], Session] | None, *, most: int = MAX_OPEN, idle_s: float = IDLE_S
     ) -> None:
-        self._factory, self._most, self._idle_s = factory, most, idle_s
+        self._factory = factory
+        self._most = most
+        self._idle_s = idle_s
         self._lock = threading.Lock()
         self._open: dict[str, _Open] = {}
         self._opening = 0

@@ -48,7 +48,9 @@ def remove(top: str) -> None:
 
 
 def _empty(root: int) -> None:
-    mark, moved, waiting = os.urandom(8).hex(), 0, [""]
+    mark = os.urandom(8).hex()
+    moved = 0
+    waiting = [""]
     while waiting:
         name = waiting.pop()
         folder = os.open(name or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root)

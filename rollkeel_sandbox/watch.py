@@ -161,7 +161,9 @@ def _until_end(
     child: Child, job: Job, pumps: Pumps, proc: int, start: float, ledger: group.Ledger
 ) -> tuple[Status | None, int]:
     """Why the job has to be killed (None: it ended by itself), and the most memory seen."""
-    limits, peak, seen_at = job.limits, 0, start
+    limits = job.limits
+    peak = 0
+    seen_at = start
     while True:
         now = time.monotonic()
         if now - start >= limits.wall_s:

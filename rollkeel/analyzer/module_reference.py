@@ -56,7 +56,9 @@ class ModuleReference:
 
 def _held(model: Any, mode: str, dtype: torch.dtype) -> Any:
     """A copy whose weights are rounded as `mode` rounds them, computing in `dtype`."""
-    out, rounder, stored = copy.deepcopy(model).cpu().eval(), weight_rounder(mode), compute_dtype(mode)
+    out = copy.deepcopy(model).cpu().eval()
+    rounder = weight_rounder(mode)
+    stored = compute_dtype(mode)
     for name, view in checkpoint_views(out).items():
         if rounder is not None and is_quantised(name, view):
             view.copy_(rounder(view))

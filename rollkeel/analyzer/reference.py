@@ -52,7 +52,9 @@ class Definition:
 
     def __init__(self, config: Any, weights: Mapping[str, torch.Tensor], mode: str, dtype: torch.dtype) -> None:
         """`weights` by checkpoint name; `mode`: how they are rounded; `dtype`: of the arithmetic."""
-        self.config, self.mode, self.dtype = config, mode, dtype
+        self.config = config
+        self.mode = mode
+        self.dtype = dtype
         self._weights, self._round_weight = weights, weight_rounder(mode)
         self.round_input: Callable[[torch.Tensor], torch.Tensor] | None = activation_rounder(mode)
         heads = config.num_attention_heads

@@ -52,7 +52,9 @@ class TrainerSide:
 
     def __init__(self, model: Any, name: str | None = None, *, parity: bool = False) -> None:
         """`parity`: in the arithmetic of `run.parity`, which needs no second look by another path."""
-        self.model, self.mode, self.parity = model, mode_of(model.dtype), parity
+        self.model = model
+        self.mode = mode_of(model.dtype)
+        self.parity = parity
         self.name = name or f"trainer {self.mode}"
 
     @torch.no_grad()
@@ -149,7 +151,9 @@ class EngineSide:
     def __init__(
         self, forward: Any, hf_config: Any, mode: str, *, prefill: bool = False, name: str | None = None
     ) -> None:
-        self.forward, self.mode, self.prefill = forward, mode, prefill
+        self.forward = forward
+        self.mode = mode
+        self.prefill = prefill
         self.model_type = hf_config.get_text_config().model_type
         self.name = name or f"{'prefill' if prefill else 'engine'} {mode}"
 
@@ -209,7 +213,10 @@ class _Pass:
     def __init__(
         self, forward: Any, tokens: Tokens, recorder: Recorder | None, compiled: Any, temperature: float = 1.0
     ) -> None:
-        self.forward, self.tokens, self.recorder, self.temperature = forward, tokens, recorder, temperature
+        self.forward = forward
+        self.tokens = tokens
+        self.recorder = recorder
+        self.temperature = temperature
         self.device = next(iter(forward.destinations.values())).device
         counts = [-(-len(s) // BLOCK) for s in tokens.sequences]
         ends = np.cumsum([1, *counts]).tolist()  # block 0 stands where a sequence has none

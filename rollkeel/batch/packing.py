@@ -74,7 +74,9 @@ def families(
         by_prompt.setdefault(np.asarray(sequence[:prompt]).tobytes() if shares else i.to_bytes(8), []).append(i)
     out: list[Family] = []
     for alike in by_prompt.values():
-        shared, open_, tokens = prompt_lengths[alike[0]] - 1, list[int](), 0
+        shared = prompt_lengths[alike[0]] - 1
+        open_ = list[int]()
+        tokens = 0
         for i in sorted(alike, key=lambda i: (len(sequences[i]), i)):
             rest = len(sequences[i]) - shared
             if open_ and tokens + rest > max_tokens:
@@ -130,7 +132,13 @@ def pack(
     first response token in the flat tensors of the optimizer batch. `places[i]`: where in sequence i the tokens stand that
     are predicted, ascending from 1; None predicts all behind the prompt. Others are read and never predicted.
     """
-    ids, positions, predict, targets, indices, starts, parents = [], [], [], [], [], [0], []
+    ids = []
+    positions = []
+    predict = []
+    targets = []
+    indices = []
+    starts = [0]
+    parents = []
 
     def add(sequence: np.ndarray, start: int, end: int, parent: int) -> None:
         ids.append(sequence[start:end])

@@ -125,7 +125,10 @@ def more_tests(
     from rollkeel.tasks import tests_form as form
     from rollkeel_sandbox import Sandbox
 
-    lines, added, number, chosen = list[dict[str, Any]](), 0, 0, list[Selection]()
+    lines = list[dict[str, Any]]()
+    added = 0
+    number = 0
+    chosen = list[Selection]()
     with Sandbox() as sandbox:
         for number, (_, record) in enumerate(_rows(inputs), 1):
             try:

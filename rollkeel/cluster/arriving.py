@@ -73,7 +73,9 @@ class Weights:
 
     def _begin(self, attempt: int, head: WeightUpdate, tells: bool = False) -> bool | dict[str, Room]:
         """`tells`: where the memory has what the update brings."""
-        self._intake, self._attempt, self._refusal = None, attempt, f"weight update {head.version}: was refused"
+        self._intake = None
+        self._attempt = attempt
+        self._refusal = f"weight update {head.version}: was refused"
         self._kind = head.kind
         engine = self._engine
         intake = Intake(head, engine.memory, engine.capabilities.dtype, engine.retire())
@@ -132,7 +134,10 @@ class Channel:
 
         with self._more:
             self._more.wait_for(enough)
-            first, said, self._outbox, self.beat = self._taken, self._outbox, [], False
+            first = self._taken
+            said = self._outbox
+            self._outbox = []
+            self.beat = False
             self._taken += len(said)
         return first, said
 
@@ -140,7 +145,9 @@ class Channel:
         with self._more:
             self._outbox += messages
             self.answers += answers
-            self.beat, self.ended, self._last = beat, self.ended or ended, time.monotonic()
+            self.beat = beat
+            self.ended = self.ended or ended
+            self._last = time.monotonic()
             self._more.notify_all()
 
 

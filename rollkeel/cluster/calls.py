@@ -34,7 +34,9 @@ class Ranks:
         self._patience = dict[str, Patience]()
         self.names = [f"trainer rank {i}" for i in range(len(actors))]
         """As messages call them; nodes are added when they are known."""
-        self.failed, self.doing, self._gone = "", "", False
+        self.failed = ""
+        self.doing = ""
+        self._gone = False
         self._heard = [0.0] * len(actors)
         self._asked: list[Any] = [None] * len(actors)
 

@@ -74,7 +74,9 @@ class Chaos:
 
     def __init__(self, words: Sequence[str], run: Path, faults: Sequence[tuple[str, str]], seed: int) -> None:
         self.run, self.incidents = run, list[Incident]()
-        self._words, self._faults, self._draw = list(words), list(faults), random.Random(seed)
+        self._words = list(words)
+        self._faults = list(faults)
+        self._draw = random.Random(seed)
 
     def __call__(self, count: int, every_s: float, say: Callable[[str], None]) -> int:
         """Exit code of the run."""

@@ -55,7 +55,9 @@ class ElasticEngine(ActorEngine):
     ) -> None:
         """Start `count` actors, which are waited for, and the others that are wanted, which are not. `wanted`: asked at every
         publication; `least`: a publication to fewer raises `EngineFailure`."""
-        self._seats, self._wanted, self._least = seats, wanted, least
+        self._seats = seats
+        self._wanted = wanted
+        self._least = least
         super().__init__(hf_config, config, [seats.take(index) for index in range(count)], **options)
         self._hands_over = True
         if count:
@@ -70,7 +72,9 @@ class ElasticEngine(ActorEngine):
             self._version = 0  # what they decode is dropped, whatever it is
             self.interrupt()
             self.advance(0)
-        self._done, self._orphans, self._version = [], [], -1
+        self._done = []
+        self._orphans = []
+        self._version = -1
         self._carried.clear()
         asked = self._here()
         for part in asked:
@@ -166,7 +170,9 @@ class ElasticEngine(ActorEngine):
         if not part.starting:
             self._hand_over(part)
         part.kill()
-        part.starting, part.left, part.dead = False, True, f"{part.name} left the run"
+        part.starting = False
+        part.left = True
+        part.dead = f"{part.name} left the run"
         self._seats.leave(part.index)
         self.tell("left", part)
 

@@ -69,10 +69,19 @@ class _Actor(Part):
 
     def renew(self, handle: Any) -> None:
         """Another actor in its place."""
-        self.handle, self.taking, self.place, self.node, self.rooms = handle, None, ("", 0), "", {}
-        self.sent, self.received, self.steps = 0, 0, 0
+        self.handle = handle
+        self.taking = None
+        self.place = ("", 0)
+        self.node = ""
+        self.rooms = {}
+        self.sent = 0
+        self.received = 0
+        self.steps = 0
         self.calls, self.came = [], {}
-        self.heard, self.end, self.dead, self.left = time.monotonic(), "was killed", "", False
+        self.heard = time.monotonic()
+        self.end = "was killed"
+        self.dead = ""
+        self.left = False
         self.patience, self.ping = Patience(float("inf")), None
 
     def send(self, message: tuple[Any, ...]) -> None:
@@ -193,7 +202,9 @@ class ActorEngine(PartedEngine[_Actor]):
         if config.kind != "local":
             raise BadInput(f"engine.kind={config.kind}: actors host the embedded engine alone; set engine.kind=local")
         super().__init__(int(hf_config.get_text_config().vocab_size), config.deadline_s)
-        self._attempt, self._left, self._publishing = 0, renewals, False
+        self._attempt = 0
+        self._left = renewals
+        self._publishing = False
         self._hands_over = renewals > 0
         self.checksum = 0
         """Of the weights that are served."""

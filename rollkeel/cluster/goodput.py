@@ -108,7 +108,9 @@ class GoodputScenario(Node):
 def interval(scenario: GoodputScenario) -> float:
     """Seconds of work between checkpoints: the given ones, or √(2 · save · time between faults that cost work), Young's first-order
     optimum (CACM 17(9), 1974), at least a step and at most the whole time."""
-    costs, rates, mechanisms = scenario.costs, scenario.rates, scenario.mechanisms
+    costs = scenario.costs
+    rates = scenario.rates
+    mechanisms = scenario.mechanisms
     if costs.every:
         return costs.every
     trainer, engines = scenario.nodes
@@ -141,7 +143,9 @@ class _Job:
         """Left until the next checkpoint, and of the one under way."""
         self._down: list[tuple[float, str]] = []
         """Phases of a restart that are left: seconds and name."""
-        self._out, self._slow_engines, self._slow_trainer = 0, 0, False
+        self._out = 0
+        self._slow_engines = 0
+        self._slow_trainer = False
         self._order = itertools.count()
         self._events: list[tuple[float, int, str, int]] = []
         self._whole = 0
@@ -234,7 +238,9 @@ class _Job:
         self._slow_trainer = False
         self._trainer_starts += 1
         if not alone:
-            self._out, self._slow_engines, self._whole = 0, 0, self._whole + 1
+            self._out = 0
+            self._slow_engines = 0
+            self._whole = self._whole + 1
 
     def _later(self, seconds: float, what: str) -> None:
         stamp = self._trainer_starts if what == "slow trainer" else self._whole

@@ -81,9 +81,13 @@ class GraderActors:
         """`start`: makes the actor of a number; `renewals`: how many lost ones are replaced, in all; `tell`: is given name and fields of
         an event, from any thread."""
         self._start, self._tell = start, tell
-        self._deadline_s, self._room, self._left = settings.deadline_s, AT_ONCE * settings.workers, renewals
+        self._deadline_s = settings.deadline_s
+        self._room = AT_ONCE * settings.workers
+        self._left = renewals
         self._more = threading.Condition()
-        self._pending, self._numbers, self._closed = deque[_Work](), itertools.count(), False
+        self._pending = deque[_Work]()
+        self._numbers = itertools.count()
+        self._closed = False
         self._driving = list[threading.Thread]()
         self.threads = THREADS * count
         self.scorers: Mapping[str, Any] = {}
@@ -235,7 +239,9 @@ class GraderActors:
         """Take from a lost one what it did, for others to do; whether another one may take its place."""
         with self._more:
             works = [*grader.flying.values(), *grader.queue]
-            grader.flying, grader.queue, grader.episodes = {}, deque(), 0
+            grader.flying = {}
+            grader.queue = deque()
+            grader.episodes = 0
             grader.incarnation += 1
             may, self._left = self._left > 0, max(0, self._left - 1)
             grader.dead = "" if may else why
@@ -302,7 +308,9 @@ class Played:
         """What the last action brought; None if the actor is lost."""
         item, actions = None, self._actions[-1:]
         if self._home is None:
-            self._home, item, actions = self._of.home(), self._item, self._actions
+            self._home = self._of.home()
+            item = self._item
+            actions = self._actions
         grader, incarnation, episode = self._home
         try:
             return self._of.act(grader, incarnation, Act(episode, item, tuple(actions))).result()

@@ -43,7 +43,9 @@ class KeptRanks(Ranks):
     ) -> None:
         """`start`: actors in the places of the ranks; `meet`: has them meet, once they have started."""
         super().__init__(start(), tell)
-        self._start, self._meet, self._left = start, meet, renewals
+        self._start = start
+        self._meet = meet
+        self._left = renewals
         self._spent = 0
         self.nodes = list[str]()
         """Of the ranks, as Ray names them, once they are known."""
@@ -73,7 +75,9 @@ class KeptRanks(Ranks):
 
     def begin_from_nothing(self) -> None:
         """New ranks that have met, and know nothing."""
-        self._fixed, self._kept, self._noted = [], [], []
+        self._fixed = []
+        self._kept = []
+        self._noted = []
         self._renew()
 
     def gather(self, what: str, *args: Any, **about: Any) -> list[Any]:
@@ -107,7 +111,9 @@ class KeptRanks(Ranks):
                 return
         except RayError:
             return  # a rank died before: the older one holds
-        self._fixed, self._kept, self._noted = self._fixed or fixed, kept, self._noted[calls:]
+        self._fixed = self._fixed or fixed
+        self._kept = kept
+        self._noted = self._noted[calls:]
 
     def _again(self, why: str) -> bool:
         """Begin again with new ranks; whether there are some."""
@@ -137,7 +143,9 @@ class KeptRanks(Ranks):
         self.close()
         self.pids, self.nodes = [], []
         self.actors, self._asked = list(self._start()), [None] * len(self.names)
-        self.failed, self._gone, self._next = "", False, None
+        self.failed = ""
+        self._gone = False
+        self._next = None
         self._meet()
 
     def _begin_anew(self) -> None:

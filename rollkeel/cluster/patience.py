@@ -11,7 +11,9 @@ class Patience:
     """Twice the longest silence that ended, and 10 s; before there are enough of them, and at most, `most_s`."""
 
     def __init__(self, most_s: float) -> None:
-        self._most_s, self._longest_s, self._seen = most_s, 0.0, 0
+        self._most_s = most_s
+        self._longest_s = 0.0
+        self._seen = 0
 
     def heard(self, after_s: float) -> None:
         """A silence has ended after so long."""

@@ -63,7 +63,9 @@ class StreamPublisher:
 
     def __init__(self, engine: ActorEngine, source: Source, kind: str = "full") -> None:
         """`kind`: `sync.kind`, of a source that remembers what it sent. `auto` goes by what the publication before changed."""
-        self.engine, self.source, self._kind = engine, source, kind
+        self.engine = engine
+        self.source = source
+        self._kind = kind
         self._base: int | None = None
         self._last, self._changed = -1, 0.0
         """Version of the last publication, and the share of elements that it changed."""

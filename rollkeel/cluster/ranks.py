@@ -60,7 +60,10 @@ class Rank:
         """`folder`: of the run."""
         logs.write_there()
         keep_freed_memory()
-        self._config, self._rank, self._world, self._folder = config, rank, world, Path(folder)
+        self._config = config
+        self._rank = rank
+        self._world = world
+        self._folder = Path(folder)
         self._told: deque[tuple[Any, ...]] = deque()
         self._stop = False
         self._mesh = Mesh()

@@ -60,7 +60,11 @@ class ActorScorer:
     ) -> None:
         """`start`: makes the actor; `load`: path and device of its model; `tell`: is given name and fields of an event."""
         self.name, self.state = name, "loads"
-        self._start, self._load, self._deadline_s, self._left, self._tell = start, load, deadline_s, renewals, tell
+        self._start = start
+        self._load = load
+        self._deadline_s = deadline_s
+        self._left = renewals
+        self._tell = tell
         self._handle, self._about = start(), dict[str, Any]()
 
     def score(self, texts: list[str]) -> list[float]:

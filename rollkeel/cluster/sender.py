@@ -29,7 +29,10 @@ class Sender:
         self, trainer: LocalTrainer, mesh: Mesh, config: SyncConfig, deadline_s: float, *, remembers: bool = False
     ) -> None:
         """`deadline_s`: longest wait for an engine to take a bucket. `remembers`: for deltas. Collective."""
-        self._trainer, self._mesh, self._config, self._deadline_s = trainer, mesh, config, deadline_s
+        self._trainer = trainer
+        self._mesh = mesh
+        self._config = config
+        self._deadline_s = deadline_s
         self._node = ray.get_runtime_context().get_node_id()
         self._nodes = mesh.everyone(self._node)
         self._plans = dict[tuple[Any, ...], Plan]()

@@ -125,14 +125,19 @@ class Calls:
         """`rings`: memory shared with those of the sinks, by number, that do not get buckets through Ray's object store."""
         self.nbytes = 0
         """Sent so far, to all of them."""
-        self._head, self._sinks, self._deadline_s, self._rings = head, sinks, deadline_s, rings or {}
+        self._head = head
+        self._sinks = sinks
+        self._deadline_s = deadline_s
+        self._rings = rings or {}
         self._under_way = deque[list[tuple[ray.ObjectRef, Sink]]]()
 
     def put(self, bucket: Sequence[WeightSlice], to: Sequence[int]) -> None:
         if len(self._under_way) == WINDOW:
             self._consumed(self._under_way.popleft())
         self.nbytes += len(to) * sum(piece.tensor.nbytes for piece in bucket)
-        layout, stored, calls = layout_of(bucket), None, list[tuple[ray.ObjectRef, Sink]]()
+        layout = layout_of(bucket)
+        stored = None
+        calls = list[tuple[ray.ObjectRef, Sink]]()
         for number in to:
             sink = self._sinks[number]
             if number in self._rings:

@@ -32,7 +32,9 @@ class RemoteTrainer:
         self.version, self.padded = 0, padded
         self.carried = 0
         """Bytes that went to ranks and came back. What goes is put into the object store once for all ranks."""
-        self._ranks, self._deadline_s, self._replays = ranks, deadline_s, replays
+        self._ranks = ranks
+        self._deadline_s = deadline_s
+        self._replays = replays
         self.traffic = Traffic()
         """Of the last publication."""
         self._whole: TrainingBatch | None = None

@@ -67,7 +67,9 @@ def rows_of(part: TrainingBatch, whole: TrainingBatch) -> slice | None:
     if first is None:
         return None
     rows = slice(first, first + len(part.sequences))
-    there, own, names = _tensors(whole.cut(rows)), _tensors(part), {*OF_PART, "sequence_ids"}
+    there = _tensors(whole.cut(rows))
+    own = _tensors(part)
+    names = {*OF_PART, "sequence_ids"}
     same = there.keys() == own.keys() and all(map(_same, whole.sequences[rows], part.sequences))
     same = same and all(own[n].data_ptr() == there[n].data_ptr() for n in own.keys() - names)
     return rows if same and len(there["token_ids"]) == len(part) else None

@@ -183,7 +183,9 @@ class _Run:
         return torch.tensor(entry[name], dtype=torch.float64)
 
     def differences(self, name: str, unit: torch.Tensor) -> list[Difference]:
-        batch, came, expected = self.batches[name], self.came(name, unit), self.expected(name)
+        batch = self.batches[name]
+        came = self.came(name, unit)
+        expected = self.expected(name)
         reasons, places = self.reasons(name), labels(name)
         advantages = batch.flat(batch.advantages)
         policies = torch.stack([batch.flat(x) for x in (batch.logprobs, batch.old_logprobs, batch.rollout_logprobs)], 1)

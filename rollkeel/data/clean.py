@@ -185,8 +185,13 @@ def _judge(folders: list[Path], names: list[str], options: CleanOptions, progres
 
 def _summary(folders: list[Path], names: list[str], options: CleanOptions) -> tuple[dict[str, Any], list[int]]:
     """The report's first part, and the number of rows left in each shard. Raises `RunStopped` beyond the stated shares."""
-    removed, characters, notes = Counter[tuple[str, str]](), Counter[str](), Counter[str]()
-    read, sizes, changed, examples = Counter[str](), [], 0, list[dict[str, Any]]()
+    removed = Counter[tuple[str, str]]()
+    characters = Counter[str]()
+    notes = Counter[str]()
+    read = Counter[str]()
+    sizes = []
+    changed = 0
+    examples = list[dict[str, Any]]()
     shown = Counter[tuple[str, str]]()
     for folder in folders:
         tally = json.loads((folder / "tally.json").read_text(encoding="utf-8"))

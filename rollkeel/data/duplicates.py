@@ -105,7 +105,9 @@ def _candidates(keys: U64, rows: NDArray[np.int64]) -> U64:
     order = np.argsort(keys, kind="stable")
     same = keys[order][1:] == keys[order][:-1]
     order = order[np.append(same, False) | np.append(False, same)]
-    ordered, place, found = keys[order], np.arange(len(order)), [np.zeros(0, np.uint64)]
+    ordered = keys[order]
+    place = np.arange(len(order))
+    found = [np.zeros(0, np.uint64)]
     fresh = np.append(True, ordered[1:] != ordered[:-1])[: len(order)]
     leader = np.maximum.accumulate(np.where(fresh, place, 0))
     for reach in range(1, _REACH + 1):

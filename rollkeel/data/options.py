@@ -155,7 +155,9 @@ def read_options(file: Path | None, words: Sequence[str] = ()) -> CleanOptions:
 
 
 def _checked(options: CleanOptions) -> CleanOptions:
-    rate, mix, columns = options.pass_rate, options.mix, options.columns
+    rate = options.pass_rate
+    mix = options.mix
+    columns = options.columns
     if rate.low > rate.high:
         raise BadInput(f"data option pass_rate: expected low ≤ high, got {rate.low} and {rate.high}")
     if mix.proportions and (

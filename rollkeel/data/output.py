@@ -39,7 +39,9 @@ class Parts:
     """Parquet files `part-00000.parquet`, … of at most `size` rows, each under its name once it is whole."""
 
     def __init__(self, out: Path, schema: pa.Schema, size: int) -> None:
-        self.out, self.schema, self.size = out, schema, size
+        self.out = out
+        self.schema = schema
+        self.size = size
         self.written: list[dict[str, Any]] = []
         self._writer: pq.ParquetWriter | None = None
         self._rows = 0

@@ -51,7 +51,9 @@ class Worker:
 
     def __init__(self, options: CleanOptions, names: list[str], work: Path) -> None:
         """`names`: of the input files, as the output calls them. Raises `BadInput` for what cannot be read."""
-        self.options, self.names, self.work = options, names, work
+        self.options = options
+        self.names = names
+        self.work = work
         columns = options.columns
         self.texts: dict[str, str] = {"prompt": columns.prompt}
         self.texts |= {n: c for n in ("answer", "solution", "domain") if (c := getattr(columns, n)) is not None}
@@ -61,8 +63,12 @@ class Worker:
 
     def run(self, chunk: Chunk) -> int:
         """Work on a chunk and leave `work/<number>`; returns the number of its rows."""
-        tally, rows, keys = Tally(), list[dict[str, Any]](), list[tuple[int, int]]()
-        bands, shingles, starts = [], [], [np.zeros(1, np.int64)]
+        tally = Tally()
+        rows = list[dict[str, Any]]()
+        keys = list[tuple[int, int]]()
+        bands = []
+        shingles = []
+        starts = [np.zeros(1, np.int64)]
         for part in _batches(self._parsed(chunk, tally)):
             found = tokens([canonical(row["prompt"]) for row in part])
             gone = self._contaminated(part, found, tally)

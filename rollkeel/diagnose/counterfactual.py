@@ -199,7 +199,9 @@ def _batch(trace: Trace, used: np.ndarray, rows: np.ndarray, groups: np.ndarray)
     places = np.repeat(trace.starts[rows], lengths) + within
     owner = np.repeat(np.arange(len(rows)), lengths)
     kept = used[places]
-    places, owner, within = places[kept], owner[kept], within[kept]
+    places = places[kept]
+    owner = owner[kept]
+    within = within[kept]
 
     def at(values: np.ndarray, dtype: Any = np.float32) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values[places], dtype=dtype))

@@ -44,7 +44,9 @@ class Tally:
 
     def add(self, batch: Judged) -> None:
         """Count the tokens of one batch."""
-        dropped, a, w = batch.dropped, batch.advantages, batch.weight
+        dropped = batch.dropped
+        a = batch.advantages
+        w = batch.weight
         mass = np.abs(a.astype(np.float64)) * (1.0 - batch.probability)
         q = np.exp(batch.rollout_logprobs.astype(np.float64))
         self._number("tokens", len(a))

@@ -47,7 +47,9 @@ class Boxes:
 
     def __init__(self, name: str, mode: str, deadline_s: float) -> None:
         """`name`: of the engine; `mode`: `engine.dtype`; `deadline_s`: longest wait for a bucket to be taken."""
-        self._name, self._mode, self._deadline_s = name, mode, deadline_s
+        self._name = name
+        self._mode = mode
+        self._deadline_s = deadline_s
         self._ring: Ring | None = None
         self._attempt = 0
         self._rooms: list[dict[str, Room]] = []
@@ -160,7 +162,9 @@ class Calls:
     def __init__(
         self, tell: Callable[[str], Future[Answers]], ring: Ring, attempt: int, deadline_s: float, said: str
     ) -> None:
-        self._tell, self._ring, self._attempt = tell, ring, attempt
+        self._tell = tell
+        self._ring = ring
+        self._attempt = attempt
         self._deadline_s, self._said = deadline_s, said
         self._under_way: Future[Answers] | None = None
 

@@ -106,7 +106,11 @@ class Decode:
     def __init__(
         self, forward: Any, cache: PagedCache, slots: Slots, graphs: Graphs | None = None, sampler: Sampler = sample
     ) -> None:
-        self._forward, self._cache, self._slots, self._graphs, self._sample = forward, cache, slots, graphs, sampler
+        self._forward = forward
+        self._cache = cache
+        self._slots = slots
+        self._graphs = graphs
+        self._sample = sampler
         self._active: dict[int, torch.Tensor] = {}
         self._plays: dict[tuple[int, int, Asked], Callable[[], object]] = {}
         self._moves = 0
@@ -138,7 +142,10 @@ class Decode:
     def step(self, batch: Batch, blocks: int) -> np.ndarray | None:
         """One token for every slot of `batch`, whose sequences have at most so many blocks; what `Slots.record` returns, or None on
         a device that one should not wait for."""
-        slots, forward, asked, active = self._slots, self._forward, batch.asked, batch.active
+        slots = self._slots
+        forward = self._forward
+        asked = batch.asked
+        active = batch.active
         if slots.ended is None:
             return self._once(active, blocks, asked).numpy()
         width = widened(blocks, slots.table.shape[1])

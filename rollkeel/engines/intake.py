@@ -47,7 +47,9 @@ class Packed:
     def __init__(self, memory: torch.Tensor, where: torch.Tensor) -> None:
         """`memory`: `[n]`, `where`: `[rows, columns]` int64, the place of each element in it."""
         self._memory, self._where = memory, where
-        self.shape, self.dtype, self.device = where.shape, memory.dtype, memory.device
+        self.shape = where.shape
+        self.dtype = memory.dtype
+        self.device = memory.device
 
     def __getitem__(self, inside: Any) -> Packed:
         return Packed(self._memory, self._where[inside])
@@ -96,10 +98,14 @@ class Intake:
         else:
             check_kind(head)
         self._head, self._total = head, 0
-        self._held, self._mode, self._base = memory.destinations, mode, head.version
+        self._held = memory.destinations
+        self._mode = mode
+        self._base = head.version
         if head.kind == "adapter":
             check_base(head, memory, base)
-            self._held, self._mode, self._base = memory.adapters, "fp32", base
+            self._held = memory.adapters
+            self._mode = "fp32"
+            self._base = base
         else:
             for tensor in memory.adapters.values():
                 tensor.zero_()
@@ -167,7 +173,9 @@ class Intake:
         self._missing[piece.name] -= math.prod(_shape(piece))
 
     def _write(self, piece: WeightSlice, view: torch.Tensor, room: Room, starts: tuple[int, ...]) -> None:
-        name, head, mode = piece.name, self._head, self._mode
+        name = piece.name
+        head = self._head
+        mode = self._mode
         pitches = pitches_of(room.shape)
         offset = sum(a * p for a, p in zip(starts, pitches, strict=True))
         if piece.box:

@@ -81,8 +81,12 @@ class Keeper:
         log: Path | None,
     ) -> None:
         """`planned`: bytes of `settings.device` that training holds while the server serves."""
-        self._backend, self._config, self._settings = backend, config, settings
-        self._hf_config, self._planned, self._place = hf_config, planned, ""
+        self._backend = backend
+        self._config = config
+        self._settings = settings
+        self._hf_config = hf_config
+        self._planned = planned
+        self._place = ""
         self._log, self._scratch = log or scratch / "server.log", scratch
         self._client = client_library()
         self._process: ServerProcess | None = None

@@ -45,7 +45,9 @@ class Part(ABC):
 
     def begin(self) -> None:
         """It has nothing in flight, and is about to get something."""
-        self.told, self.owes, self.begun = [], 0, self.steps
+        self.told = []
+        self.owes = 0
+        self.begun = self.steps
         self.given.clear()
         self.repeats.clear()
 

@@ -54,7 +54,9 @@ class SharedPrompts:
     """Who uses which prompt, and the blocks of the shared ones."""
 
     def __init__(self, pool: BlockPool, block_size: int, enabled: bool) -> None:
-        self._pool, self._size, self._enabled = pool, block_size, enabled
+        self._pool = pool
+        self._size = block_size
+        self._enabled = enabled
         self._entries: dict[bytes, _Entry] = {}
         self._users: dict[bytes, int] = {}
 

@@ -45,7 +45,9 @@ class Slots:
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        self.device, self.max_length, self.spare = device, max_length, count
+        self.device = device
+        self.max_length = max_length
+        self.spare = count
         waited = device.type == "cpu"
         count += not waited
         self.table = ints(count, max_blocks)

@@ -84,7 +84,9 @@ def parts(model: Any) -> Iterator[Part]:
 
 
 def _part(name: str, weight: Any, dim: int, at: int, cut: Cut) -> Part:
-    shape, starts, stops = list(weight.shape), [0] * weight.dim(), list(weight.shape)
+    shape = list(weight.shape)
+    starts = [0] * weight.dim()
+    stops = list(weight.shape)
     shape[dim], starts[dim], stops[dim] = cut.whole, cut.start, cut.start + cut.size
     inside = (*(slice(None) for _ in range(dim)), slice(at, at + cut.size))
     return Part(name, weight[inside], Room(weight.dtype, tuple(shape), tuple(starts), tuple(stops)))
@@ -133,7 +135,9 @@ def _experts(path: str, module: Any, own: Mapping[str, torch.Tensor]) -> Iterato
     for expert, place in enumerate(places):
         if place < 0:
             continue
-        gate, up, out = module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name
+        gate = module.ckpt_gate_proj_name
+        up = module.ckpt_up_proj_name
+        out = module.ckpt_down_proj_name
         yield _part(f"{path}.{expert}.{gate}.weight", both(place)[:, :width], 0, 0, cut)
         yield _part(f"{path}.{expert}.{up}.weight", both(place)[:, :width], 0, half, cut)
         yield _part(f"{path}.{expert}.{out}.weight", down(place)[:width], 1, 0, cut)
@@ -216,7 +220,10 @@ class Arrivals:
         found = list(parts(model))
         self.rooms = {part.name: part.room for part in found}
         self._memory = _Memory({part.name: part.view for part in found}, {})
-        self._mode, self._rank, self._attempt, self._newest = mode, rank, -1, -1
+        self._mode = mode
+        self._rank = rank
+        self._attempt = -1
+        self._newest = -1
         self._ring: tuple[str, torch.Tensor] = "", torch.empty(0)
         self._intake: Intake | None = None
 

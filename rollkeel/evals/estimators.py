@@ -133,7 +133,9 @@ def wilson(per_item: Sequence[float]) -> Estimate:
     """Mean of numbers in [0, 1], with Wilson's (1927) 95 % interval for a share of so many items: never empty, where all items agree
     either, and no shorter than needed, since nothing in [0, 1] varies more than a share. Raises `BadInput` for no items."""
     found = estimate(per_item, resamples=1)
-    n, p, z = found.items, found.value, 1.959964
+    n = found.items
+    p = found.value
+    z = 1.959964
     middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + (z / (2 * n)) ** 2)
     low, high = ((middle + side) / (1 + z * z / n) for side in (-half, half))
     return replace(found, low=low, high=high)

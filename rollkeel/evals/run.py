@@ -101,7 +101,10 @@ class _Asking:
         stop: Callable[[], bool],
     ) -> None:
         """`workers`: for benchmarks that are played turn by turn."""
-        self.config, self.policy, self.engine, self.grader = config, policy, engine, grader
+        self.config = config
+        self.policy = policy
+        self.engine = engine
+        self.grader = grader
         self.workers, self.stop = workers, stop
 
     def answers(

@@ -15,7 +15,9 @@ def show_results(results: Mapping[str, Any], console: Console | None = None) -> 
     columns = ("benchmark", "items", "k", "avg@k", "95 %", "pass@k", "maj@k", "greedy", "cut", "failed")
     console, table = _open(console, columns, left=1)
     for name, result in results["benchmarks"].items():
-        metrics, counts, k = result["metrics"], result["counts"], result["k"]
+        metrics = result["metrics"]
+        counts = result["counts"]
+        k = result["k"]
         mean = metrics.get("avg@k")
         table.add_row(
             f"{name} (judged)" if result.get("judged") else name,

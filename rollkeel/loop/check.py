@@ -113,7 +113,9 @@ def _check_parity(config: Config) -> None:
                 "engine.forward=parity: the trainer computes likewise under run.parity=true alone; set that instead"
             )
         return
-    engine, sampling, dtype = config.engine, config.sampling, config.model.dtype
+    engine = config.engine
+    sampling = config.sampling
+    dtype = config.model.dtype
     needed = {
         "engine.kind": (engine.kind, "local"),
         "engine.forward": (engine.forward, "parity"),

@@ -130,7 +130,9 @@ class Whole(Idle):
         """`prompts` per step with `samples` each; `rounds`: most rounds of dynamic sampling (`rollout/dynamic.py`), 0 for none;
         `varied_only`: train only groups whose rewards differ."""
         super().__init__()
-        self._sampler, self._prompts, self._samples = sampler, prompts, samples
+        self._sampler = sampler
+        self._prompts = prompts
+        self._samples = samples
         self._rounds, self._varied_only = rounds, varied_only
 
     def draw(self, clock: Clock, version: int) -> StepRollouts:
@@ -173,7 +175,9 @@ class Lagged(Idle):
 
     def __init__(self, whole: Whole, waiting: LaggedBatches, note: Callable[[str], None]) -> None:
         super().__init__()
-        self._whole, self._waiting, self._note = whole, waiting, note
+        self._whole = whole
+        self._waiting = waiting
+        self._note = note
 
     def draw(self, clock: Clock, version: int) -> StepRollouts:
         self._whole.consumed = self.consumed
@@ -281,9 +285,13 @@ class Overlapped:
     ) -> None:
         """`opened(step)`: the rollouts of a run behind `step`, before the first is submitted; `updates` per step."""
         self.consumed = 0
-        self._opened, self._inner, self._prompts = opened, opened(0), prompts
+        self._opened = opened
+        self._inner = opened(0)
+        self._prompts = prompts
         self._budget, self._should_stop = budget, should_stop
-        self._max_staleness, self._updates, self._varied_only = max_staleness, updates, varied_only
+        self._max_staleness = max_staleness
+        self._updates = updates
+        self._varied_only = varied_only
 
     def draw(self, clock: Clock, version: int) -> StepRollouts:
         inner = self._inner

@@ -73,7 +73,9 @@ def learn(run: Run, drawn: StepRollouts, clock: Clock) -> dict[str, float]:
 
 
 def _learn(run: Run, drawn: StepRollouts, clock: Clock) -> dict[str, float]:
-    config, objective, step = run.config, run.objective, clock.step
+    config = run.config
+    objective = run.objective
+    step = clock.step
     graded = [r for r in drawn.rollouts if r.reward is not None]
     metrics = advantages.group_metrics([r.reward for r in graded], [r.group for r in graded])
     stated = oddities.Stated.of(config, run.trainer.version, run.source.size)

@@ -44,7 +44,9 @@ class InFile:
         spans = (host.whole_pages(s.data_ptr(), s.nbytes()) for s in _storages(groups).values())
         self._alive = [dict(group) for group in groups]  # their memory must not be given to others while it is away
         self._spans = [(address, size) for address, size in spans if size]
-        self.bytes, self._folder, self._file = sum(size for _, size in self._spans), folder, None
+        self.bytes = sum(size for _, size in self._spans)
+        self._folder = folder
+        self._file = None
 
     def leave(self) -> None:
         file, done = tempfile.TemporaryFile(dir=self._folder), 0  # noqa: SIM115
@@ -165,7 +167,9 @@ class Moves:
         self._folder, self._worker = folder, ThreadPoolExecutor(1, "moves")
         self._away: dict[str, Away] = {}
         self._pending: list[Future[None]] = []
-        self.bytes, self.seconds, self.waited = 0, 0.0, 0.0
+        self.bytes = 0
+        self.seconds = 0.0
+        self.waited = 0.0
         """Moved since `measured`, how long that took, and how long somebody waited for it."""
 
     def out(self, name: str, groups: Iterable[Named]) -> None:
@@ -211,7 +215,9 @@ class Moves:
     def measured(self) -> tuple[int, float, float]:
         """Bytes, seconds and seconds waited since the last call."""
         out = self.bytes, self.seconds, self.waited
-        self.bytes, self.seconds, self.waited = 0, 0.0, 0.0
+        self.bytes = 0
+        self.seconds = 0.0
+        self.waited = 0.0
         return out
 
     def close(self) -> None:

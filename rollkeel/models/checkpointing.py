@@ -89,7 +89,10 @@ class _Results(TorchDispatchMode):
 
     def __init__(self, names: frozenset[str]) -> None:
         super().__init__()
-        self.names, self.kept, self.answered, self.complete = names, list[Any](), 0, False
+        self.names = names
+        self.kept = list[Any]()
+        self.answered = 0
+        self.complete = False
 
     def __enter__(self) -> Any:
         self.answered = 0

@@ -120,7 +120,9 @@ class CompiledDecode:
         the way, before the slots' own tokens, which may look at theirs.
         """
         before = 0
-        token, position, table = state.token.numpy(), state.position.numpy(), state.table.numpy()
+        token = state.token.numpy()
+        position = state.position.numpy()
+        table = state.table.numpy()
         if riding:
             ids, places, tables = _rows(riding, table.shape[1])
             before = len(ids)

@@ -40,7 +40,9 @@ def encode(old: Bits, new: Bits) -> Bits:
     """`[bytes]` uint8 with which `apply` turns `old` into `new`."""
     assert old.dtype == new.dtype
     assert old.shape == new.shape
-    width, total, parts = old.itemsize, 0, [b""]
+    width = old.itemsize
+    total = 0
+    parts = [b""]
     room, scan = min(len(old), CHUNK), _scan if width in _COMPILED else _plain_scan
     gaps, planes = np.empty(room, np.uint8), np.empty((width, room), np.uint8)
     for start in range(0, len(old), CHUNK):
@@ -156,7 +158,9 @@ def _scan(old: Bits, new: Bits, gaps: Bits, planes: Bits) -> tuple[int, int]:
 
 
 def _find(old, new, where, gaps, planes, counts):  # type: ignore[no-untyped-def]
-    k, g, last = 0, 0, -1
+    k = 0
+    g = 0
+    last = -1
     for i in range(len(old)):
         where[k] = i  # whether it changed or not, and counted if it did: a branch would often be guessed wrong
         k += old[i] != new[i]

@@ -68,7 +68,9 @@ class _Layer:
     """Fused weights of one decoder layer and the checkpoint names they are filled from."""
 
     def __init__(self, config: Any, index: int, new: Callable[..., torch.Tensor], head_dim: int) -> None:
-        d, heads, kv = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        d = config.hidden_size
+        heads = config.num_attention_heads
+        kv = config.num_key_value_heads
         q_rows, kv_rows = heads * head_dim, kv * head_dim
         prefix, attn = f"model.layers.{index}", f"model.layers.{index}.self_attn"
         self.norm1, self.norm2 = new(d), new(d)

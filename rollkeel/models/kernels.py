@@ -27,7 +27,9 @@ def _matmul(a, b, out, beta, call):
     flags[0], flags[1] = 84, 78  # 'T', 'N': BLAS is column-major, so it is given the transposed problem
     sizes[0], sizes[1], sizes[2] = b.shape[0], a.shape[0], a.shape[1]
     scalars[0], scalars[1] = 1.0, beta
-    f, s, c = flags.ctypes.data, sizes.ctypes.data, scalars.ctypes.data
+    f = flags.ctypes.data
+    s = sizes.ctypes.data
+    c = scalars.ctypes.data
     sgemm(f, f + 1, s, s + 4, s + 8, c, b.ctypes.data, s + 8, a.ctypes.data, s + 8, c + 4, out.ctypes.data, s)
 
 
@@ -56,8 +58,14 @@ def _top(s, n):
     """Largest of s[:n], n ≥ 1; eight comparisons side by side, because one chain of them waits for itself."""
     a = b = c = d = e = f = g = h = s[0]
     for t in range(0, n - n % UNROLL, UNROLL):
-        a, b, c, d = max(a, s[t]), max(b, s[t + 1]), max(c, s[t + 2]), max(d, s[t + 3])
-        e, f, g, h = max(e, s[t + 4]), max(f, s[t + 5]), max(g, s[t + 6]), max(h, s[t + 7])
+        a = max(a, s[t])
+        b = max(b, s[t + 1])
+        c = max(c, s[t + 2])
+        d = max(d, s[t + 3])
+        e = max(e, s[t + 4])
+        f = max(f, s[t + 5])
+        g = max(g, s[t + 6])
+        h = max(h, s[t + 7])
     for t in range(n - n % UNROLL, n):
         a = max(a, s[t])
     return max(max(max(a, b), max(c, d)), max(max(e, f), max(g, h)))
@@ -115,7 +123,14 @@ def _mix(s, block, count, o):
     """o += Σ s · values, eight at a time: one load and store of o for eight products."""
     whole = count - count % UNROLL
     for i in range(0, whole, UNROLL):
-        w0, w1, w2, w3, w4, w5, w6, w7 = s[i], s[i + 1], s[i + 2], s[i + 3], s[i + 4], s[i + 5], s[i + 6], s[i + 7]
+        w0 = s[i]
+        w1 = s[i + 1]
+        w2 = s[i + 2]
+        w3 = s[i + 3]
+        w4 = s[i + 4]
+        w5 = s[i + 5]
+        w6 = s[i + 6]
+        w7 = s[i + 7]
         for d in range(o.shape[0]):
             low = w0 * block[i, d] + w1 * block[i + 1, d] + w2 * block[i + 2, d] + w3 * block[i + 3, d]
             high = w4 * block[i + 4, d] + w5 * block[i + 5, d] + w6 * block[i + 6, d] + w7 * block[i + 7, d]
@@ -129,7 +144,9 @@ def _mix(s, block, count, o):
 @jit
 def _attend(qkv, heads, kv_heads, keys, values, table, positions, scale, scores, out):
     """Store each token's key and value in its block, then attend over the sequence's blocks; `out [N, heads * d]`."""
-    size, width, group = keys.shape[1], qkv.shape[2], heads // kv_heads
+    size = keys.shape[1]
+    width = qkv.shape[2]
+    group = heads // kv_heads
     for b in range(qkv.shape[0]):
         n = positions[b] + 1
         for h in range(kv_heads):
@@ -188,7 +205,9 @@ def _route(h, router, normalise, chosen, weights):
 def _experts(h, up, down, chosen, weights, x, work, free, call):
     """x += Σ weight · expert(h) over each token's chosen experts; one matrix product per expert and projection."""
     n, k = chosen.shape
-    wide, width, dim = up.shape[1], down.shape[2], h.shape[1]
+    wide = up.shape[1]
+    width = down.shape[2]
+    dim = h.shape[1]
     start = np.zeros(up.shape[0] + 1, np.int64)
     for t in range(n):
         for i in range(k):
@@ -211,7 +230,9 @@ def _experts(h, up, down, chosen, weights, x, work, free, call):
             continue
         _matmul(rows[a:b], up[e], mid[a:b], 0.0, call)
         for j in range(a, b):
-            gate, up_part, out = mid[j, :width], mid[j, width:], act[j]
+            gate = mid[j, :width]
+            up_part = mid[j, width:]
+            out = act[j]
             for d in range(width):
                 out[d] = gate[d] / (np.float32(1) + exp(min(-gate[d], np.float32(80)))) * up_part[d]
         _matmul(act[a:b], down[e], rows[a:b], 0.0, call)
@@ -231,8 +252,12 @@ _INT, _ROWS, _FLOAT, _ROW = "int64[::1]", "int64[:, ::1]", "float32[::1]", "floa
 def layers(active, token, position, table, embedding, cos, sin, norm, rows, shape, scalars, chosen, work, h):
     """Final-norm hidden states `h [N, D]` of the last token of every active slot; arguments: see `compiled.py`."""
     heads, kv_heads, width, blocks, size = shape
-    eps, scale, normalise = scalars[0], scalars[1], scalars[2] > 0
-    count, dim, all_heads = len(active), embedding.shape[1], heads + 2 * kv_heads
+    eps = scalars[0]
+    scale = scalars[1]
+    normalise = scalars[2] > 0
+    count = len(active)
+    dim = embedding.shape[1]
+    all_heads = heads + 2 * kv_heads
     call = (np.empty(2, np.uint8), np.empty(3, np.int32), np.empty(2, np.float32))
     x, free = _rows(work, 0, count, dim)
     qkv, free = _rows(work, free, count, all_heads * width)
@@ -244,7 +269,9 @@ def layers(active, token, position, table, embedding, cos, sin, norm, rows, shap
     moe = 0
     for layer in range(len(rows)):
         at = rows[layer]
-        experts, k, inner = at[11], at[12], at[13]
+        experts = at[11]
+        k = at[12]
+        inner = at[13]
         _rms(x, carray(pointer(at[0]), (dim,)), eps, h)
         _matmul(h, carray(pointer(at[1]), (all_heads * width, dim)), qkv, 0.0, call)
         if at[2]:

@@ -58,7 +58,14 @@ def _tile(x, panel, total, out, begins):
         total[j] = np.float32(0)
     whole = len(x) - len(x) % 8
     for i in range(0, whole, 8):
-        a, b, c, d, e, f, g, h = x[i], x[i + 1], x[i + 2], x[i + 3], x[i + 4], x[i + 5], x[i + 6], x[i + 7]
+        a = x[i]
+        b = x[i + 1]
+        c = x[i + 2]
+        d = x[i + 3]
+        e = x[i + 4]
+        f = x[i + 5]
+        g = x[i + 6]
+        h = x[i + 7]
         for j in range(len(total)):
             t = fma(a, panel[i, j], total[j])
             t = fma(b, panel[i + 1, j], t)
@@ -130,7 +137,9 @@ def swiglu(wide, out):
     """silu(gate) · up of `wide [N, 2W]` = [gate | up]."""
     width = out.shape[1]
     for n in range(len(out)):
-        gate, up, to = wide[n, :width], wide[n, width:], out[n]
+        gate = wide[n, :width]
+        up = wide[n, width:]
+        to = out[n]
         for d in range(width):
             to[d] = gate[d] / (np.float32(1) + _exp(-gate[d])) * up[d]
 
@@ -142,7 +151,10 @@ def _scores(query, keys, scale, s):
         s[t] = np.float32(0)
     whole = len(query) - len(query) % 4
     for d in range(0, whole, 4):
-        w, x, y, z = query[d], query[d + 1], query[d + 2], query[d + 3]
+        w = query[d]
+        x = query[d + 1]
+        y = query[d + 2]
+        z = query[d + 3]
         for t in range(len(s)):
             a = fma(x, keys[d + 1, t], fma(w, keys[d, t], s[t]))
             s[t] = fma(z, keys[d + 3, t], fma(y, keys[d + 2, t], a))
@@ -160,7 +172,10 @@ def _mix(s, values, o):
         o[d] = np.float32(0)
     whole, total = len(s) - len(s) % 4, np.float32(0)
     for t in range(0, whole, 4):
-        w, x, y, z = s[t], s[t + 1], s[t + 2], s[t + 3]
+        w = s[t]
+        x = s[t + 1]
+        y = s[t + 2]
+        z = s[t + 3]
         total = total + w + x + y + z
         for d in range(len(o)):
             a = fma(x, values[t + 1, d], fma(w, values[t, d], o[d]))
@@ -179,7 +194,9 @@ def attend(query, keys, values, table, sequence, seen, kv_heads, scale, out):
 
     `keys`, `values [blocks · KV, size, d]`; `table [S, B]`: the blocks of each sequence. A packed row is blocks of one token.
     """
-    size, group, width = keys.shape[1], query.shape[1] // kv_heads, query.shape[2]
+    size = keys.shape[1]
+    group = query.shape[1] // kv_heads
+    width = query.shape[2]
     longest = 0
     for n in range(len(seen)):
         longest = max(longest, seen[n])

@@ -45,7 +45,9 @@ def rotary_forward(x, weight, eps, heads, cos, sin, out, scales):
     """Norm (where `weight` is not empty) and rotary embedding of `x [N · heads, d]`; `cos`, `sin`: `[N, d/2]`."""
     half = x.shape[1] // 2
     for n in range(x.shape[0]):
-        c, s, scale = cos[n // heads], sin[n // heads], np.float32(1)
+        c = cos[n // heads]
+        s = sin[n // heads]
+        scale = np.float32(1)
         if len(weight):
             total = np.float32(0)
             for d in range(2 * half):
@@ -84,7 +86,11 @@ def swiglu_backward(g, hidden, out):
     width = g.shape[1]
     silu, slope = np.empty(width, np.float32), np.empty(width, np.float32)
     for n in range(hidden.shape[0]):
-        gate, up, d_gate, d_up, dy = hidden[n, :width], hidden[n, width:], out[n, :width], out[n, width:], g[n]
+        gate = hidden[n, :width]
+        up = hidden[n, width:]
+        d_gate = out[n, :width]
+        d_up = out[n, width:]
+        dy = g[n]
         for d in range(width):
             sigmoid = np.float32(1) / (np.float32(1) + exp(min(-gate[d], np.float32(80))))
             silu[d] = gate[d] * sigmoid

@@ -106,10 +106,16 @@ def _cuda_varlen(
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    longest, cu, cu_keys = max(layout.lengths), layout.cu_seqlens, layout.cu_seqlens
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    longest = max(layout.lengths)
+    cu = layout.cu_seqlens
+    cu_keys = layout.cu_seqlens
+    q = q.contiguous()
+    k = k.contiguous()
+    v = v.contiguous()
     if layout.keys is not None and layout.cu_keys is not None:  # of both the last sees the last: windows end together
-        k, v, cu_keys = k[layout.keys], v[layout.keys], layout.cu_keys
+        k = k[layout.keys]
+        v = v[layout.keys]
+        cu_keys = layout.cu_keys
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
     # torch 2.11 has no such argument, and takes fewer heads of keys without being told.
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
@@ -319,7 +325,9 @@ class PackedModel:
         ids, positions = self._probe_tokens(self._embedding.weight.device)
         plain = self._packed(ids, positions, _PROBE_PARTS, _PROBE_PARENTS).float()
         parts = compiled_layers(self.backbone)
-        self._fused, self._attention, self._compiled = False, outside(VARLEN_ATTENTION), lambda: lent(parts)
+        self._fused = False
+        self._attention = outside(VARLEN_ATTENTION)
+        self._compiled = lambda: lent(parts)
         try:
             ours = self._packed(ids, positions, _PROBE_PARTS, _PROBE_PARENTS).float()
         except Exception as error:  # a compiler may raise anything, and more than one line of it

@@ -201,7 +201,10 @@ class Definition:
         again: bool = False,
     ) -> None:
         """`again`: layers keep what goes into them, and the backward runs them once more."""
-        self.embedding, self.layers, self.norm, self._again = embedding, layers, norm, again
+        self.embedding = embedding
+        self.layers = layers
+        self.norm = norm
+        self._again = again
         self.width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
         self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
         self.eps, self.scale = float(config.rms_norm_eps), self.width**-0.5
@@ -257,7 +260,9 @@ class Definition:
         parts = [linear(h, a, b) for a, b in zip(w.qkv, w.qkv_bias, strict=True)]
         qkv = torch.cat(parts, -1).view(len(x), -1, self.width)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), 1)
-        q, k, v = seen("q_proj", q), seen("k_proj", k), seen("v_proj", v)
+        q = seen("q_proj", q)
+        k = seen("k_proj", k)
+        v = seen("v_proj", v)
         if w.qk_norm:
             q = seen("q_norm", rms_norm(q, w.qk_norm[0], self.eps))
             k = seen("k_norm", rms_norm(k, w.qk_norm[1], self.eps))

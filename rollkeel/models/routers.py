@@ -143,7 +143,9 @@ class _Replay(TorchFunctionMode):
 
     def __init__(self, layers: Sequence[torch.nn.Module], chosen: torch.Tensor) -> None:
         super().__init__()
-        self.layers, self.chosen, self.k = layers, chosen, chosen.shape[2]
+        self.layers = layers
+        self.chosen = chosen
+        self.k = chosen.shape[2]
         self.own: list[torch.Tensor] = []
         self._forget()
 

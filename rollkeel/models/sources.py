@@ -121,7 +121,9 @@ class _Piece(NamedTuple):
 
 def _piece(name: str, owner: torch.Tensor, piece: torch.Tensor) -> _Piece:
     """Raises `BadInput` for a tensor that is no box of its parameter."""
-    strides, left, start = owner.stride(), int(piece.storage_offset()), list[int]()
+    strides = owner.stride()
+    left = int(piece.storage_offset())
+    start = list[int]()
     for stride in strides:
         start.append(left // max(stride, 1))
         left %= max(stride, 1)
@@ -142,7 +144,9 @@ def _overlap(piece: _Piece, box: Box) -> tuple[Box, Box] | None:
     """Which slices of a checkpoint tensor lie in a box of its parameter, and where they lie inside of the box; None for none of it."""
     taken, there = [slice(0, n) for n in piece.shape], list[slice]()
     for d, here in enumerate(box):
-        start, step, along = piece.start[d], piece.step[d], piece.dims[d]
+        start = piece.start[d]
+        step = piece.step[d]
+        along = piece.dims[d]
         count = 1 if along is None else piece.shape[along]
         first, last = max(0, -(-(here.start - start) // step)), min(count, -(-(here.stop - start) // step))
         if first >= last:

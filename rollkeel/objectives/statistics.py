@@ -111,7 +111,10 @@ def topk(kind: str, other: bool = True, k: int | None = None) -> Statistic:
         return torch.cat([part(*piece) for piece in pieces])
 
     def part(lp: Tensor, lq: Tensor, top_p: Tensor, top_q: Tensor, *ids: Tensor) -> Tensor:
-        lp, lq, top_p, top_q = wide(lp), wide(lq), wide(top_p[:, :k]), wide(top_q[:, :k])
+        lp = wide(lp)
+        lq = wide(lq)
+        top_p = wide(top_p[:, :k])
+        top_q = wide(top_q[:, :k])
         if ids:
             listed = (ids[0][:, :k] == ids[1][:, None]).any(1)
         else:

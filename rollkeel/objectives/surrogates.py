@@ -104,7 +104,9 @@ def geometric_ppo_clip(clip_low: Any = 0.4, clip_high: Any = 0.4) -> Surrogate:
     )
 
     def evaluate(terms: Terms) -> SurrogateValue:
-        log_ratio, top, bottom = terms.log_ratio.detach(), _value(high), -_value(low)
+        log_ratio = terms.log_ratio.detach()
+        top = _value(high)
+        bottom = -_value(low)
         cut_high, cut_low = outside(terms.advantages, log_ratio, bottom, top)
         held = torch.where(cut_high, top, torch.where(cut_low, bottom, log_ratio))
         mean = terms.bounded(terms.sequence_mean(held)).exp()

@@ -93,8 +93,12 @@ class Controller(Threshold):
                 f" {rate_start}, {rate_end}, {momentum}, {low}, {high}, {steps}"
             )
         super().__init__(min(max(initial, low), high), side)
-        self.rate_start, self.rate_end, self.steps = rate_start, rate_end, steps
-        self.momentum, self.low, self.high = momentum, low, high
+        self.rate_start = rate_start
+        self.rate_end = rate_end
+        self.steps = steps
+        self.momentum = momentum
+        self.low = low
+        self.high = high
         self.left = min(rate_start, rate_end)
         self.updates = 0
         self.acceptance: float | None = None

@@ -93,7 +93,9 @@ class Checks:
         tokens that masks are asked to leave. `parity`: of `run.parity`; `pooled`: a step may have no rollouts; `stops`: whether
         `early` checks do."""
         self._asked = {"peak_lr": peak_lr, "left": left, "parity": float(parity), "pooled": float(pooled)}
-        self._stops, self._usual, self._before = stops, Usual(), -1.0
+        self._stops = stops
+        self._usual = Usual()
+        self._before = -1.0
         self._trained: deque[tuple[int, frozenset[int]]] = deque(maxlen=REMEMBERED)
         self._streak: Counter[str] = Counter()
         self._said: dict[str, int] = {}

@@ -44,7 +44,9 @@ class LiveView:
         self.console = console or Console(highlight=False)
         self._clock = clock
         self._live: Live | None = None
-        self._phase, self._total, self._step = "", 0, 0
+        self._phase = ""
+        self._total = 0
+        self._step = 0
         self._metrics: dict[str, Any] = {}
         self._times: deque[tuple[int, float]] = deque(maxlen=_WINDOW + 1)
         self._notes: deque[Text] = deque(maxlen=_NOTES)
@@ -65,7 +67,9 @@ class LiveView:
 
     def phase(self, name: str, total: int) -> None:
         """Start stage `name` of `total` steps."""
-        self._phase, self._total, self._step = name, total, 0
+        self._phase = name
+        self._total = total
+        self._step = 0
         self._metrics, self._rewards = {}, []
         self._times.clear()
         self._times.append((-1, self._clock()))  # -1: the first step is not known yet

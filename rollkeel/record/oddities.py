@@ -118,7 +118,9 @@ def surplus(rollouts: Sequence[Rollout]) -> float:
             ids = r.span.token_ids.tobytes()
             samples.append((min(0.0, float(r.span.logprobs.sum(dtype=np.float64))), ids in seen, len(members)))
             seen.add(ids)
-    out, found, expected = 0.0, 0, 0.0
+    out = 0.0
+    found = 0
+    expected = 0.0
     for logprob, repeats, n in sorted(samples):
         found, expected = found + repeats, expected + (n - 1) / 2 * math.exp(logprob)
         improbable = found * math.log(found / max(expected, 1e-300)) - found + expected if found > expected else 0.0

@@ -139,7 +139,9 @@ def _check_types(path: Path, schema: pa.Schema) -> None:
     """Raise `Corrupt` for a column of another kind than `docs/trace.md` gives it; one of nothing but null has none."""
     is_list, is_number = pa.types.is_list, (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
     for column in schema:
-        kind, expected, fits = column.type, "", True
+        kind = column.type
+        expected = ""
+        fits = True
         if column.name in _LISTS:
             expected = "lists of numbers"
             fits = (is_list(kind) or pa.types.is_large_list(kind)) and any(f(kind.value_type) for f in is_number)

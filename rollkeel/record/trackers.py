@@ -174,7 +174,9 @@ class _Guarded:
     """Reports the first failure of a tracker and leaves it alone afterwards."""
 
     def __init__(self, name: str, tracker: Tracker, on_failure: Callable[[str], None]) -> None:
-        self._name, self._tracker, self._on_failure = name, tracker, on_failure
+        self._name = name
+        self._tracker = tracker
+        self._on_failure = on_failure
         self._alive = True
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:

@@ -63,7 +63,9 @@ def render(run_dir: str | Path, out: str | Path | None = None) -> Path:
     page. The page stays under 1.5 MB. Raises `BadInput` if `run_dir` is no run folder or cannot be written.
     """
     run = read_run(run_dir)
-    (drawn, quiet), tokens, words = panels(run.rows), _token_charts(run), verdict(run)
+    (drawn, quiet) = panels(run.rows)
+    tokens = _token_charts(run)
+    words = verdict(run)
     if isinstance(tokens, str):
         quiet.append(("Tokens", tokens))
         tokens = []

@@ -96,7 +96,9 @@ def exact(text: str) -> tuple[Fraction, int | None] | None:
 
     Thousands separators, decimals (with a repeating part), fractions, mixed numbers and powers of ten are read.
     """
-    text, exponent, places = text.strip(), 0, None
+    text = text.strip()
+    exponent = 0
+    places = None
     if match := _POWER.fullmatch(text):
         text, exponent = match["head"], int(match["exponent"])
     if match := _FRACTION.fullmatch(text) or _SLASH.fullmatch(text):
@@ -158,7 +160,9 @@ def _balanced(inner: str) -> bool:
 
 def _split(text: str, separator: str) -> list[str]:
     """Pieces between the matches of `separator` that stand outside of all brackets."""
-    pieces, depth, start = [], 0, 0
+    pieces = []
+    depth = 0
+    start = 0
     for match in re.finditer(rf"({separator})|{_BRACKET.pattern}", text):
         if match[1] is None:
             depth += _DEPTH.get(match[0], 0)

@@ -33,7 +33,9 @@ def parts_of(spec: GraderSpec) -> list[GraderSpec]:
 def combined(rollout: Rollout, results: Sequence[tuple[float | None, str]]) -> tuple[float | None, str]:
     """Reward and detail of the whole; None with the reason where a part has none."""
     parts: Sequence[Mapping[str, Any]] = rollout.prompt.grader.options["parts"]
-    total, said, missed = 0.0, [], False
+    total = 0.0
+    said = []
+    missed = False
     for part, (reward, detail) in zip(parts, results, strict=True):
         if reward is None:
             return None, f"mix: {detail}"

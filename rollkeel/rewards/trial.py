@@ -109,12 +109,16 @@ def _gold(
 
     A gold answer that a sound grader cannot read is its row's fault, and a few such rows may be: another is tried.
     """
-    earned, response, failed = None, "", None
+    earned = None
+    response = ""
+    failed = None
     problem, tried = problems.problem(0), 0
     for index in range(min(PROBLEMS, problems.size or PROBLEMS)):
         if isinstance(problems, FileProblems) and not problems.problem(index).answer:
             continue  # a program without a reference solution
-        problem, response, tried = problems.problem(index), problems.response(index, 0.0), tried + 1
+        problem = problems.problem(index)
+        response = problems.response(index, 0.0)
+        tried = tried + 1
         try:
             earned = graded(problem, response)
         except BadInput as error:

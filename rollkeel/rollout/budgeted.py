@@ -211,7 +211,11 @@ class _Phase:
     """One rollout phase: what is in the engine, and what came out of it."""
 
     def __init__(self, pool: Pool, engine: SteppedEngine, tokenizer: Any, grader: Grader | None, table: Table) -> None:
-        self.pool, self.engine, self.tokenizer, self.grader, self.table = pool, engine, tokenizer, grader, table
+        self.pool = pool
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.grader = grader
+        self.table = table
         self.running: dict[int, Rollout] = {}
         self.ended: dict[int, Rollout] = {}
         self.kv: dict[int, KeptKV] = {}

@@ -157,7 +157,9 @@ def extended(rollout: Rollout | None, segment: Segment, tokenizer: Any, engine: 
 
 def _impossible(new: TokenSpan, rollout: Rollout, version: int) -> str:
     """The first position of the response at which `new` tokens cannot be what was asked for, and why; else empty."""
-    sampling, first, ids = rollout.sampling, len(rollout.span), new.token_ids.tolist()
+    sampling = rollout.sampling
+    first = len(rollout.span)
+    ids = new.token_ids.tolist()
     for place, (token, stamp) in enumerate(zip(ids, new.versions.tolist(), strict=True), first):
         if place >= sampling.max_new_tokens:
             return f"position {place}: a token beyond the {sampling.max_new_tokens} that were asked for"

@@ -165,7 +165,9 @@ class Episodes:
         `Status.LENGTH` and the reward so far; a broken environment is `Status.GRADER_FAILURE` and no reward: it is the
         grader, and `grader` has nothing to begin on. Raises as `collect` does.
         """
-        table, live, done = self.table(engine, tokenizer), list(issued), dict[int, Rollout]()
+        table = self.table(engine, tokenizer)
+        live = list(issued)
+        done = dict[int, Rollout]()
         try:
             while live:
                 asked = [table.asked(r) for r in live]

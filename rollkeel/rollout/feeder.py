@@ -73,7 +73,10 @@ class OverlappedRollouts:
 
     def __init__(self, gate: Gate, engine: ScheduledEngine, source: Source, *, deadline_s: float) -> None:
         """Nothing is sampled before `begin`."""
-        self.gate, self._engine, self._source, self._deadline_s = gate, engine, source, deadline_s
+        self.gate = gate
+        self._engine = engine
+        self._source = source
+        self._deadline_s = deadline_s
         self.turns = Turns(deadline_s)
         self._changed = threading.Condition()
         self._flying: dict[int, Rollout] = {}

@@ -94,7 +94,10 @@ class Fleet:
         self.trace: list[tuple[float, int]] | None = None
         """(time, running sequences) at every change, when a list."""
         self._generated = 0.0
-        self._curve, self._size, self._prefill, self._slots = curve, engines / groups, prefill_tokens_s, slots
+        self._curve = curve
+        self._size = engines / groups
+        self._prefill = prefill_tokens_s
+        self._slots = slots
         self._groups, self._whole = [_Group() for _ in range(groups)], groups == 1
         self._stays: dict[int, _Stay] = {}
         self._steps: dict[int, float] = {}

@@ -25,7 +25,10 @@ class Gate:
 
     def __init__(self, *, prompts: int, samples: int, look_ahead: int, steps: int) -> None:
         """`prompts`: groups per step; `samples`: rollouts per group; `look_ahead`: K; `steps`: of the whole run."""
-        self.prompts, self.samples, self.look_ahead, self.steps = prompts, samples, look_ahead, steps
+        self.prompts = prompts
+        self.samples = samples
+        self.look_ahead = look_ahead
+        self.steps = steps
         self.done = 0
         """Steps trained and published."""
         self.admitted = 0
@@ -90,7 +93,9 @@ class Gate:
                 f"rollout.overlap.max_staleness: the checkpoint has rollouts {ahead} steps ahead, expected at most"
                 f" {self.look_ahead}; resume with at least {ahead} * train.updates_per_step"
             )
-        self.done, self.admitted, self._ended = state["done"], state["admitted"], set()
+        self.done = state["done"]
+        self.admitted = state["admitted"]
+        self._ended = set()
 
     @property
     def _size(self) -> int:

@@ -280,7 +280,11 @@ class Pool:
                 )
         self.iteration, self.spent = numbers["iteration"], numbers["spent"]
         self._next_id, self._next_group = numbers["next_id"], numbers["next_group"]
-        self._active, self._full, self._returned, self._totals, self._before = active, full, returned, totals, before
+        self._active = active
+        self._full = full
+        self._returned = returned
+        self._totals = totals
+        self._before = before
         self.members = {m.id: m for m in members}
         self._rebuild()
 

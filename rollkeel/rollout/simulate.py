@@ -130,7 +130,9 @@ def overlapped(scenario: Scenario, lengths: Lengths, slots: int) -> Result:
     The first token of a rollout of age a was sampled at most a + 1 versions before it is trained on, so unfinished
     rollouts are purged above `staleness` − 1; finished ones that waited too long for their group are dropped.
     """
-    share, bound, cost = scenario.asynchronous.share, scenario.asynchronous.staleness, scenario.train
+    share = scenario.asynchronous.share
+    bound = scenario.asynchronous.staleness
+    cost = scenario.train
     slots = max(1, int(slots * share))
     # One batch ahead is its own limit; the pool's would stop an engine that here never waits.
     pool = Pool(replace(_rules(scenario, lengths, slots, bound - 1), train_capacity=0))

@@ -97,7 +97,9 @@ class TerminalTool:
 
     def __init__(self, terminal: Terminal, timeout_s: float, closed: Callable[[], None]) -> None:
         """`closed` is called once, at the end."""
-        self._terminal, self._timeout_s, self._closed = terminal, timeout_s, [closed]
+        self._terminal = terminal
+        self._timeout_s = timeout_s
+        self._closed = [closed]
 
     def run(self, command: str) -> str:
         result = self._run(command)

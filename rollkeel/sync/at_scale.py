@@ -115,7 +115,9 @@ def predict(scenario: SyncScenario) -> dict[str, Any]:
 
 def _end(made: Plan, side: str, total: IntArray, scenario: SyncScenario) -> dict[str, float]:
     """Bytes, messages and seconds of the rank that has most to do on one side."""
-    rank, links, share = int(total.argmax()), scenario.links, scenario.delta_share or 1.0
+    rank = int(total.argmax())
+    links = scenario.links
+    share = scenario.delta_share or 1.0
     peers = made.peers(side, rank)
     mine, theirs = made.hosts if side == "senders" else made.hosts[::-1]
     near = sum(nbytes for peer, nbytes in peers.items() if theirs[peer] == mine[rank])
@@ -195,7 +197,9 @@ def engine_layout(scenario: SyncScenario) -> Layout:
 
 def _tensors(model: ModelConfig) -> list[tuple[list[str], tuple[int, ...], int | None, IntArray | None]]:
     """Names, shape, the dimension that tensor ranks cut, and of experts the number of each."""
-    m, every, sparse = model, range(model.layers), range(model.dense_layers if model.experts else 0, model.layers)
+    m = model
+    every = range(model.layers)
+    sparse = range(model.dense_layers if model.experts else 0, model.layers)
     plain = range(model.dense_layers) if model.experts else every
     out: list[tuple[list[str], tuple[int, ...], int | None, IntArray | None]] = []
 

@@ -29,7 +29,9 @@ class FileCarrier:
     """A `rollkeel.sync.sending.Carrier` of one rank."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank, self._count = folder, rank, 0
+        self._folder = folder
+        self._rank = rank
+        self._count = 0
 
     def put(self, bucket: Sequence[WeightSlice], to: Sequence[int]) -> None:
         about = [[s.name, f"{s.checksum:x}", list(s.starts), s.rounded] for s in bucket]
@@ -54,7 +56,9 @@ class Files:
 
     def __init__(self, folder: Path, receiver: int, senders: int, deadline_s: float) -> None:
         """`deadline_s`: longest wait for the next file."""
-        self._folder, self._receiver, self._deadline_s = folder, receiver, deadline_s
+        self._folder = folder
+        self._receiver = receiver
+        self._deadline_s = deadline_s
         self._left = dict.fromkeys(range(senders), 0)
         """Number of the next bucket of each rank that has not ended."""
         self.checksum = 0

@@ -29,7 +29,9 @@ class GroupCarrier:
 
     def __init__(self, receivers: Sequence[int], deadline_s: float, group: Any = None, device: str = "cpu") -> None:
         """`receivers`: ranks of the default group, in the order of the plan's numbers. `deadline_s`: longest wait for one of them."""
-        self._receivers, self._group, self._device = receivers, group, device
+        self._receivers = receivers
+        self._group = group
+        self._device = device
         self._deadline_s, self._under_way = deadline_s, deque[list[tuple[Any, int]]]()
 
     def put(self, bucket: Sequence[WeightSlice], to: Sequence[int]) -> None:
@@ -84,7 +86,10 @@ class Received:
 
     def __init__(self, senders: Sequence[int], deadline_s: float, group: Any = None, device: str = "cpu") -> None:
         """`senders`: ranks of the default group that send or `finish`. `deadline_s`: longest wait for one of them."""
-        self._senders, self._deadline_s, self._group, self._device = list(senders), deadline_s, group, device
+        self._senders = list(senders)
+        self._deadline_s = deadline_s
+        self._group = group
+        self._device = device
         self._rooms = dict[int, torch.Tensor]()
         self.checksum = 0
         """Of all slices, as the senders that have ended said."""

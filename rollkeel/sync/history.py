@@ -71,7 +71,9 @@ class History:
         self.version, self.kept = -1, list[Delta]()
         self.changed: float | None = None
         """Share of elements that the last publication changed; where `auto` sent all weights, of the rows that it looked at."""
-        self._kind, self._mode, self._base = kind, mode, dict[str, torch.Tensor]()
+        self._kind = kind
+        self._mode = mode
+        self._base = dict[str, torch.Tensor]()
 
     def advance(self, full: WeightUpdate) -> None:
         """Take note of the publication `full`; what an engine then needs, `update` says."""

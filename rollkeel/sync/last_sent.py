@@ -56,7 +56,10 @@ class LastSent:
             return lambda slices: slices  # for an engine that came later: the others still have those in memory here
         if plan != self._plan:
             self._bits.clear()
-        known, self.version, self._plan, self.traffic = self.version >= 0, -1, plan, Traffic(deltas=int(by_delta))
+        known = self.version >= 0
+        self.version = -1
+        self._plan = plan
+        self.traffic = Traffic(deltas=int(by_delta))
         return lambda slices: self._noted(slices, about, by_delta, known)
 
     def done(self, head: WeightUpdate, plan: Hashable) -> None:

@@ -79,7 +79,9 @@ def compare(
     both = (np.concatenate(side).astype(np.float64) for side in (engine, trainer))
     gaps = np.abs(np.subtract(*both))
     gaps[~np.isfinite(gaps)] = np.inf
-    median, mean, largest = float(np.median(gaps)), float(gaps.mean()), float(gaps.max())
+    median = float(np.median(gaps))
+    mean = float(gaps.mean())
+    largest = float(gaps.max())
     agrees = median <= limit.median and mean <= limit.mean
     return Verdict(agrees=agrees, median=median, mean=mean, max=largest, tolerance=limit)
 

@@ -63,7 +63,9 @@ class DirectPublisher:
         """`probes`: also asked of every engine that is a `ProbedEngine`, after each publication. `shared`: the engines compute with
         the very weights that are published. `kind`: `sync.kind`, for engines that prove their memory and do not share it. `buffer_mb`:
         `sync.buffer_mb`, for those that take boxes; 0 has them take folders."""
-        self.engines, self.probes, self.shared = tuple(engines), probes, shared
+        self.engines = tuple(engines)
+        self.probes = probes
+        self.shared = shared
         self._base: int | None = None
         self._kind = "full" if shared else kind
         self._histories: dict[str | None, History] = {}
@@ -126,7 +128,9 @@ class DirectPublisher:
         """Bring an engine the least that it needs, and all weights where it refuses that."""
         from rollkeel.sync.history import nbytes
 
-        update, sent, refused = history.update(full, engine.version), 0, False
+        update = history.update(full, engine.version)
+        sent = 0
+        refused = False
         try:
             sent += nbytes(update)
             self._bring(engine, update)

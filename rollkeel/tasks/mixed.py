@@ -46,7 +46,9 @@ class MixedProblems(Problems):
 
     def __init__(self, sources: Sequence[SourceConfig], parts: Sequence[Problems], seed: int) -> None:
         """Raises `BadInput` where prompts have no value by which they would be drawn."""
-        self.parts, self._sources, self._seed = tuple(parts), tuple(sources), seed
+        self.parts = tuple(parts)
+        self._sources = tuple(sources)
+        self._seed = seed
         whole = sum(source.share for source in sources)
         self._shares = [source.share / whole for source in sources]
         for source, part in zip(sources, parts, strict=True):

@@ -104,7 +104,9 @@ class Programs(Task[ProgramsOptions]):
 
     def near_misses(self, item: TaskItem) -> Sequence[str]:
         """Right on what is shown and on little else; off by one; wrong for one hidden input, for lists the empty one."""
-        shown, tests, mode = item.metadata["shown"], item.metadata["tests"], item.metadata["mode"]
+        shown = item.metadata["shown"]
+        tests = item.metadata["tests"]
+        mode = item.metadata["mode"]
         if mode == "expression":
             table = {case["input"]["x"]: case["output"] for case in shown}
             x, y = tests[-1]["input"]["x"], tests[-1]["output"]

@@ -78,8 +78,12 @@ class GeneratedProblems(Problems):
         self, task: Task[Any], seed: int, split: str, name: str = "", grader: GraderSpec | None = None
     ) -> None:
         """`name` and `grader` take the place of the family's own."""
-        self.name, self.size, self._grader = name or task.name, None, grader
-        self.task, self.seed, self.split = task, seed, split
+        self.name = name or task.name
+        self.size = None
+        self._grader = grader
+        self.task = task
+        self.seed = seed
+        self.split = split
         self._options = task.options.defining()
         self._last: tuple[int, TaskItem] | None = None
 
@@ -203,8 +207,13 @@ class PromptSource:
         """`eos_token_id` ends demonstrations; None takes the tokenizer's. `problems`: taken in place of those `config` names.
         Raises `BadInput` for unusable data or options."""
         check_split(split)
-        self.config, self.tokenizer, self.seed, self.split = config, tokenizer, seed, split
-        self.vocab_size, self.max_prompt, self.context = vocab_size, max_prompt, context
+        self.config = config
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self.split = split
+        self.vocab_size = vocab_size
+        self.max_prompt = max_prompt
+        self.context = context
         self.eos_token_id = tokenizer.eos_token_id if eos_token_id is None else eos_token_id
         if config.chat_template and not getattr(tokenizer, "chat_template", None):
             raise BadInput(
@@ -278,7 +287,9 @@ class PromptSource:
         return [(self._checked_prompt(i, p), self._checked_response(i, len(p), r)) for i, p, r in pairs]
 
     def _episode(self, environment: Environment[Any], index: int, label_noise: float) -> Example:
-        item, parts, own = TaskItem.from_json(self._problem(index).grader.options["item"]), [], []
+        item = TaskItem.from_json(self._problem(index).grader.options["item"])
+        parts = []
+        own = []
         try:
             environment.reset(item)
             actions = self.problems.response(index, label_noise).split("\n")

@@ -113,7 +113,9 @@ def _columns(value: Any, name: str | None) -> tuple[str | None, list[dict[str, A
     """APPS: parallel lists. Outputs that are all lists of one value are that value, as its function problems have them."""
     if not isinstance(value, Mapping) or not all(isinstance(value.get(k), list) for k in ("inputs", "outputs")):
         raise Refused("no lists of inputs and outputs")
-    inputs, outputs, name = value["inputs"], value["outputs"], value.get("fn_name") or name
+    inputs = value["inputs"]
+    outputs = value["outputs"]
+    name = value.get("fn_name") or name
     if len(inputs) != len(outputs):
         raise Refused("inputs and outputs differ in number")
     if name:

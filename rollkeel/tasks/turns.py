@@ -39,7 +39,9 @@ class Dialogue:
         """`chat`: environments speak as `role` of the tokenizer's chat template. Raises `BadInput` for one that cannot."""
         if role != "user" and not chat:
             raise BadInput(f"data.chat_template: this environment speaks as {role}; set it to true")
-        self._tokenizer, self._chat, self._role = tokenizer, chat, role
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._role = role
         self._frames = {count: self._frame(count) for count in ((1, 2) if role == "tool" else (1,))}
 
     def between(self, texts: Sequence[str], last: int | None) -> IntArray:

@@ -235,7 +235,9 @@ def _tokens(text: str) -> list[tuple[str, str, int]]:
 
 def _product(tokens: deque[tuple[str, str, int]], depth: int, grouped: bool) -> Unit:
     """The unit up to a closing parenthesis or the end; its tokens are taken off. `grouped`: all factors behind a slash are below it."""
-    unit, below, op = NONE, False, ""
+    unit = NONE
+    below = False
+    op = ""
     while True:
         kind, word, power = tokens.popleft() if tokens else ("", "", 1)
         if kind == "one":

@@ -65,7 +65,10 @@ class AdamW:
         weight_decay: float,
         eight_bit: bool = False,
     ) -> None:
-        self.parameters, self.betas, self.weight_decay, self.eps = list(parameters), betas, weight_decay, 1e-8
+        self.parameters = list(parameters)
+        self.betas = betas
+        self.weight_decay = weight_decay
+        self.eps = 1e-8
         self.eight_bit = eight_bit
         self.state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         """By parameter, made when first needed: `step`, `exp_avg`, `exp_avg_sq`, `rest` of a low-precision one, and `scales` of
@@ -112,7 +115,12 @@ class AdamW:
                 seed += 2 * len(batch)
 
     def _apply(self, batch: Sequence[tuple[torch.Tensor, slice]], lr: float, weight_decay: float, seed: int) -> None:
-        held, grads, moments, squares, steps, small = [], [], [], [], [], []
+        held = []
+        grads = []
+        moments = []
+        squares = []
+        steps = []
+        small = []
         for p, part in batch:
             state = self.state_of(p)
             rest = state.get("rest")

@@ -52,7 +52,9 @@ class ChangedShare:
 
     def __init__(self, adamw: AdamW, mesh: Mesh = Mesh(), counted: Sequence[torch.nn.Parameter] | None = None) -> None:
         """`counted`: the parameters that this rank counts, all if not given."""
-        self._adamw, self._mesh, self._places = adamw, mesh, list[int]()
+        self._adamw = adamw
+        self._mesh = mesh
+        self._places = list[int]()
         self._counted = adamw.parameters if counted is None else counted
         self._views: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         # An odd stride meets every column; a parameter shorter than it is told by its first element.

@@ -37,8 +37,13 @@ class Passes:
         pair: float = 0.0,
     ) -> None:
         """`pair`: see `balance.pair_cost`."""
-        self._tokens, self._temperature, self._replay = tokens, temperature, replay
-        self._helpers, self._mesh, self._tree, self._pair = list(helpers), mesh, tree, pair
+        self._tokens = tokens
+        self._temperature = temperature
+        self._replay = replay
+        self._helpers = list(helpers)
+        self._mesh = mesh
+        self._tree = tree
+        self._pair = pair
 
     @property
     def by_sum(self) -> bool:

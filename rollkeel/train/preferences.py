@@ -87,7 +87,10 @@ class RewardModel:
         if pad is None:
             raise BadInput("reward model: expected a tokenizer with a padding or end token, this one has neither")
         model.config.get_text_config().pad_token_id = model.config.pad_token_id = pad
-        self.model, self.tokenizer, self.pad, self.max_tokens = model.eval(), tokenizer, int(pad), max_tokens
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.pad = int(pad)
+        self.max_tokens = max_tokens
         self.context = int(getattr(model.config.get_text_config(), "max_position_embeddings", 2**31))
 
     @classmethod

@@ -60,7 +60,9 @@ def save(folder: Path, mesh: Mesh, held: Mapping[str, Held], about: Mapping[str,
     ranks if one cannot write.
     """
     everyone = mesh.everyone({name: (_places(h), h.shape, NAMES[h.part.dtype]) for name, h in held.items()})
-    file, entries, tensors = f"part-{mesh.rank:05}.safetensors", list[Entry](), list[torch.Tensor]()
+    file = f"part-{mesh.rank:05}.safetensors"
+    entries = list[Entry]()
+    tensors = list[torch.Tensor]()
     told: dict[str, dict[str, Any]] = {}
     for number, (name, h) in enumerate(held.items()):
         same = [

@@ -61,7 +61,9 @@ def cuts(
         raise BadInput(
             f"sft.batch_tokens={config.batch_tokens}: counts the tokens of demonstrations: set sft.batch_size"
         )
-    out, held, index = [0], 0, 0
+    out = [0]
+    held = 0
+    index = 0
     while index < end if end else len(out) <= config.steps:
         for prompt, response, *_ in examples(range(index, min(index + 256, end or index + 256))):
             size = len(prompt) + len(response)
@@ -149,7 +151,9 @@ def _learnt(example: Example) -> np.ndarray:
 
 
 def _step(work: Supervised, batch: Sequence[Example], max_tokens: int, device: torch.device) -> dict[str, float]:
-    stepper, forward, mesh = work.stepper, work.forward, work.trained.layout.mesh
+    stepper = work.stepper
+    forward = work.forward
+    mesh = work.trained.layout.mesh
     for i, (prompt, response, *_) in enumerate(batch):
         if len(prompt) == 0 or len(response) == 0:
             raise BadInput(

@@ -169,10 +169,14 @@ def _fill(model: torch.nn.Module, layout: Layout, source: Source, device: torch.
 
 def gathered(model: torch.nn.Module, pieces: Pieces, deal: Deal) -> Iterator[tuple[str, torch.Tensor]]:
     """(Checkpoint name, tensor) of a sharded model: one parameter whole at a time, on every rank."""
-    live, held, whole = tensors_of(model), "", torch.empty(0)
+    live = tensors_of(model)
+    held = ""
+    whole = torch.empty(0)
     for name, owner, piece in pieces:
         if owner != held:
-            whole, held, part = torch.empty(0), owner, live[owner].detach()
+            whole = torch.empty(0)
+            held = owner
+            part = live[owner].detach()
             whole = part if local(part) is part else _all_rows(part, deal.mesh)
             whole = deal.whole(owner, whole)
         yield name, piece_of(whole, piece)

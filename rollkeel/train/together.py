@@ -70,7 +70,9 @@ class UnfinishedTogether:
     """Implements `rollkeel.train.sft.Kept` on several ranks; the first one's clock and files count."""
 
     def __init__(self, folder: Path, key: str, mesh: Mesh) -> None:
-        self._folder, self._key, self._mesh = folder, key, mesh
+        self._folder = folder
+        self._key = key
+        self._mesh = mesh
         self._first = Unfinished(folder, key)
 
     @property

@@ -118,7 +118,9 @@ def _compare(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int
 
 def save_trained(folder: Path, trained: Trained) -> dict[str, dict[str, Any]]:
     """Write weights, moments, update count and reference. Collective. Returns size and SHA-256 of every file by name."""
-    layout, held, steps = trained.layout, dict[str, Held](), dict[str, float]()
+    layout = trained.layout
+    held = dict[str, Held]()
+    steps = dict[str, float]()
     for kind in ("weights", "reference"):
         for name, part in trained.weights(kind).items():
             held[f"{kind}/{name}"] = Held(part, layout.boxes(name), layout.shapes[name])

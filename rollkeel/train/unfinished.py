@@ -19,7 +19,9 @@ class Unfinished:
     """Implements `rollkeel.train.sft.Kept`. State of another warm start (`key`), or damaged, counts as none."""
 
     def __init__(self, folder: Path, key: str) -> None:
-        self.folder, self._key, self._saved = folder, key, time.monotonic()
+        self.folder = folder
+        self._key = key
+        self._saved = time.monotonic()
         self.step = 0
         """Of the state that was loaded or saved last."""
 

@@ -64,7 +64,10 @@ class Sequences:
     """
 
     def __init__(self, source: str, path: Path, notes: Notes, *, room: float = float("inf")) -> None:
-        self.source, self.path, self.notes, self._room = source, path, notes, room
+        self.source = source
+        self.path = path
+        self.notes = notes
+        self._room = room
         self._found: list[Response] = []
         self._tokens: dict[str, list[np.ndarray | None]] = {name: [] for name in TOKENS}
 

@@ -211,7 +211,10 @@ def _facts(stated: tuple[Any, ...], config: Mapping[str, Any], unmoved: tuple[in
         found = config.get(name)
         return found if isinstance(found, Mapping) else {}
 
-    train, rollout, model, old = section("train"), section("rollout"), section("model"), section("advantages")
+    train = section("train")
+    rollout = section("rollout")
+    model = section("model")
+    old = section("advantages")
     routing = rollout.get("routing")
     dtypes = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
     return Facts(

@@ -86,7 +86,9 @@ def _array(stored: Any) -> np.ndarray | None:
     if not isinstance(stored, dict):
         found = plain(stored)
         return found if isinstance(found, np.ndarray) else None
-    data, shape, dtype = stored.get("data"), stored.get("shape"), stored.get("dtype")
+    data = stored.get("data")
+    shape = stored.get("shape")
+    dtype = stored.get("dtype")
     if not isinstance(data, bytes):
         return None
     if stored.get("format") == "torch":

@@ -131,7 +131,9 @@ class _Machine(pickle._Unpickler):
     def __init__(self, data: bytes, builders: Mapping[str, Builder], storage: Callable[[Any], Any] | None) -> None:
         self.data, self.file = data, io.BytesIO(data)
         super().__init__(self.file, encoding="latin-1")
-        self.builders, self.storage, self.objects = builders, storage, 0
+        self.builders = builders
+        self.storage = storage
+        self.objects = 0
 
     def find_class(self, module: str, name: str) -> Name:
         if len(module) + len(name) > MAX_NAME:

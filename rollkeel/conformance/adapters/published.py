@@ -73,7 +73,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds the checkout's files first, then what is installed, then stand-ins."""
 
     def __init__(self, root: Path, package: str, whole: Sequence[str], absent: Sequence[str]) -> None:
-        self.root, self.package, self.whole, self.absent = root, package, whole, absent
+        self.root = root
+        self.package = package
+        self.whole = whole
+        self.absent = absent
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if _below(name, self.absent):

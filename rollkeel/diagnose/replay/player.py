@@ -51,7 +51,10 @@ class Player:
 
     def __init__(self, record: Record, config: Config, view: LiveView, stop: StopFlag, *, samples: bool) -> None:
         """`samples`: open the engine, and bring along what the loop carries from step to step."""
-        self.record, self.view, self.stop, self.samples = record, view, stop, samples
+        self.record = record
+        self.view = view
+        self.stop = stop
+        self.samples = samples
         self.lag = config.experiment.lag if samples else 0
         """Steps between sampling a batch and training it; who plays goes back as many instead of waiting."""
         self.config = config.model_copy(
@@ -65,7 +68,9 @@ class Player:
             }
         )
         self.carries = samples and config.run.loop != "sync"
-        self.at, self.start, self.from_start = 0, "", False
+        self.at = 0
+        self.start = ""
+        self.from_start = False
         self.parting: Parting | None = None
         self.notes: list[str] = []
         self._begun_at = 0

@@ -122,7 +122,9 @@ class _Played:
     """One step: the state it is sampled from, the state it is trained from, and what came of it."""
 
     def __init__(self, player: Player, step: int, part: str) -> None:
-        self.player, self.step, self.part = player, step, part
+        self.player = player
+        self.step = step
+        self.part = part
         self.first = max(0, step - 1 - player.lag)
         self.states: list[dict[str, Any]] = []
         self.before: Weights = {}

@@ -29,13 +29,17 @@ def _attend(
     TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH_2: tl.constexpr, VALUES_2: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys of one sequence and key head; the group's queries are the rows of its products."""
-    row, kv, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    row = tl.program_id(0).to(tl.int64)
+    kv = tl.program_id(1)
+    split = tl.program_id(2)
     position = tl.maximum(tl.load(positions + row), 0)
     first = tl.maximum(position - WINDOW + 1, 0)
     start = split * SPLIT
     if (start > position) | (start + SPLIT <= first):
         return
-    r, d, e = tl.arange(0, ROWS), tl.arange(0, WIDTH_2), tl.arange(0, VALUES_2)
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, WIDTH_2)
+    e = tl.arange(0, VALUES_2)
     head = kv * GROUP + r
     q = tl.load(
         query + row * query_row + head[:, None] * query_head + d[None, :],

@@ -35,7 +35,9 @@ def _terms(text: str, constraint: Mapping[str, Any]) -> Iterator[str]:
         yield f'"{ENGLISH}"'
     pieces = text.split(" ")
     middle = len(pieces) // 2
-    before, word, after = pieces[:middle], pieces[middle], pieces[middle + 1 :]
+    before = pieces[:middle]
+    word = pieces[middle]
+    after = pieces[middle + 1 :]
     marks = [",", "A", ";", *constraint.get("marks", []), *constraint.get("forbidden_words", []), letter, named[0]]
     for mark in filter(None, marks):
         yield " ".join([*before, word + mark, *after])

@@ -134,7 +134,10 @@ def _tested(
     """With hidden tests of every function, and one that fails in a file that all may read."""
     module, *users = [path.removesuffix(".py") for path in files]
     sources = [_joined(files), _joined(edited(files, [wrong])), _joined(edited(files, [*gold[:-1], wrong]))]
-    lines, failing, passing, shown = list[str](), list[str](), list[str](), ""
+    lines = list[str]()
+    failing = list[str]()
+    passing = list[str]()
+    shown = ""
     called = [(f, f.name, module) for f in made] + [(broken, "pair", user) for user in users]
     for function, name, home in called:
         lines.append(f"from {home} import {name}")

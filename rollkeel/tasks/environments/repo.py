@@ -94,7 +94,9 @@ class Repo(Environment[RepoOptions]):
         """What is printed; the terminal opens with the first command that needs one."""
         match = EDIT.fullmatch(command)
         if self._tool is None and match and match[1] in self._files:
-            path, line, text = match[1], int(match[2]) - 1, match[3]
+            path = match[1]
+            line = int(match[2]) - 1
+            text = match[3]
             lines = self._files[path].split("\n")
             if line >= len(lines) - (not lines[-1]):
                 return NO_LINE

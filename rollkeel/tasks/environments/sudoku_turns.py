@@ -45,7 +45,9 @@ class SudokuTurns(Environment[SudokuTurnsOptions]):
         return self._grids.effort(item)
 
     def reset(self, item: TaskItem) -> str:
-        self._grid, self._full, self._left = item.text[:-1], item.answer, self._turns
+        self._grid = item.text[:-1]
+        self._full = item.answer
+        self._left = self._turns
         return item.text
 
     def step(self, action: str) -> Step:

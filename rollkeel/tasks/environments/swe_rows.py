@@ -95,7 +95,10 @@ def patched(files: Mapping[str, str], diff: str) -> dict[str, str]:
     """Files after a unified diff. Raises `BadPatch`: nothing is searched for, every line must be where the diff says."""
     out = dict(files)
     lines = iter(diff.split("\n"))
-    old, new, at, shift = "", "", list[str](), 0
+    old = ""
+    new = ""
+    at = list[str]()
+    shift = 0
     for line in lines:
         if line.startswith(("rename ", "Binary files", "GIT binary")):
             raise BadPatch(f"patch: {line!r} cannot be followed")

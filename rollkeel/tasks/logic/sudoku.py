@@ -123,7 +123,9 @@ def search(
     The cell with the fewest candidates is filled first, candidates in ascending order or shuffled by `rng`. `whole` looks
     on for all solutions, so that the digits tried cover the proof that there is one.
     """
-    cells, found, tried = list(grid), list[int](), 0
+    cells = list(grid)
+    found = list[int]()
+    tried = 0
 
     def fill() -> bool:
         nonlocal found, tried
