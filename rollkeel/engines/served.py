@@ -65,8 +65,7 @@ class ServedEngine:
         `planned`: bytes of `device` that training holds beside the server; `sleeps`: whether the server can `rest`."""
         text = hf_config.get_text_config()
         length = longest(hf_config, config, max_length)
-        self._hf_config = hf_config
-        self._config = config
+        self._hf_config, self._config = hf_config, config
         self._backend = backend
         self._vocab_size = int(text.vocab_size)
         self._capabilities = Capabilities(

@@ -280,8 +280,7 @@ class Pool:
                 )
         self.iteration, self.spent = numbers["iteration"], numbers["spent"]
         self._next_id, self._next_group = numbers["next_id"], numbers["next_group"]
-        self._active = active
-        self._full = full
+        self._active, self._full = active, full
         self._returned = returned
         self._totals = totals
         self._before = before
