@@ -62,7 +62,7 @@ def side(rank: int, port: int, options: argparse.Namespace, pipe: Any) -> None:
             carrier.finish(send_part(made, 0, held, about, carrier))
             return
         half = Half(memory, proven)
-        for pieces in Received([0], 60.0):
+        for pieces in Received([0], 60.0, into=half.live):
             half.take(pieces)
 
     def unproven() -> None:

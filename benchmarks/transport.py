@@ -68,8 +68,18 @@ class Half:
             self._intake.take(pieces)
             return
         for piece in pieces:
-            place = tuple(slice(a, a + n) for a, n in zip(piece.starts, piece.tensor.shape, strict=True))
-            self._memory.destinations[piece.name][place].copy_(piece.tensor)
+            if (view := self._view(piece)).data_ptr() != piece.tensor.data_ptr():
+                view.copy_(piece.tensor)
+
+    def live(self, piece: WeightSlice) -> torch.Tensor | None:
+        """See `Intake.live`."""
+        if self._intake is not None:
+            return self._intake.live(piece)
+        return view if (view := self._view(piece)).is_contiguous() else None
+
+    def _view(self, piece: WeightSlice) -> torch.Tensor:
+        place = tuple(slice(a, a + n) for a, n in zip(piece.starts, piece.tensor.shape, strict=True))
+        return self._memory.destinations[piece.name][place]
 
 
 def engine(pipe: Any, names: Sequence[str]) -> None:

@@ -138,6 +138,17 @@ class Intake:
         check_total(self._total, checksum, version)
         return checksum, self._base
 
+    def live(self, piece: WeightSlice) -> torch.Tensor | None:
+        """Where the bytes of such a slice may be written before it is taken: the engine's own memory, if it is in one piece and holds
+        just these bytes. Of `piece` only the tensor's shape and dtype count, so it may be on the meta device."""
+        room, starts = self._place(piece)
+        view = self._held[piece.name]
+        rounds = weight_rounder(self._mode) is not None and is_quantised(piece.name, view) and not piece.rounded
+        if self._head.kind == "delta" or isinstance(view, Packed) or rounds or view.dtype != piece.tensor.dtype:
+            return None
+        inside = tuple(slice(a - b, a - b + n) for a, b, n in zip(starts, room.starts, _shape(piece), strict=True))
+        return view[inside] if view[inside].is_contiguous() else None
+
     def _place(self, piece: WeightSlice) -> tuple[Room, tuple[int, ...]]:
         """The room of the engine's weight, and the first index of the slice in the whole of it."""
         view, shape = self._held.get(piece.name), _shape(piece)
@@ -196,7 +207,8 @@ class Intake:
         if waits:
             self._waiting[name] = tensor.dtype
         if not rounds or piece.rounded or waits:
-            view.copy_(tensor)
+            if isinstance(view, Packed) or tensor.data_ptr() != view.data_ptr():  # else it was written there as it came
+                view.copy_(tensor)
         else:
             view.copy_(rounded(name, tensor, mode))
         view = view.read() if isinstance(view, Packed) else view

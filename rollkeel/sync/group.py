@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -40,7 +41,7 @@ class GroupCarrier:
         like = [(str(s.tensor.dtype).removeprefix("torch."), list(s.tensor.shape)) for s in bucket]
         about = [(*each, s.name, s.checksum, s.starts, s.rounded) for each, s in zip(like, bucket, strict=True)]
         parts = list(self._parts(bucket))
-        self._send([[part.nbytes for part in parts], about], parts, to)
+        self._send([[(part.nbytes, count) for part, count in parts], about], [part for part, _ in parts], to)
 
     def flush(self) -> None:
         while self._under_way:
@@ -52,8 +53,9 @@ class GroupCarrier:
             self._send(total, [], [receiver])
         self.flush()
 
-    def _parts(self, bucket: Sequence[WeightSlice]) -> Iterator[torch.Tensor]:
-        """The bytes of a bucket in order. What lies in one piece stays where it is: nobody changes weights while they are sent."""
+    def _parts(self, bucket: Sequence[WeightSlice]) -> Iterator[tuple[torch.Tensor, int]]:
+        """The bytes of a bucket in order, and of how many slices each part is. What lies in one piece stays where it is: nobody
+        changes weights while they are sent."""
         small = list[WeightSlice]()
         for piece in (*bucket, None):
             alone = piece is not None and piece.tensor.nbytes >= ALONE and piece.tensor.is_contiguous()
@@ -62,10 +64,10 @@ class GroupCarrier:
                     sum(aligned(s.tensor.nbytes) for s in small), dtype=torch.uint8, device=self._device
                 )
                 write(small, packed)
-                yield packed
+                yield packed, len(small)
                 small = []
             if piece is not None and alone:
-                yield piece.tensor.to(self._device).view(-1).view(torch.uint8)
+                yield piece.tensor.to(self._device).view(-1).view(torch.uint8), 1
             elif piece is not None:
                 small.append(piece)
 
@@ -84,9 +86,18 @@ class GroupCarrier:
 class Received:
     """What a receiver gets: buckets, which stay as they are until the next one is asked for."""
 
-    def __init__(self, senders: Sequence[int], deadline_s: float, group: Any = None, device: str = "cpu") -> None:
-        """`senders`: ranks of the default group that send or `finish`. `deadline_s`: longest wait for one of them."""
+    def __init__(
+        self,
+        senders: Sequence[int],
+        deadline_s: float,
+        group: Any = None,
+        device: str = "cpu",
+        into: Callable[[WeightSlice], torch.Tensor | None] = lambda piece: None,
+    ) -> None:
+        """`senders`: ranks of the default group that send or `finish`. `deadline_s`: longest wait for one of them. `into`: memory
+        of this device that a slice, whose tensor is on the meta device, may be written to as it comes, see `Intake.live`."""
         self._senders = list(senders)
+        self._into = into
         self._deadline_s = deadline_s
         self._group = group
         self._device = device
@@ -108,19 +119,30 @@ class Received:
                 if isinstance(about, int):
                     self.checksum = (self.checksum + about) & MASK
                     continue
-                (sizes, about), start = about, 0
-                parts = []
-                for size in sizes:
-                    parts.append(dist.irecv(data[start : start + size], rank, group=self._group))
-                    start += aligned(size)
-                for part in parts:
-                    self._came(part, rank)
+                yield self._bucket(rank, *about, data)
                 coming[rank] = self._asked(rank)
-                tensors = places([(getattr(torch, dtype), shape) for dtype, shape, *_ in about], data)
-                yield [
-                    WeightSlice(name=name, tensor=tensor, checksum=checksum, starts=tuple(starts), rounded=rounded)
-                    for (_, _, name, checksum, starts, rounded), tensor in zip(about, tensors, strict=True)
-                ]
+
+    def _bucket(self, rank: int, sizes: list[list[int]], about: list[Any], data: torch.Tensor) -> list[WeightSlice]:
+        """One bucket, of which `sizes` has the bytes and the number of slices of each message."""
+        slices, parts = list[WeightSlice](), list[Any]()
+        tensors = places([(getattr(torch, dtype), shape) for dtype, shape, *_ in about], data)
+        for (_, _, name, checksum, starts, rounded), tensor in zip(about, tensors, strict=True):
+            slices.append(
+                WeightSlice(name=name, tensor=tensor, checksum=checksum, starts=tuple(starts), rounded=rounded)
+            )
+        start = first = 0
+        for size, count in sizes:
+            room, piece = data[start : start + size], slices[first]
+            live = self._into(replace(piece, tensor=piece.tensor.to("meta"))) if count == 1 else None
+            if live is not None and live.nbytes == size:
+                slices[first] = replace(piece, tensor=live)
+                room = live.view(-1).view(torch.uint8)
+            parts.append(dist.irecv(room, rank, group=self._group))
+            start += aligned(size)
+            first += count
+        for part in parts:
+            self._came(part, rank)
+        return slices
 
     def _room(self, rank: int, size: int) -> torch.Tensor:
         """Memory for a bucket of a sender, which takes its last one's place: fresh memory costs more than what is sent."""

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+import rollkeel.sync.group
 from rollkeel import objectives
 from rollkeel.config import EngineConfig
 from rollkeel.engines.intake import Intake, Room
@@ -26,7 +27,7 @@ from rollkeel.sync.group import GroupCarrier, Received
 from rollkeel.sync.sending import Outgoing, Weights, send_part
 from rollkeel.train.mesh import Mesh, join
 from rollkeel.train.trainer import LocalTrainer
-from rollkeel.types import WeightUpdate
+from rollkeel.types import WeightSlice, WeightUpdate
 from tests.train.mesh_io_ranks import Watcher
 from tests.train.mesh_ranks import Case, batch, trainer, weights_of
 
@@ -68,6 +69,9 @@ class Publication(Case):
 def in_a_group(rank: int, folder: str, case: Publication, stops: int) -> None:
     """Ranks 0 … of the mesh send to rank 2, an engine. `stops`: buckets after which rank 1 ends without a word."""
     torch.set_num_threads(1)
+    rollkeel.sync.group.ALONE = (
+        2_000  # so that these small weights have parts that come straight into the engine's memory
+    )
     about: dict[str, Any] = {"rank": rank, "world_size": 3, "timeout": timedelta(seconds=60)}
     dist.init_process_group("gloo", init_method=f"file://{folder}/start", **about)
     mesh, out = join(**case.sizes, ranks=range(2)), dict[str, Any]()
@@ -76,7 +80,14 @@ def in_a_group(rank: int, folder: str, case: Publication, stops: int) -> None:
             build_preset(case.model, 7, case.overrides)[0].config, EngineConfig(dtype=case.mode), max_length=32
         )
         head = WeightUpdate(kind="full", base_version=None, version=3, slices=(), checksum=0, mode=case.mode)
-        intake, came = Intake(head, engine.memory, case.mode, engine.retire()), Received([0, 1], 20.0)
+        intake = Intake(head, engine.memory, case.mode, engine.retire())
+
+        def live(piece: WeightSlice) -> torch.Tensor | None:
+            room = intake.live(piece)
+            out["live"] = out.get("live", 0) + (room is not None)
+            return room
+
+        came = Received([0, 1], 20.0, into=live)
         try:
             for bucket in came:
                 intake.take(bucket)

@@ -72,9 +72,14 @@ def intake_of(engine: LocalEngine, mode: str) -> Intake:
 
 
 def arrive(engine: LocalEngine, mode: str, slices: Sequence[WeightSlice], total: int) -> None:
+    """Every other slice comes straight into the engine's memory, where that may be."""
     intake = intake_of(engine, mode)
-    for piece in slices:
-        intake.take([piece])
+    for number, piece in enumerate(slices):
+        live = intake.live(replace(piece, tensor=piece.tensor.to("meta"))) if number % 2 else None
+        if live is not None:
+            assert live.untyped_storage().data_ptr() == engine.weights[piece.name].untyped_storage().data_ptr()
+            live.view(-1).view(torch.uint8).copy_(piece.tensor.contiguous().view(-1).view(torch.uint8))
+        intake.take([piece if live is None else replace(piece, tensor=live)])
     engine.serve(1, *intake.finish(total))
 
 
@@ -204,6 +209,27 @@ def test_a_weight_that_is_no_box_of_its_parameter_is_refused_on_a_mesh_that_cuts
                 weights.plan(rooms, "fp32", (range(2), [0]))
         else:
             assert weights.plan(rooms, "fp32", ([0], [0])).count == 1
+
+
+def test_bytes_come_straight_into_memory_only_where_they_are_what_is_held() -> None:
+    names = ["layers.0.self_attn.q_proj.weight", "layers.0.input_layernorm.weight"]
+    memory = Part({names[0]: torch.zeros(8, 4), names[1]: torch.zeros(4)}, {})
+
+    def live(mode: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, **about: Any) -> Any:
+        tensor = torch.empty(shape, dtype=dtype, device="meta")
+        piece = WeightSlice(name=names[len(shape) == 1], tensor=tensor, checksum=0, **about)
+        return Intake(head_of(mode), memory, mode, -1).live(piece)
+
+    rows = live("fp32", (2, 4), starts=(3, 0))
+    assert rows.data_ptr() == memory.destinations[names[0]][3].data_ptr()
+    assert rows.shape == (2, 4)
+    assert live("fp32", (2, 4), torch.bfloat16, starts=(3, 0)) is None  # of other bytes than are held
+    assert live("fp32", (8, 2), starts=(0, 2)) is None  # in many pieces
+    assert live("int8", (2, 4), starts=(3, 0)) is None  # to be rounded by the engine
+    assert live("int8", (2, 4), starts=(3, 0), rounded=True) is not None
+    assert live("int8", (4,), starts=(0,)) is not None  # a norm is not rounded
+    with pytest.raises(EngineFailure, match="q_proj"):
+        live("fp32", (2, 4), starts=(7, 0))
 
 
 # -- what goes wrong on the way ----------------------------------------------------------------------------------------
