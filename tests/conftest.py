@@ -7,7 +7,8 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +110,24 @@ def drawn(undrawn: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture(scope="module")
 def interrupted_at_birth() -> Iterator[list[int]]:
-    """Every process that is spawned gets Ctrl-C as soon as it exists, as one from a terminal would; their ids."""
-    real, started = multiprocessing.util.spawnv_passfds, list[int]()
+    """Every process that is started gets Ctrl-C as soon as it exists, as one from a terminal would; their ids. So does the server that
+    forks them, which begins anew."""
+    spawn, start, started = multiprocessing.util.spawnv_passfds, BaseProcess.start, list[int]()
 
-    def interrupted(*args: Any) -> int:
-        started.append(real(*args))
-        os.kill(started[-1], signal.SIGINT)
-        return started[-1]
+    def spawned(*args: Any) -> int:
+        pid = spawn(*args)
+        os.kill(pid, signal.SIGINT)
+        return pid
+
+    def begun(process: BaseProcess) -> None:
+        start(process)
+        assert process.pid is not None
+        started.append(process.pid)
+        os.kill(process.pid, signal.SIGINT)
 
     resource_tracker.ensure_running()
+    forkserver._forkserver._stop()  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(multiprocessing.util, "spawnv_passfds", interrupted)
+        patch.setattr(multiprocessing.util, "spawnv_passfds", spawned)
+        patch.setattr(BaseProcess, "start", begun)
         yield started

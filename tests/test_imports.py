@@ -49,6 +49,7 @@ FOUNDATIONS = {
     "events",
     "models",
     "host",
+    "warm",
     "named_twice",
 }
 MEETING_PLACES = {"loop", "diagnose", "evals", "api", "scaffold", "cli", "__main__"}
@@ -57,6 +58,7 @@ OF_FOUNDATIONS = {
     "arrays": set(),
     "errors": set(),
     "host": set(),
+    "warm": {"host"},
     "named_twice": set(),
     "types": {"errors"},
     "protocols": {"types"},

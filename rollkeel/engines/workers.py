@@ -16,17 +16,18 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing import connection, get_context, reduction
+from multiprocessing import connection, reduction
 from typing import Any
 
 import numpy as np
 import torch
 
+from rollkeel import warm
 from rollkeel.config import EngineConfig
 from rollkeel.engines.part import Part, serve, unknown
 from rollkeel.engines.parts import PartedEngine
 from rollkeel.errors import RollkeelError
-from rollkeel.host import keep_freed_memory, signals_blocked
+from rollkeel.host import keep_freed_memory
 from rollkeel.types import Proof, WeightSlice, WeightUpdate
 
 _ALIGN = 64
@@ -63,24 +64,14 @@ class WorkerEngine(PartedEngine[_Worker]):
         """Start the workers; they load in parallel and are waited for at the first use. `options`: of every `LocalEngine`."""
         super().__init__(int(hf_config.get_text_config().vocab_size), config.deadline_s)
         self._memory: mmap.mmap | None = None
-        context = get_context("spawn")
-        # torch reads these when it is imported, which in a worker is before any of our code runs.
+        context = warm.context("rollkeel.engines.local", forks=torch.device(options.get("device", "cpu")).type == "cpu")
         threads = max(1, torch.get_num_threads() // config.processes)
-        env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
-        before = {k: os.environ.get(k) for k in env}
-        os.environ.update(env)
-        try:
-            for index in range(config.processes):
-                ours, theirs = context.Pipe()
-                args = (theirs, hf_config, config, options)
-                process = context.Process(target=_serve, args=args, daemon=True, name=f"rollkeel-engine-{index}")
-                with signals_blocked(signal.SIGINT):
-                    process.start()
-                theirs.close()
-                self.parts.append(_Worker(index, f"worker {index}", process=process, pipe=ours))
-        finally:
-            for key, value in before.items():
-                os.environ.pop(key) if value is None else os.environ.__setitem__(key, value)
+        for index in range(config.processes):
+            ours, theirs = context.Pipe()
+            args = (theirs, hf_config, config, options)
+            process = warm.started(context, _serve, args, threads=threads, name=f"rollkeel-engine-{index}")
+            theirs.close()
+            self.parts.append(_Worker(index, f"worker {index}", process=process, pipe=ours))
 
     def update_weights(self, update: WeightUpdate) -> Proof:
         """Copy the update into shared memory once; every worker applies it and proves it."""

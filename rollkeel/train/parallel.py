@@ -13,7 +13,6 @@ function of what they cost, so runs repeat bit for bit.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
 import time
@@ -24,12 +23,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.multiprocessing
 from transformers.modeling_utils import PreTrainedModel
 
+from rollkeel import warm
 from rollkeel.batch.packing import MicroBatch
 from rollkeel.errors import RunStopped
-from rollkeel.host import keep_freed_memory, signals_blocked
+from rollkeel.host import keep_freed_memory
 from rollkeel.train.adamw import sum_in_float32
 from rollkeel.train.logprobs import PolicyForward
 from rollkeel.train.scores import Scores
@@ -63,17 +62,10 @@ class Helper:
         self.index = index
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._flat = torch.zeros(sum(p.numel() for p in self._parameters)).share_memory_()
-        context = torch.multiprocessing.get_context("spawn")
+        context = warm.context(forks=len(model.state_dict(keep_vars=True)) < warm.MOST_SHARED)
         self._pipe, theirs = context.Pipe()
-        before = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # read when the helper imports torch
-        try:
-            args = (theirs, model, self._flat, threads, dict(how))
-            self._process = context.Process(target=_serve, args=args, daemon=True, name=f"rollkeel-trainer-{index}")
-            with signals_blocked(signal.SIGINT):
-                self._process.start()
-        finally:
-            os.environ.pop("OMP_NUM_THREADS") if before is None else os.environ.update(OMP_NUM_THREADS=before)
+        args = (theirs, model, self._flat, threads, dict(how))
+        self._process = warm.started(context, _serve, args, threads=threads, name=f"rollkeel-trainer-{index}")
         theirs.close()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None

@@ -1,0 +1,94 @@
+"""Worker processes begin as forks of a server that has imported rollkeel; what they must not inherit is what the server saw when it began.
+
+Not covered: that Ctrl-C at their birth is the caller's (tests/engines/test_workers.py, tests/train/test_parallel.py), and CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollkeel import warm
+
+HEAVY = "rollkeel.engines.local"
+
+
+def tell(pipe: Connection, name: str) -> None:
+    began = HEAVY in sys.modules
+    pipe.send((os.environ.get(name), os.environ["OMP_NUM_THREADS"], began, os.getpid(), os.getppid()))
+    pipe.recv()
+
+
+@pytest.fixture
+def told() -> Iterator[Any]:
+    started = []
+
+    def begin(name: str = "ROLLKEEL_TEST", threads: int = 1, **how: Any) -> tuple[Any, Any, Connection]:
+        context = warm.context(HEAVY, **how)
+        ours, theirs = context.Pipe()
+        process = warm.started(context, tell, (theirs, name), threads=threads, name="told")
+        theirs.close()
+        started.append(process)
+        assert ours.poll(60)
+        return ours.recv(), process, ours
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def test_each_has_the_environment_of_its_start_and_finds_everything_imported(
+    told: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forkserver._forkserver._stop()  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setenv("ROLLKEEL_TEST", "first")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    (value, threads, began, *_), _, _ = told(threads=3)
+    assert (value, threads, began) == ("first", "3", True)
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    monkeypatch.setenv("ROLLKEEL_TEST", "second")
+    (value, threads, *_), _, _ = told(threads=2)
+    assert (value, threads) == ("second", "2")
+    monkeypatch.delenv("ROLLKEEL_TEST")
+    assert told()[0][0] is None
+
+
+def test_the_server_has_one_thread_so_that_a_fork_is_whole(told: Any) -> None:
+    (*_, parent), _, _ = told()
+    assert parent != os.getpid()
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{parent}/status").read_text().splitlines())
+    assert int(status["Threads"]) == 1
+
+
+def test_a_killed_one_is_known_by_its_signal(told: Any) -> None:
+    (*_, pid, _), process, _ = told()
+    assert process.pid == pid
+    os.kill(pid, 9)
+    process.join(10)
+    assert process.exitcode == -9
+
+
+def test_one_that_is_to_use_a_gpu_is_a_new_interpreter(told: Any) -> None:
+    (_, threads, began, _, parent), _, ours = told(forks=False, threads=2)
+    assert (threads, began, parent) == ("2", False, os.getpid())
+    ours.close()
+
+
+def test_they_end_when_their_pipe_does(told: Any) -> None:
+    (*_, pid, _), process, ours = told()
+    ours.close()
+    process.join(10)
+    for _ in range(100):
+        if not Path(f"/proc/{pid}").exists():
+            return
+        time.sleep(0.05)
+    raise AssertionError("still there")
