@@ -203,7 +203,8 @@ def test_the_head_of_ray_is_gone_in_one_line_and_the_run_resumes(
     assert events(run)[-1]["status"] == "stopped"
     resumed(run, f"run.steps={(last := rows(run)[-1]['step']) + 1}", "cluster.address=null")
     assert [row["step"] for row in rows(run)] == list(range(last + 2))
-    assert rows(run)[:7] == rows(undisturbed)
+    whole = min(last, 5) + 1  # the last step of either run is evaluated
+    assert rows(run)[:whole] == rows(undisturbed)[:whole]
 
 
 def test_a_disk_that_is_full_is_one_line_and_the_run_resumes(undisturbed: Path, tmp_path: Path) -> None:
@@ -238,7 +239,7 @@ def test_memory_that_runs_out_is_named_where_an_actor_was_killed(undisturbed: Pa
     for killer in killers:
         killer.join()
     assert_same(run, undisturbed)
-    told = [e.get("why", e.get("reason")) for e in events(run) if e["event"] in ("engine_lost", "ranks_restarted")]
+    told = [str(e.get("why", e.get("reason"))) for e in events(run) if e["event"] in ("engine_lost", "ranks_restarted")]
     assert len(told) == 2
     assert all("(signal 9), as the kernel does when memory runs out" in why for why in told)
 
