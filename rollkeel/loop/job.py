@@ -39,6 +39,7 @@ from rollkeel.loop.steps import train as train_steps
 from rollkeel.loop.warm_start import warm_start_key
 from rollkeel.models.loading import quiet_transformers
 from rollkeel.objectives.described import in_words
+from rollkeel.record.check_table import REMEMBERED
 from rollkeel.record.checks import tell, untold
 from rollkeel.record.live import LiveView
 from rollkeel.record.rollout_store import read_step
@@ -252,9 +253,11 @@ def _reinforce(run: Run, first: int) -> None:
     for row in run.folder.metrics():  # of a run that goes on: what it has warned of is not said again
         run.alarms.observe(row)
         run.checks.observe(row)
-    for step, file in run.folder.rollout_files()[-1:]:  # nor is its batch trained again
+    for step, file in run.folder.rollout_files()[-REMEMBERED:]:  # nor are its batches trained again
         with suppress(RollkeelError):
-            run.checks.trained(step, read_step(file, ["id"]).column("id").to_pylist())
+            seen = read_step(file, ["id", "train_version"])
+            if "train_version" in seen.column_names:  # null where a rollout was graded and not trained
+                run.checks.trained(step, seen.drop_null().column("id").to_pylist())
     run.view.phase("rl", run.config.run.steps)
     try:
         plugins.tried(lambda: train_steps(run, first), "own code", between=True)
