@@ -81,9 +81,6 @@ class DeltaRefused(EngineFailure):
 class RankLost(RunStopped):
     """A rank of the trainer died or fell silent; the run can go on from its newest checkpoint with other ranks."""
 
-    spent = 0
-    """How often the ranks had begun again before without a checkpoint."""
-
 
 class GraderFailure(RunStopped):
     """Graders broke more often than the failure budget allows. Never a reward of 0."""

@@ -33,7 +33,7 @@ from rollkeel.loop.assemble import (
     sampling_params,
 )
 from rollkeel.loop.check import validate
-from rollkeel.loop.machines import Machines
+from rollkeel.loop.machines import Machines, Restarts
 from rollkeel.loop.run import Run
 from rollkeel.loop.steps import train as train_steps
 from rollkeel.loop.warm_start import warm_start_key
@@ -89,18 +89,19 @@ def train(config: Config, *, view: LiveView | None = None, resume: str | Path | 
 
 def _until_done(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag, *, fresh: bool) -> None:
     """Begin, or go on; and go on again from the newest checkpoint when ranks of the trainer were lost."""
-    left, held = config.cluster.restarts, _Held(config, folder, view)
+    restarts = Restarts(config.cluster.restarts)
+    held = _Held(config, folder, view, restarts)
     with closing(held):
         while True:
             try:
                 (_begin if fresh else _resume)(config, folder, view, stop, held)
                 return
             except RankLost as lost:
-                left -= lost.spent
-                if left <= 0 or stop():
+                if restarts.left <= 0 or stop():
                     raise
                 why = str(lost).partition("; resume")[0]
-            left, fresh = left - 1, False
+            restarts.left -= 1
+            fresh = False
             view.note(f"{why}; the run goes on from its newest checkpoint")
             folder.events.emit("restarted", reason=why)
 
@@ -108,8 +109,8 @@ def _until_done(config: Config, folder: RunFolder, view: LiveView, stop: StopFla
 class _Held:
     """The machines of a run, which outlive an attempt that lost ranks of the trainer."""
 
-    def __init__(self, config: Config, folder: RunFolder, view: LiveView) -> None:
-        self._about, self._made = (config, folder, view), list[Machines]()
+    def __init__(self, config: Config, folder: RunFolder, view: LiveView, restarts: Restarts) -> None:
+        self._about, self._made = (config, folder, view, restarts), list[Machines]()
 
     @contextmanager
     def machines(self) -> Iterator[Machines]:
@@ -270,11 +271,11 @@ def _reinforce(run: Run, first: int) -> None:
     _last_word(run)
 
 
-def _machines(config: Config, folder: RunFolder, view: LiveView) -> Machines:
+def _machines(config: Config, folder: RunFolder, view: LiveView, restarts: Restarts) -> Machines:
     if config.clustered:
         from rollkeel.cluster.machines import RayMachines
 
-        made: Machines = RayMachines(config, folder, view)
+        made: Machines = RayMachines(config, folder, view, restarts=restarts)
     else:
         from rollkeel.loop.one_process import OneProcess
 
