@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-import traceback
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -93,6 +92,6 @@ def _live(channel: Channel, hf_config: Any, config: EngineConfig, options: dict[
         channel.send(("error", error, 0))
         end = "ended with that error"
     except BaseException as error:
-        traceback.print_exc()
+        logs.write_error()
         end = f"died of {type(error).__name__}: {error}".splitlines()[0]
     channel.send(("gone", end, 0))

@@ -1,10 +1,14 @@
-"""A run goes on `cluster.restarts` times after ranks were lost, wherever their state comes from, and not twice as often.
+"""A run goes on `cluster.restarts` times after ranks were lost, wherever their state comes from, and not twice as often; what a rank
+answers says what went wrong, also where its log has no room.
 
-Ranks here are no actors and every update loses them. Not covered: real losses (tests/cluster/test_cluster_runs.py), other budgets.
+Ranks here are no actors. Not covered: real losses (tests/cluster/test_cluster_runs.py), other budgets.
 """
 
 from __future__ import annotations
 
+import errno
+import io
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +16,7 @@ import pytest
 
 from rollkeel.cluster.calls import Ranks
 from rollkeel.cluster.kept import KeptRanks
+from rollkeel.cluster.ranks import Rank
 from rollkeel.config import ClusterConfig, Config
 from rollkeel.errors import RankLost, RunStopped
 from rollkeel.loop import job
@@ -55,6 +60,24 @@ def test_restarts_from_memory_and_from_a_checkpoint_have_one_budget(
     config = Config(cluster=ClusterConfig(restarts=3))
     with pytest.raises(RankLost):
         job._until_done(config, folder, quiet, lambda: False, fresh=True)  # type: ignore[arg-type]
-    tried = len({*kept} - {"fourth"}) * states_lost  # a restart whose states were lost is no restart: a checkpoint takes over
+    tried = (
+        len({*kept} - {"fourth"}) * states_lost
+    )  # a restart whose states were lost is no restart: a checkpoint takes over
     assert len(begun) == 1 + 3 + tried
     assert restarts.left == 0
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_log_on_a_full_disk_does_not_hide_what_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = OSError(errno.ENOSPC, "No space left on device", "checkpoints/step_000001")
+
+    def save(folder: str) -> None:
+        raise wrong
+
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    rank: Any = SimpleNamespace(_save=save)
+    assert Rank.run(rank, "save", "checkpoints") == (None, wrong)
