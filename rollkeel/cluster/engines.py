@@ -123,6 +123,14 @@ class _Actor(Part):
             self.ping, self.pinged = self.handle.lives.remote(), now
         return now - self.pinged <= self.pings.limit_s
 
+    def answers(self) -> bool:
+        """Whether its process says that it lives."""
+        try:
+            ray.get(self.handle.lives.remote(), timeout=self.pings.limit_s)
+        except RayError:
+            return False
+        return True
+
     def receive(self) -> tuple[str, Any, int] | None:
         if not self.waits:
             self._collect()
@@ -295,15 +303,23 @@ class ActorEngine(PartedEngine[_Actor]):
         try:
             sums = feed(sinks)
         except EngineFailure:
-            for part in asked:  # what a sender saw die is dead here, too, and may be replaced
-                if not part.dead and part.ready(DIED_S):
-                    self._receive(part)
+            self._look(asked)
             raise
         for part, checksum in zip(asked, sums, strict=True):
             self._send(part, ("finish", self._attempt, checksum))
         proof = self._proven(asked, head.version, "to prove weights")
         self.checksum = proof.checksum
         return proof
+
+    def _look(self, parts: Sequence[_Actor]) -> None:
+        """Bury those whom a sender saw die or fall silent, so that they may be replaced."""
+        for part in parts:
+            if not part.dead and part.ready(DIED_S):
+                self._receive(part)
+            asked = time.monotonic()
+            if not (part.dead or part.answers()):
+                part.give_up(time.monotonic() - asked)
+                self._bury(part)
 
     def rest(self) -> None:
         """See `RestingEngine.rest`: every actor whose engine can gives its device away."""

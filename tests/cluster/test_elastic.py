@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
 from engine_kit import drain, engine_of, model_of, prompts_of, requests_of, run, same
 
 from rollkeel.cluster.elastic import ElasticEngine, Seats
+from rollkeel.cluster.patience import Patience
 from rollkeel.cluster.publish import OwnWeights, StreamPublisher
 from rollkeel.cluster.wanted import ask, asked
 from rollkeel.config import EngineConfig, LoraConfig, ModelConfig
@@ -152,6 +153,34 @@ def test_a_lost_engine_that_cannot_be_replaced_leaves_its_work_to_the_others(ela
     with pytest.raises(EngineFailure, match="engine"):
         made.publish()
     assert made.told == [("lost", 1), ("joined", 1), ("lost", 1), ("lost", 0)]
+
+
+@pytest.mark.slow
+def test_an_engine_that_stops_while_weights_are_on_their_way_to_it_is_replaced(elastic: list[Elastic]) -> None:
+    """The sender names it, and it is no part of this process that waits for it: a run once ended there."""
+    elastic.append(made := Elastic(2, renewals=1))
+    made.publish()
+    stopped = made.engine.parts[1]
+    stopped.pings = Patience(2.0)
+    inner, sent = made.publisher.source.stream, list[int]()
+
+    def stream(head: Any, sinks: Sequence[Any]) -> Sequence[int]:
+        sent.append(len(sinks))
+        if len(sent) == 1:
+            os.kill(stopped.place[1], signal.SIGSTOP)
+            raise EngineFailure("engine actor 1 took no weights")
+        return inner(head, sinks)
+
+    made.publisher.source.stream = stream  # type: ignore[method-assign]
+    made.publish()
+    assert sent == [2, 1]
+    assert made.engine.version == made.version
+    made.until([0, 1])
+    assert made.told == [("lost", 1), ("joined", 1)]
+    requests = forced(4, 20)
+    alone = run(engine_of(MODEL, max_length=4000), requests)
+    done = run(made.engine, requests)
+    assert all(same(done[i].span, alone[i].span) for i in alone)
 
 
 @pytest.mark.slow
