@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster_kit import TINY, TWO, kill_when, pid_of, run_of, tokens
+from cluster_kit import TINY, TWO, assert_audited, kill_when, pid_of, run_of, tokens
 from tiny_run import assert_same, events, rows, wait_for, weights
 
 from rollkeel.errors import RunStopped
@@ -88,6 +88,7 @@ def test_a_killed_controller_loses_neither_pool_nor_queue_nor_the_bound_on_stale
         process.kill()
         process.communicate(timeout=DEADLINE_S)
         finished(run)
+        assert_audited(run)
         if name == "budgeted":
             assert_same(run, run_of(tmp_path / "whole", *TWO, *words, "run.steps=6"))
             continue
@@ -178,6 +179,7 @@ def test_twenty_kills_at_random_moments(ray_cluster: None, tmp_path: Path) -> No
     print(f"kills: {fell}")
     assert len(fell) >= 15
     assert len(set(fell)) == 3
+    assert_audited(run)
     assert_same(run, run_of(tmp_path / "longer", *words))
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cluster_kit import TINY, run_of, tokens
+from cluster_kit import TINY, assert_audited, run_of, tokens
 from tiny_run import cli, events, rows
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
@@ -275,6 +275,7 @@ def test_two_engines_then_four_then_one_then_three_during_a_run(ray_cluster: Non
         zip(["engine_joined"] * 2 + ["engine_left"] * 3 + ["engine_joined"] * 2, names, strict=True)
     )
     assert [row["step"] for row in rows(run)] == list(range(121))
+    assert_audited(run)
     syncs = [row["time/sync_s"] for row in rows(run, volatile=True) if "time/sync_s" in row]
     print(f"{loop}: publications of {np.median(syncs):.2f} s in the middle, {max(syncs):.2f} s at most")
     if loop == "sync":

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_kit import TINY, pid_of, tokens
+from cluster_kit import TINY, assert_audited, pid_of, tokens
 from tiny_run import assert_same, events, rows, weights
 
 pytestmark = pytest.mark.slow
@@ -112,6 +112,7 @@ def trained(run: Path, *words: str, cluster: dict[str, Any] | None = None) -> tu
 def resumed(run: Path, *words: str) -> None:
     code, err = trained(run, "--resume", str(run), *words)
     assert (code, err) == (0, "")
+    assert_audited(run)
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +145,7 @@ def test_a_node_with_an_engine_is_lost_and_the_others_take_over(
     killer = when(run, "rollout", 2, harm)
     assert trained(run, *WORDS, f"run.dir={run}", cluster=cluster)[0] == 0
     killer.join()
+    assert_audited(run)
     assert tokens(run) == tokens(undisturbed)  # log-probs differ in their last bits: others were beside them in a batch
     assert [row["step"] for row in rows(run)] == list(range(7))
     (told,) = [e for e in events(run) if e["event"].startswith(("engine_", "ranks_", "restarted"))]
@@ -163,6 +165,7 @@ def test_a_node_with_a_rank_is_lost_and_another_node_goes_on_from_its_neighbours
     killer = when(run, "update", 3, harm)
     assert trained(run, *WORDS, f"run.dir={run}", "checkpoint.every=0", cluster=cluster)[0] == 0
     killer.join()
+    assert_audited(run)
     assert rows(run) == rows(undisturbed)
     assert weights(run) == weights(undisturbed)
     (told,) = [e for e in events(run) if e["event"] == "ranks_restarted"]
@@ -187,6 +190,7 @@ def test_a_node_that_is_cut_off_is_treated_as_lost_and_changes_nothing_when_it_c
     killer = when(run, "rollout", 2, harm)
     assert trained(run, *WORDS, f"run.dir={run}", cluster=cluster)[0] == 0
     killer.join()
+    assert_audited(run)
     assert tokens(run) == tokens(undisturbed)
     assert [e["name"] for e in events(run) if e["event"] == "engine_lost"] == there
 
@@ -238,6 +242,7 @@ def test_memory_that_runs_out_is_named_where_an_actor_was_killed(undisturbed: Pa
     assert trained(run, *WORDS, f"run.dir={run}") == (0, "")
     for killer in killers:
         killer.join()
+    assert_audited(run)
     assert_same(run, undisturbed)
     told = [str(e.get("why", e.get("reason"))) for e in events(run) if e["event"] in ("engine_lost", "ranks_restarted")]
     assert len(told) == 2
