@@ -22,9 +22,9 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rollkeel.cluster.chaos import events
+from rollkeel.cluster.chaos import events, ours
 
 TINY = [
     "data.options.digits=2", "sft.steps=60", "sft.lr=1e-2", "sampling.max_new_tokens=8", "rollout.prompts=16", "rollout.samples=8",
@@ -41,17 +41,20 @@ def until(process: subprocess.Popen[Any], run: Path, begun: int) -> None:
         time.sleep(0.2)
 
 
-def kill(run: Path, draw: random.Random) -> float:
-    """SIGKILL to an engine that lives; when."""
+class Kill(NamedTuple):
+    at: float
+    name: str
+
+
+def kill(run: Path, draw: random.Random) -> Kill | None:
+    """SIGKILL to an engine that lives; None if all of them are away."""
     engines = {e["name"]: e["pid"] for e in events(run) if e["event"] == "actor" and e["name"].startswith("engine-")}
-    name = draw.choice(
-        [name for name, pid in sorted(engines.items()) if Path(f"/proc/{pid}").exists()] or sorted(engines)
-    )
-    try:
-        os.kill(engines[name], signal.SIGKILL)
-    except ProcessLookupError:
-        print(f"{name} had not come back yet")
-    return time.time()
+    living = [name for name, pid in sorted(engines.items()) if ours(pid)]
+    if not living:
+        return None
+    name = draw.choice(living)
+    os.kill(engines[name], signal.SIGKILL)
+    return Kill(time.time(), name)
 
 
 def measured(run: Path, process: subprocess.Popen[Any], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -61,8 +64,9 @@ def measured(run: Path, process: subprocess.Popen[Any], args: argparse.Namespace
         window: dict[str, Any] = {"begin": time.time(), "kills": []}
         kills = len(windows) % 2 == 1
         while time.time() < window["begin"] + args.window:
-            if kills and time.time() >= window["begin"] + args.every * len(window["kills"]):
-                window["kills"].append(kill(run, draw))
+            due = kills and time.time() >= window["begin"] + args.every * len(window["kills"])
+            if due and (struck := kill(run, draw)):
+                window["kills"].append(struck)
             if process.poll() is not None:
                 raise SystemExit(f"the run ended with exit code {process.returncode}")
             time.sleep(0.1)
@@ -70,16 +74,15 @@ def measured(run: Path, process: subprocess.Popen[Any], args: argparse.Namespace
     return windows
 
 
-def accounted(seen: Sequence[Mapping[str, Any]], kills: Sequence[float], share: float) -> tuple[float, list[float]]:
+def accounted(seen: Sequence[Mapping[str, Any]], kills: Sequence[Kill], share: float) -> tuple[float, list[float]]:
     """Seconds of the whole run that the kills account for, and how long each engine was away."""
     total, away = 0.0, []
-    for at in kills:
-        back = [e["time"] for e in seen if e["event"] in ("engine_renewed", "engine_joined") and e["time"] > at]
+    for at, name in kills:
+        served = [e["time"] for e in seen if e["event"] in ("engine_renewed", "engine_joined") and e["name"] == name]
+        back = min((time for time in served if time > at), default=seen[-1]["time"])
         began = [e["time"] for e in seen if e["event"] == "stage" and e["stage"] == "rollout" and e["time"] <= at]
-        if not back:
-            continue
-        away.append(back[0] - at)
-        total += share * (back[0] - max(began, default=at))
+        away.append(back - at)
+        total += share * (back - max(began, default=at))
     return total, away
 
 
@@ -102,7 +105,7 @@ def main() -> None:
             finally:
                 process.send_signal(signal.SIGINT)
     steps = [e["time"] for e in seen if e["event"] == "stage" and e["stage"] == "update"]
-    rates, spans, kills = dict[bool, float](), dict[bool, float](), list[float]()
+    rates, spans, kills = dict[bool, float](), dict[bool, float](), list[Kill]()
     for disturbed in (False, True):
         some = [w for w in windows if w["disturbed"] == disturbed]
         spans[disturbed] = sum(w["end"] - w["begin"] for w in some)

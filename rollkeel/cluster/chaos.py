@@ -135,7 +135,7 @@ class Chaos:
         """Harm one of those that live; False if there is none of the kind that was drawn."""
         kind, part = self._draw.choice(self._faults)
         told = {e["name"]: e["pid"] for e in seen if e["event"] == "actor"}
-        pids = {name: pid for name, pid in told.items() if _ours(pid)} | {CONTROLLER: controller}
+        pids = {name: pid for name, pid in told.items() if ours(pid)} | {CONTROLLER: controller}
         actors = sorted(name for name in pids if name.startswith(PARTS.get(part, part)))
         if not actors:
             return False
@@ -178,7 +178,7 @@ class Chaos:
         return wanted(self._log())
 
 
-def _ours(pid: int) -> bool:
+def ours(pid: int) -> bool:
     """Whether it is an actor that lives."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::")
