@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollkeel.cluster.engine_actor import BEAT_S
-from rollkeel.cluster.engines import UNPLACED, ActorEngine, _Actor
+from rollkeel.cluster.engines import SILENT_S, UNPLACED, ActorEngine, _Actor
 from rollkeel.cluster.stream import Feed
 from rollkeel.config import EngineConfig
 from rollkeel.engines.parts import START_S
@@ -149,7 +149,8 @@ class ElasticEngine(ActorEngine):
         part.starting, part.dead = True, f"{part.name} is starting"
 
     def _started(self, part: _Actor, timeout_s: float) -> bool:
-        """Whether it has started, which is waited for so long; then it counts among the living. One that does not start is lost."""
+        """Whether it has started, which is waited for so long; then it counts among the living. One that dies or stands still while it
+        starts is lost."""
         try:
             while part.ready(timeout_s):
                 message = part.receive()
@@ -161,6 +162,9 @@ class ElasticEngine(ActorEngine):
                     if not part.renewing:
                         self.tell("joined", part)
                     return True
+            if not part.lives():
+                part.give_up(SILENT_S)
+                raise EOFError
         except (EOFError, OSError):
             part.starting, part.dead = False, f"{part.name} {part.fate()}"
         return False

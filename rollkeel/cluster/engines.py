@@ -107,11 +107,11 @@ class _Actor(Part):
             self.listen()
         end = time.monotonic() + timeout_s
         while not ray.wait(self.calls, num_returns=1, timeout=max(0.0, min(end - time.monotonic(), BEAT_S)))[0]:
-            if time.monotonic() >= end or not self._lives():
+            if time.monotonic() >= end or not self.lives():
                 return False
         return True
 
-    def _lives(self) -> bool:
+    def lives(self) -> bool:
         """Whether its process has answered, in a thread that does nothing else, for as long as it may take for that."""
         if not self.place[1]:
             return True  # it has not begun yet

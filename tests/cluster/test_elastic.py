@@ -184,6 +184,22 @@ def test_an_engine_that_stops_while_weights_are_on_their_way_to_it_is_replaced(e
 
 
 @pytest.mark.slow
+def test_who_stands_still_while_it_starts_is_no_engine_and_another_one_joins(elastic: list[Elastic]) -> None:
+    elastic.append(made := Elastic(1, renewals=1))
+    made.publish()
+    made.wanted = 2
+    made.publish()
+    late, end = made.engine.parts[1], time.monotonic() + 60
+    while not late.place[1] and time.monotonic() < end:
+        assert not late.ready(0.05) or late.receive() is None
+    os.kill(first := late.place[1], signal.SIGSTOP)
+    late.pings = Patience(1.0)
+    made.until([0, 1])
+    assert late.place[1] != first
+    assert made.told == [("joined", 1)]
+
+
+@pytest.mark.slow
 def test_who_joins_gets_the_weights_that_adapters_stand_beside(elastic: list[Elastic]) -> None:
     policy = load_policy(ModelConfig(path="preset:tiny-qwen3"), lora=LoraConfig(rank=4))
     for p in parameters(policy.model).values():
