@@ -27,7 +27,7 @@ from rollkeel.loop.job import train
 from rollkeel.recipe import load
 
 pytestmark = pytest.mark.slow
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 
 
 def begin(*words: str | Path) -> subprocess.Popen[str]:
