@@ -20,8 +20,8 @@ from rollkeel.cluster.engines import SILENT_S, UNPLACED, ActorEngine, _Actor
 from rollkeel.cluster.stream import Feed
 from rollkeel.config import EngineConfig
 from rollkeel.engines.parts import START_S
-from rollkeel.errors import EngineFailure, RollkeelError
-from rollkeel.types import Proof, WeightUpdate
+from rollkeel.errors import EngineFailure, RankLost, RollkeelError
+from rollkeel.types import Proof, Segment, WeightUpdate
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,14 @@ class ElasticEngine(ActorEngine):
         self.tell("left", part)
 
     # -- while it samples ----------------------------------------------------------------------------------------------
+
+    def poll(self, timeout_s: float) -> list[Segment]:
+        """Raises `RankLost` when the last engine is gone and no other one can get the weights that it served, but from a checkpoint."""
+        done = super().poll(timeout_s)
+        if self.again is None and self._left and self._version >= 0 and not self._here():
+            why = "; ".join(p.dead for p in self.parts if not p.left)
+            raise RankLost(f"no {self.noun} is left: {why}; resume the run with rollkeel train --resume")
+        return done
 
     def _may_renew(self, part: _Actor) -> bool:
         return super()._may_renew(part) and (self._seats.there(part.index) or not self._here())

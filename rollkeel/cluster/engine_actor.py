@@ -62,8 +62,9 @@ class EngineActor:
         """Map a ring of a sender on this host, and let go of those whose senders are gone or have closed them, which no memory would
         be left for; returns why it cannot be, or nothing."""
         for known, file in list(self._files.items()):
-            if not _is_file(known, file):
-                del self._files[known], self._rings[known]
+            if not _is_file(known, file):  # several ranks call this at once
+                self._files.pop(known, None)
+                self._rings.pop(known, None)
         try:
             self._rings[path], self._files[path] = opened(path), os.stat(path).st_ino
         except OSError as error:

@@ -18,7 +18,7 @@ import pytest
 from cluster_kit import TINY, TWO
 from tiny_run import cli
 
-from rollkeel.cluster.chaos import SLOW_S, Chaos, Incident, events, line, parsed, summary
+from rollkeel.cluster.chaos import CONTROLLER, SLOW_S, Chaos, Incident, events, line, parsed, summary
 from rollkeel.errors import BadInput
 
 
@@ -159,4 +159,7 @@ def test_a_run_that_is_harmed_comes_to_the_model_of_one_that_is_not(
     assert found["same_model"] if loop != "async" else found["audit"]["limit"] > 0
     assert found["audit"]["fits"], found["audit"]
     assert len(found["incidents"]) == found["noticed"] >= 4
-    assert all(incident["noticed_s"] < 45 for incident in found["incidents"] if incident["fault"] != "slow")
+    harmed = [
+        incident for incident in found["incidents"] if incident["actor"] != CONTROLLER and incident["fault"] != "slow"
+    ]
+    assert all(incident["noticed_s"] < 55 for incident in harmed)  # the latest of the table: who takes no weights

@@ -126,6 +126,19 @@ def test_a_killed_engine_that_is_not_replaced_is_told_and_the_resumed_run_is_the
     assert_same(run, whole)
 
 
+def test_the_only_engine_is_killed_while_it_samples_for_later_steps(ray_cluster: None, tmp_path: Path) -> None:
+    """In `async` no other one can get the weights that are served: the run goes on from its newest checkpoint."""
+    run = tmp_path / "run"
+    killer = kill_when(run, "engine-0", "rollout", 4)
+    run_of(run, *TWO, "run.loop=async", "run.steps=6", "engine.slots=1")
+    killer.join()
+    assert [row["step"] for row in rows(run)] == list(range(7))
+    assert not any(row.get("failures/engine") for row in rows(run))
+    assert_audited(run)
+    (told,) = [e for e in events(run) if e["event"] == "restarted"]
+    assert "no engine actor is left: actor 0 (node" in told["reason"]
+
+
 @pytest.mark.parametrize("name", ["trainer-1", "engine-0"])
 def test_who_is_stopped_is_told_within_a_deadline_with_his_stack(
     name: str, ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

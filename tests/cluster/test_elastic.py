@@ -31,7 +31,7 @@ from rollkeel.cluster.patience import Patience
 from rollkeel.cluster.publish import OwnWeights, StreamPublisher
 from rollkeel.cluster.wanted import ask, asked
 from rollkeel.config import EngineConfig, LoraConfig, ModelConfig
-from rollkeel.errors import BadInput, EngineFailure
+from rollkeel.errors import BadInput, EngineFailure, RankLost
 from rollkeel.models.adapters import named_adapters, parameters
 from rollkeel.models.loading import Policy, load_policy
 from rollkeel.models.names import checkpoint_views
@@ -180,6 +180,23 @@ def test_an_engine_that_stops_while_weights_are_on_their_way_to_it_is_replaced(e
     requests = forced(4, 20)
     alone = run(engine_of(MODEL, max_length=4000), requests)
     done = run(made.engine, requests)
+    assert all(same(done[i].span, alone[i].span) for i in alone)
+
+
+@pytest.mark.slow
+def test_the_last_engine_is_lost_where_no_other_one_can_get_what_it_served(elastic: list[Elastic]) -> None:
+    """As in `async`: the loop goes back to a checkpoint, with engines that forgot everything."""
+    elastic.append(made := Elastic(1, renewals=1))
+    made.publish()
+    made.engine.submit(forced(6, 400))
+    assert made.engine.poll(0.0) == []
+    made.kill(0)
+    with pytest.raises(RankLost, match="no engine actor is left: actor 0 "):
+        drain(made.engine)
+    made.engine.empty()
+    made.publish()
+    requests = forced(4, 20)
+    done, alone = run(made.engine, requests), run(engine_of(MODEL, max_length=4000), requests)
     assert all(same(done[i].span, alone[i].span) for i in alone)
 
 
