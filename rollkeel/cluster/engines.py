@@ -24,7 +24,7 @@ from rollkeel.cluster import logs
 from rollkeel.cluster.arriving import actor_options
 from rollkeel.cluster.calls import reason
 from rollkeel.cluster.engine_actor import BEAT_S, EngineActor
-from rollkeel.cluster.patience import Patience
+from rollkeel.cluster.patience import SLACK_S, Patience
 from rollkeel.cluster.stream import BUCKET_BYTES, Feed, Sink, send
 from rollkeel.config import EngineConfig
 from rollkeel.engines.intake import Room
@@ -124,9 +124,9 @@ class _Actor(Part):
         return now - self.pinged <= self.pings.limit_s
 
     def answers(self) -> bool:
-        """Whether its process says that it lives."""
+        """Whether its process says that it lives, of which somebody else despairs already."""
         try:
-            ray.get(self.handle.lives.remote(), timeout=self.pings.limit_s)
+            ray.get(self.handle.lives.remote(), timeout=min(self.pings.limit_s, SLACK_S))
         except RayError:
             return False
         return True

@@ -162,4 +162,4 @@ def test_a_run_that_is_harmed_comes_to_the_model_of_one_that_is_not(
     harmed = [
         incident for incident in found["incidents"] if incident["actor"] != CONTROLLER and incident["fault"] != "slow"
     ]
-    assert all(incident["noticed_s"] < 55 for incident in harmed)  # the latest of the table: who takes no weights
+    assert all(incident["noticed_s"] < 45 for incident in harmed)  # the latest of the table: who takes no weights
