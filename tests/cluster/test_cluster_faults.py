@@ -68,7 +68,7 @@ def finished(run: Path) -> None:
 def test_a_killed_controller_leaves_nothing_and_the_run_goes_on(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = begin(*TINY, *TWO, f"run.dir={run}")
-    wait_for(run, process, "update", 2)  # type: ignore[arg-type]
+    wait_for(run, process, "update", 2, DEADLINE_S)  # type: ignore[arg-type]
     process.kill()
     process.communicate(timeout=DEADLINE_S)
     assert_gone(run)
@@ -84,7 +84,7 @@ def test_a_killed_controller_loses_neither_pool_nor_queue_nor_the_bound_on_stale
     for name, words in (("budgeted", budgeted), ("async", ["run.loop=async"])):
         run = tmp_path / name
         process = begin(*TINY, *TWO, *words, "run.steps=6", f"run.dir={run}")
-        wait_for(run, process, "update", 3)  # type: ignore[arg-type]
+        wait_for(run, process, "update", 3, DEADLINE_S)  # type: ignore[arg-type]
         process.kill()
         process.communicate(timeout=DEADLINE_S)
         finished(run)
@@ -101,7 +101,7 @@ def test_a_killed_controller_loses_neither_pool_nor_queue_nor_the_bound_on_stale
 def test_ctrl_c_in_a_terminal_reaches_all_processes_and_ends_with_a_checkpoint(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = begin(*TINY, *TWO, f"run.dir={run}")
-    wait_for(run, process, "rollout", 2)  # type: ignore[arg-type]
+    wait_for(run, process, "rollout", 2, DEADLINE_S)  # type: ignore[arg-type]
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, err.count("\n")) == (130, 1)
