@@ -6,7 +6,7 @@
 One run over Ray on this machine, two engines by default. Windows of `--window` seconds take turns: in every other one an engine is killed with
 SIGKILL every `--every` seconds. The lost share of steps is compared with what the log accounts for: from the beginning of the
 stage that was struck (lost work) to the moment at which another engine serves. In `run.loop=async` the other engine goes on meanwhile, so that a
-lost engine accounts for its share of the engines only.
+lost engine accounts for its share of the engines only; if none is left, the run goes back to its newest checkpoint, and all of that time counts.
 """
 
 from __future__ import annotations
@@ -22,15 +22,20 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rollkeel.cluster.chaos import events
+import numpy as np
+
+from rollkeel.cluster.chaos import events, ours
 
 TINY = [
     "data.options.digits=2", "sft.steps=60", "sft.lr=1e-2", "sampling.max_new_tokens=8", "rollout.prompts=16", "rollout.samples=8",
-    "eval.every=0", "eval.items=8", "eval.samples=2", "checkpoint.every=0", "report.rollouts=false", "run.steps=1000000",
+    "eval.every=0", "eval.items=8", "eval.samples=2", "checkpoint.every=50", "report.rollouts=false", "run.steps=1000000",
     "cluster.trainers=1", "cluster.engines=2", "cluster.restarts=1000", "run.loop=async",
 ]  # fmt: skip
+
+
+TICK_S = 0.1
 
 
 def until(process: subprocess.Popen[Any], run: Path, begun: int) -> None:
@@ -41,17 +46,20 @@ def until(process: subprocess.Popen[Any], run: Path, begun: int) -> None:
         time.sleep(0.2)
 
 
-def kill(run: Path, draw: random.Random) -> float:
-    """SIGKILL to an engine that lives; when."""
+class Kill(NamedTuple):
+    at: float
+    name: str
+
+
+def kill(run: Path, draw: random.Random) -> Kill | None:
+    """SIGKILL to an engine that lives; None if all of them are away."""
     engines = {e["name"]: e["pid"] for e in events(run) if e["event"] == "actor" and e["name"].startswith("engine-")}
-    name = draw.choice(
-        [name for name, pid in sorted(engines.items()) if Path(f"/proc/{pid}").exists()] or sorted(engines)
-    )
-    try:
-        os.kill(engines[name], signal.SIGKILL)
-    except ProcessLookupError:
-        print(f"{name} had not come back yet")
-    return time.time()
+    living = [name for name, pid in sorted(engines.items()) if ours(pid)]
+    if not living:
+        return None
+    name = draw.choice(living)
+    os.kill(engines[name], signal.SIGKILL)
+    return Kill(time.time(), name)
 
 
 def measured(run: Path, process: subprocess.Popen[Any], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -61,8 +69,9 @@ def measured(run: Path, process: subprocess.Popen[Any], args: argparse.Namespace
         window: dict[str, Any] = {"begin": time.time(), "kills": []}
         kills = len(windows) % 2 == 1
         while time.time() < window["begin"] + args.window:
-            if kills and time.time() >= window["begin"] + args.every * len(window["kills"]):
-                window["kills"].append(kill(run, draw))
+            due = kills and time.time() >= window["begin"] + args.every * len(window["kills"])
+            if due and (struck := kill(run, draw)):
+                window["kills"].append(struck)
             if process.poll() is not None:
                 raise SystemExit(f"the run ended with exit code {process.returncode}")
             time.sleep(0.1)
@@ -70,17 +79,32 @@ def measured(run: Path, process: subprocess.Popen[Any], args: argparse.Namespace
     return windows
 
 
-def accounted(seen: Sequence[Mapping[str, Any]], kills: Sequence[float], share: float) -> tuple[float, list[float]]:
+def accounted(seen: Sequence[Mapping[str, Any]], kills: Sequence[Kill], share: float) -> tuple[float, list[float]]:
     """Seconds of the whole run that the kills account for, and how long each engine was away."""
-    total, away = 0.0, []
-    for at in kills:
-        back = [e["time"] for e in seen if e["event"] in ("engine_renewed", "engine_joined") and e["time"] > at]
+    end, lost = seen[-1]["time"], list[tuple[float, float, float]]()
+    away = list[float]()
+    for at, name in kills:
+        served = [e["time"] for e in seen if e["event"] in ("engine_renewed", "engine_joined") and e["name"] == name]
+        back = min((time for time in served if time > at), default=end)
         began = [e["time"] for e in seen if e["event"] == "stage" and e["stage"] == "rollout" and e["time"] <= at]
-        if not back:
-            continue
-        away.append(back[0] - at)
-        total += share * (back[0] - max(began, default=at))
-    return total, away
+        away.append(back - at)
+        lost.append((max(began, default=at), back, share))
+    for gone in (e["time"] for e in seen if e["event"] == "restarted"):  # behind the last engine: nothing goes on
+        stages = [e["time"] for e in seen if e["event"] == "stage" and e["time"] > gone]
+        lost.append((gone, min(stages, default=end), 1.0))
+    grid = np.arange(seen[0]["time"], end, TICK_S)
+    total = sum(part * ((grid >= first) & (grid < last)) for first, last, part in lost)
+    return TICK_S * float(np.minimum(total, 1.0).sum()), away
+
+
+def trained(seen: Sequence[Mapping[str, Any]]) -> list[float]:
+    """When each step was trained; one that a restart repeats, for the first time."""
+    highest, out = 0, list[float]()
+    for e in seen:
+        if e["event"] == "stage" and e["stage"] == "update" and e["step"] > highest:
+            highest = e["step"]
+            out.append(e["time"])
+    return out
 
 
 def main() -> None:
@@ -101,8 +125,8 @@ def main() -> None:
                 seen = events(run)
             finally:
                 process.send_signal(signal.SIGINT)
-    steps = [e["time"] for e in seen if e["event"] == "stage" and e["stage"] == "update"]
-    rates, spans, kills = dict[bool, float](), dict[bool, float](), list[float]()
+    steps = trained(seen)
+    rates, spans, kills = dict[bool, float](), dict[bool, float](), list[Kill]()
     for disturbed in (False, True):
         some = [w for w in windows if w["disturbed"] == disturbed]
         spans[disturbed] = sum(w["end"] - w["begin"] for w in some)

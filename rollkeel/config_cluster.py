@@ -51,7 +51,8 @@ class ClusterConfig(Node):
     """`disaggregated` gives ranks and engines places of their own; `colocated` puts engines in the places of ranks, and they take turns
     (not with `run.loop=async`)."""
     restarts: int = Field(default=3, ge=0)
-    """How many lost engines a run replaces, how many lost graders, and how often it goes on after a rank was lost."""
+    """How many lost engines a run replaces, how many lost graders, and how often it goes on after a rank was lost, from memory or from a
+    checkpoint."""
     peer_copies: bool = True
     """Every rank leaves its state in the object store of its node after a publication, with a copy on another rank's node: ranks that are
     lost begin again from there and not from a checkpoint. Not with `memory.offload`, and not where the store has no room."""

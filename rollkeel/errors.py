@@ -79,10 +79,8 @@ class DeltaRefused(EngineFailure):
 
 
 class RankLost(RunStopped):
-    """A rank of the trainer died or fell silent; the run can go on from its newest checkpoint with other ranks."""
-
-    spent = 0
-    """How often the ranks had begun again before without a checkpoint."""
+    """A rank of the trainer died or fell silent, or the last engine of an asynchronous loop; the run can go on from its newest checkpoint
+    with other ones."""
 
 
 class GraderFailure(RunStopped):

@@ -30,6 +30,7 @@ from tiny_run import (
     weights,
 )
 
+from rollkeel.cluster.audit import audit
 from rollkeel.errors import BadInput, GraderFailure, RunStopped
 from rollkeel.loop.job import train
 from rollkeel.recipe import load
@@ -112,6 +113,8 @@ def test_no_rollout_is_trained_twice_and_groups_are_whole(whole: Path, kv: str) 
             size = sum(r.group == group for r in members)
             assert 2 <= size <= 4
     assert max(seen.values()) == 1
+    told = audit(whole, load(whole / "config.yaml"))
+    assert (told.trained, told.fits) == (len(seen), True)
     assert spans > 0
     assert bool(older) == kv.endswith("keep")
 

@@ -294,16 +294,17 @@ def test_a_stopped_run_goes_on_without_the_fault_as_if_it_had_not_been(
         assert cli(capsys, "train", "default", *asked, f"run.dir={run}")[0] == 3
     stopped = read_step(run / "rollouts" / f"step_{FIRST:06}.parquet").to_pydict()
     assert any(values and np.isfinite(values).all() for values in stopped["train_logprobs"])
-    with monkeypatch.context() as doubled:  # the batch that was trained last, once more
-        size = len(read_step(run / "rollouts" / f"step_{FIRST - 1:06}.parquet"))
-        inner = steps.learn
+    size = len(read_step(run / "rollouts" / f"step_{FIRST - 1:06}.parquet"))
+    for back in (1, FIRST - 1):  # the batch that was trained last, or the first, once more
+        with monkeypatch.context() as doubled:
+            inner = steps.learn
 
-        def learning(run: Any, drawn: Any, clock: Any) -> dict[str, float]:
-            return inner(run, replace(drawn, batch=[replace(r, id=r.id - size) for r in drawn.batch]), clock)
+            def learning(run: Any, drawn: Any, clock: Any, by: int = back * size, inner: Any = inner) -> Any:
+                return inner(run, replace(drawn, batch=[replace(r, id=r.id - by) for r in drawn.batch]), clock)
 
-        doubled.setattr(steps, "learn", learning)
-        code, _, err = cli(capsys, "train", "--resume", run)
-        assert (code, "trained_before" in err) == (3, True)
+            doubled.setattr(steps, "learn", learning)
+            code, _, err = cli(capsys, "train", "--resume", run)
+            assert (code, "trained_before" in err) == (3, True)
     assert cli(capsys, "train", "--resume", run)[0] == 0
     assert_same(run, whole)
 

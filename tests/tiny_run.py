@@ -100,9 +100,9 @@ def assert_same(run: Path, whole: Path) -> None:
     assert left == []
 
 
-def wait_for(run: Path, process: Command, stage: str, step: int) -> None:
+def wait_for(run: Path, process: Command, stage: str, step: int, deadline_s: float = DEADLINE_S) -> None:
     """Until the log says that `stage` of `step` (or of a later one) has begun."""
-    log, seen, end = run / "events.jsonl", 0, time.monotonic() + DEADLINE_S
+    log, seen, end = run / "events.jsonl", 0, time.monotonic() + deadline_s
     while time.monotonic() < end:
         size = log.stat().st_size if log.exists() else 0
         if size > seen:
@@ -113,7 +113,7 @@ def wait_for(run: Path, process: Command, stage: str, step: int) -> None:
         assert process.poll() is None, f"ended before {stage} of step {step}: {process.communicate()[1]}"
         time.sleep(0.0005)
     process.kill()
-    raise AssertionError(f"{stage} of step {step} did not begin within {DEADLINE_S} s")
+    raise AssertionError(f"{stage} of step {step} did not begin within {deadline_s} s")
 
 
 def fell_in(run: Path) -> str:

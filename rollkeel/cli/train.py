@@ -207,7 +207,8 @@ def chaos(
 ) -> None:
     """Train over a Ray of this machine while actors are killed and stopped, and say what was noticed, when, and what it cost.
 
-    Exit code 1 if a fault was not noticed, the run did not end, or its model is not that of the undisturbed run.
+    Exit code 1 if a fault was not noticed, the run did not end, a rollout was trained twice or lost, a token was older than its loop allows,
+    or the model is not that of the undisturbed run.
     """
     config = config_of(words)
     from rollkeel.cluster.chaos import chaos as harm
@@ -216,7 +217,8 @@ def chaos(
     say = (lambda line: None) if as_json else lambda line: print(line, flush=True)
     found = harm(config, words or [], faults, count, every, seed, compare, say)
     print(json.dumps(found) if as_json else summary(found))
-    if found["noticed"] < len(found["incidents"]) or found["exit_code"] or not found.get("same_model", True):
+    sound = found.get("same_model", True) and found.get("audit", {}).get("fits", True)
+    if found["noticed"] < len(found["incidents"]) or found["exit_code"] or not sound:
         raise typer.Exit(1)
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollkeel.cluster.audit import audit
 from rollkeel.config import Config
 from rollkeel.errors import BadInput, nearest
 from rollkeel.record.run_config import EVENTS, digest
@@ -35,6 +36,8 @@ WELL = ("stage", "engine_renewed", "engine_joined", "grader_renewed", "ranks_res
 LOOK_S = 0.02
 SLOW_S, RUNS_S, STANDS_S = 5.0, 0.05, 0.2
 """How long an actor is slow, and how long it runs and stands in turn."""
+PATIENCE_S = 300.0
+"""Until a fault that nobody noticed is given up, and the next one comes."""
 
 
 @dataclass
@@ -62,11 +65,25 @@ def parsed(faults: str) -> list[tuple[str, str]]:
 
 def events(run: Path) -> list[dict[str, Any]]:
     """Whole lines of the run's log so far."""
-    try:
-        lines = (run / EVENTS).read_text(encoding="utf-8").splitlines(keepends=True)
-    except OSError:
-        return []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return Log(run)()
+
+
+class Log:
+    """A run's log, asked again and again: only what is new is read, since who reads takes processor time from the run."""
+
+    def __init__(self, run: Path) -> None:
+        self._file, self._size = run / EVENTS, 0
+        self._seen = list[dict[str, Any]]()
+
+    def __call__(self) -> list[dict[str, Any]]:
+        """Whole lines so far."""
+        with suppress(OSError), self._file.open("rb") as file:
+            file.seek(self._size)
+            new = file.read()
+            whole = new[: new.rfind(b"\n") + 1]
+            self._seen += map(json.loads, whole.splitlines())
+            self._size += len(whole)
+        return self._seen
 
 
 class Chaos:
@@ -76,6 +93,7 @@ class Chaos:
         self.run, self.incidents = run, list[Incident]()
         self._words = list(words)
         self._faults = list(faults)
+        self._log = Log(run)
         self._draw = random.Random(seed)
 
     def __call__(self, count: int, every_s: float, say: Callable[[str], None]) -> int:
@@ -86,7 +104,7 @@ class Chaos:
                 if self.incidents[-1].actor == CONTROLLER:
                     process.wait()
                     process = self._begun("--resume", str(self.run))
-                self._until(process, lambda seen: self._followed(seen, self.incidents[-1]))
+                self._until(process, lambda seen: self._followed(seen, self.incidents[-1]), PATIENCE_S)
                 say(line(self.incidents[-1]))
             return process.wait()
         except BaseException:
@@ -101,46 +119,36 @@ class Chaos:
     def _one(self, process: subprocess.Popen[Any], every_s: float) -> bool:
         """Inject a fault; False if the run ended before."""
         since, until = self.incidents[-1].time if self.incidents else 0.0, 0.0
-        seen = list[dict[str, Any]]()
-        while not seen or not self._ready(seen, since):  # again, if somebody died of the last fault only now
-            if not self._until(process, lambda seen: self._ready(seen, since)):
-                return False
+        while self._until(process, lambda seen: self._ready(seen, since)):
             until = until or time.monotonic() + self._draw.uniform(0, 2 * every_s)
-            while time.monotonic() < until:
-                if process.poll() is not None:
-                    return False
+            while process.poll() is None and time.monotonic() < until:
                 time.sleep(LOOK_S)
-            seen = events(self.run)
+            if process.poll() is not None:
+                return False
+            seen = self._log()  # again: somebody may have died of the last fault only now
+            if self._ready(seen, since) and self._struck(seen, process.pid):
+                return True
+            time.sleep(LOOK_S)
+        return False
+
+    def _struck(self, seen: Sequence[Mapping[str, Any]], controller: int) -> bool:
+        """Harm one of those that live; False if there is none of the kind that was drawn."""
         kind, part = self._draw.choice(self._faults)
-        pids = {e["name"]: e["pid"] for e in seen if e["event"] == "actor"} | {CONTROLLER: process.pid}
-        actor = self._draw.choice(sorted(name for name in pids if name.startswith(PARTS.get(part, part))))
+        told = {e["name"]: e["pid"] for e in seen if e["event"] == "actor"}
+        pids = {name: pid for name, pid in told.items() if ours(pid)} | {CONTROLLER: controller}
+        actors = sorted(name for name in pids if name.startswith(PARTS.get(part, part)))
+        if not actors:
+            return False
+        actor = self._draw.choice(actors)
         incident = Incident(kind, actor, max(e["step"] for e in seen if e["event"] == "stage"), time.time())
-        self.incidents.append(incident)
-        self._harm(pids[actor], kind, actor)
-        return True
+        if harmed := _harm(pids[actor], kind):
+            self.incidents.append(incident)
+        return harmed
 
     def _ready(self, seen: Sequence[Mapping[str, Any]], since: float) -> bool:
         """A step is under way, with actors that the last fault did not strike."""
         begun = [i for i, e in enumerate(seen) if e["event"] == "stage" and e["stage"] != "sft" and e["time"] > since]
         return bool(begun) and not any(e["event"] in NOTICED for e in seen[begun[-1] :])
-
-    def _harm(self, pid: int, kind: str, actor: str) -> None:
-        try:
-            ours = Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::")
-        except OSError:
-            return  # it has just died by itself: nobody will notice this one
-        if not ours and actor != CONTROLLER:
-            raise BadInput(f"{actor}: process {pid} is none of Ray's here; chaos harms actors of this machine alone")
-        end = time.monotonic() + SLOW_S
-        with suppress(ProcessLookupError):
-            os.kill(pid, SIGNALS[kind])
-            while kind == "slow" and time.monotonic() < end:
-                time.sleep(STANDS_S)
-                os.kill(pid, signal.SIGCONT)
-                time.sleep(RUNS_S)
-                os.kill(pid, SIGNALS[kind])
-            if kind == "slow":
-                os.kill(pid, signal.SIGCONT)
 
     def _followed(self, seen: Sequence[Mapping[str, Any]], incident: Incident) -> bool:
         after = [e for e in seen if e["time"] > incident.time]
@@ -155,13 +163,44 @@ class Chaos:
             incident.goes_on_s = later[0]["time"] - incident.time
         return bool(later)
 
-    def _until(self, process: subprocess.Popen[Any], wanted: Callable[[list[dict[str, Any]]], bool]) -> bool:
-        """Wait for something in the log; False if the run ended without it."""
-        while process.poll() is None:
-            if wanted(events(self.run)):
+    def _until(
+        self,
+        process: subprocess.Popen[Any],
+        wanted: Callable[[list[dict[str, Any]]], bool],
+        patience_s: float = float("inf"),
+    ) -> bool:
+        """Wait for something in the log; False if the run ended without it, or so much time passed."""
+        end = time.monotonic() + patience_s
+        while process.poll() is None and time.monotonic() < end:
+            if wanted(self._log()):
                 return True
             time.sleep(LOOK_S)
-        return wanted(events(self.run))
+        return wanted(self._log())
+
+
+def ours(pid: int) -> bool:
+    """Whether it is an actor that lives."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::")
+    except OSError:
+        return False
+
+
+def _harm(pid: int, kind: str) -> bool:
+    """False if it has just died by itself."""
+    end = time.monotonic() + SLOW_S
+    try:
+        os.kill(pid, SIGNALS[kind])
+        while kind == "slow" and time.monotonic() < end:
+            time.sleep(STANDS_S)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(RUNS_S)
+            os.kill(pid, SIGNALS[kind])
+        if kind == "slow":
+            os.kill(pid, signal.SIGCONT)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def line(incident: Incident) -> str:
@@ -197,6 +236,8 @@ def chaos(
         )
     if compare and config.run.loop == "async":
         raise BadInput("chaos --compare: two runs of run.loop=async never have the same bits; compare sync or budgeted")
+    if any(part == "grader" for _, part in wanted) and not config.cluster.graders:
+        raise BadInput("chaos --faults: the run has no actors that grade; set cluster.graders, or leave the grader out")
     if config.run.dir is None:
         raise BadInput("chaos: expected run.dir=FOLDER, which says where the run is written")
     run = Path(config.run.dir)
@@ -217,6 +258,8 @@ def chaos(
         whole, start = run.with_name(run.name + "-undisturbed"), time.monotonic()
         Chaos(kept, whole, wanted, seed)(0, every_s, say)
         found |= {"undisturbed_seconds": time.monotonic() - start, "same_model": digests(run) == digests(whole)}
+    if config.report.rollouts:
+        found["audit"] = {**vars(told := audit(run, config)), "fits": told.fits, "line": str(told)}
     return found
 
 
@@ -226,4 +269,4 @@ def summary(found: Mapping[str, Any]) -> str:
     if "same_model" in found:
         same = "the same model" if found["same_model"] else "another model"
         told += f"; without faults {found['undisturbed_seconds']:.0f} s and {same}"
-    return told
+    return told + (f"; {found['audit']['line']}" if "audit" in found else "")

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollkeel.cluster.engine_actor import BEAT_S
-from rollkeel.cluster.engines import UNPLACED, ActorEngine, _Actor
+from rollkeel.cluster.engines import SILENT_S, UNPLACED, ActorEngine, _Actor
 from rollkeel.cluster.stream import Feed
 from rollkeel.config import EngineConfig
 from rollkeel.engines.parts import START_S
-from rollkeel.errors import EngineFailure, RollkeelError
-from rollkeel.types import Proof, WeightUpdate
+from rollkeel.errors import EngineFailure, RankLost, RollkeelError
+from rollkeel.types import Proof, Segment, WeightUpdate
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,8 @@ class ElasticEngine(ActorEngine):
         part.starting, part.dead = True, f"{part.name} is starting"
 
     def _started(self, part: _Actor, timeout_s: float) -> bool:
-        """Whether it has started, which is waited for so long; then it counts among the living. One that does not start is lost."""
+        """Whether it has started, which is waited for so long; then it counts among the living. One that dies or stands still while it
+        starts is lost."""
         try:
             while part.ready(timeout_s):
                 message = part.receive()
@@ -161,6 +162,9 @@ class ElasticEngine(ActorEngine):
                     if not part.renewing:
                         self.tell("joined", part)
                     return True
+            if not part.lives():
+                part.give_up(SILENT_S)
+                raise EOFError
         except (EOFError, OSError):
             part.starting, part.dead = False, f"{part.name} {part.fate()}"
         return False
@@ -177,6 +181,14 @@ class ElasticEngine(ActorEngine):
         self.tell("left", part)
 
     # -- while it samples ----------------------------------------------------------------------------------------------
+
+    def poll(self, timeout_s: float) -> list[Segment]:
+        """Raises `RankLost` when the last engine is gone and no other one can get the weights that it served, but from a checkpoint."""
+        done = super().poll(timeout_s)
+        if self.again is None and self._left and self._version >= 0 and not self._here():
+            why = "; ".join(p.dead for p in self.parts if not p.left)
+            raise RankLost(f"no {self.noun} is left: {why}; resume the run with rollkeel train --resume")
+        return done
 
     def _may_renew(self, part: _Actor) -> bool:
         return super()._may_renew(part) and (self._seats.there(part.index) or not self._here())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-import traceback
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -37,6 +36,8 @@ class EngineActor:
         logs.write_there()
         self._channel = Channel(min(BEAT_S, config.deadline_s / 5))
         self._held, self._rings = dict[int, Any](), dict[str, torch.Tensor]()
+        self._files = dict[str, int]()
+        """Which file each ring is: a path may come to be another one's."""
         self._next, self._order = 0, threading.Lock()
         arguments = (self._channel, hf_config, config, dict(options))
         threading.Thread(target=_live, args=arguments, daemon=True, name="engine").start()
@@ -58,9 +59,14 @@ class EngineActor:
         """Answers at once, whatever the engine does."""
 
     def attach(self, path: str) -> str:
-        """Map a ring of a sender on this host; returns why it cannot be, or nothing."""
+        """Map a ring of a sender on this host, and let go of those whose senders are gone or have closed them, which no memory would
+        be left for; returns why it cannot be, or nothing."""
+        for known, file in list(self._files.items()):
+            if not _is_file(known, file):  # several ranks call this at once
+                self._files.pop(known, None)
+                self._rings.pop(known, None)
         try:
-            self._rings[path] = opened(path)
+            self._rings[path], self._files[path] = opened(path), os.stat(path).st_ino
         except OSError as error:
             return f"cannot open the memory of another process: {error.strerror or error}"
         return ""
@@ -75,6 +81,13 @@ class EngineActor:
             with suppress(TimeoutError):
                 return done.result(BEAT_S)
         return "weights: the engine has ended"
+
+
+def _is_file(path: str, inode: int) -> bool:
+    try:
+        return os.stat(path).st_ino == inode
+    except OSError:
+        return False
 
 
 def _live(channel: Channel, hf_config: Any, config: EngineConfig, options: dict[str, Any]) -> None:
@@ -93,6 +106,6 @@ def _live(channel: Channel, hf_config: Any, config: EngineConfig, options: dict[
         channel.send(("error", error, 0))
         end = "ended with that error"
     except BaseException as error:
-        traceback.print_exc()
+        logs.write_error()
         end = f"died of {type(error).__name__}: {error}".splitlines()[0]
     channel.send(("gone", end, 0))

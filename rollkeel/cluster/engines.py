@@ -24,7 +24,7 @@ from rollkeel.cluster import logs
 from rollkeel.cluster.arriving import actor_options
 from rollkeel.cluster.calls import reason
 from rollkeel.cluster.engine_actor import BEAT_S, EngineActor
-from rollkeel.cluster.patience import Patience
+from rollkeel.cluster.patience import SLACK_S, Patience
 from rollkeel.cluster.stream import BUCKET_BYTES, Feed, Sink, send
 from rollkeel.config import EngineConfig
 from rollkeel.engines.intake import Room
@@ -107,11 +107,11 @@ class _Actor(Part):
             self.listen()
         end = time.monotonic() + timeout_s
         while not ray.wait(self.calls, num_returns=1, timeout=max(0.0, min(end - time.monotonic(), BEAT_S)))[0]:
-            if time.monotonic() >= end or not self._lives():
+            if time.monotonic() >= end or not self.lives():
                 return False
         return True
 
-    def _lives(self) -> bool:
+    def lives(self) -> bool:
         """Whether its process has answered, in a thread that does nothing else, for as long as it may take for that."""
         if not self.place[1]:
             return True  # it has not begun yet
@@ -122,6 +122,14 @@ class _Actor(Part):
         if self.ping is None:
             self.ping, self.pinged = self.handle.lives.remote(), now
         return now - self.pinged <= self.pings.limit_s
+
+    def answers(self) -> bool:
+        """Whether its process says that it lives, of which somebody else despairs already."""
+        try:
+            ray.get(self.handle.lives.remote(), timeout=min(self.pings.limit_s, SLACK_S))
+        except RayError:
+            return False
+        return True
 
     def receive(self) -> tuple[str, Any, int] | None:
         if not self.waits:
@@ -295,15 +303,23 @@ class ActorEngine(PartedEngine[_Actor]):
         try:
             sums = feed(sinks)
         except EngineFailure:
-            for part in asked:  # what a sender saw die is dead here, too, and may be replaced
-                if not part.dead and part.ready(DIED_S):
-                    self._receive(part)
+            self._look(asked)
             raise
         for part, checksum in zip(asked, sums, strict=True):
             self._send(part, ("finish", self._attempt, checksum))
         proof = self._proven(asked, head.version, "to prove weights")
         self.checksum = proof.checksum
         return proof
+
+    def _look(self, parts: Sequence[_Actor]) -> None:
+        """Bury those whom a sender saw die or fall silent, so that they may be replaced."""
+        for part in parts:
+            if not part.dead and part.ready(DIED_S):
+                self._receive(part)
+            asked = time.monotonic()
+            if not (part.dead or part.answers()):
+                part.give_up(time.monotonic() - asked)
+                self._bury(part)
 
     def rest(self) -> None:
         """See `RestingEngine.rest`: every actor whose engine can gives its device away."""

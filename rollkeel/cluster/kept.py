@@ -20,6 +20,7 @@ from ray.exceptions import RayError
 
 from rollkeel.cluster.calls import CONTROL, Ranks
 from rollkeel.errors import EngineFailure, RankLost, RunStopped
+from rollkeel.loop.machines import Restarts
 
 DONE_AGAIN = ("score", "ref_logprobs", "update")
 """Calls that leave something in a rank."""
@@ -32,21 +33,21 @@ class BegunAgain(EngineFailure):
 
 
 class KeptRanks(Ranks):
-    """`Ranks` whose calls go on with others after `RankLost`, so often in all."""
+    """`Ranks` whose calls go on with others after `RankLost`, as long as `restarts` are left."""
 
     def __init__(
         self,
         start: Callable[[], Sequence[Any]],
         meet: Callable[[], None],
         tell: Callable[[tuple[Any, ...]], None],
-        renewals: int,
+        restarts: Restarts,
     ) -> None:
-        """`start`: actors in the places of the ranks; `meet`: has them meet, once they have started."""
+        """`start`: actors in the places of the ranks; `meet`: has them meet, once they have started; `restarts`: spent here and by who
+        begins again from a checkpoint."""
         super().__init__(start(), tell)
         self._start = start
         self._meet = meet
-        self._left = renewals
-        self._spent = 0
+        self._restarts = restarts
         self.nodes = list[str]()
         """Of the ranks, as Ray names them, once they are known."""
         self._fixed, self._kept = list[Any](), list[Any]()
@@ -87,7 +88,6 @@ class KeptRanks(Ranks):
                 break
             except RankLost as lost:
                 if not self._again(str(lost).partition("; resume")[0]):
-                    lost.spent = self._spent
                     raise
                 if what == "stream":
                     raise BegunAgain(f"{lost}") from None
@@ -122,13 +122,14 @@ class KeptRanks(Ranks):
         self._settle(timeout_s=1.0)
         began, self._renewing = time.monotonic(), True
         try:
-            while self._left and self._kept:
-                self._left, self._spent = self._left - 1, self._spent + 1
+            while self._restarts.left and self._kept:
+                self._restarts.left -= 1
                 try:
                     self._begin_anew()
                 except RankLost:
                     continue
-                except RunStopped as error:  # the states were lost, too
+                except RunStopped as error:  # the states were lost, too, so that nobody has begun again
+                    self._restarts.left += 1
                     self._tell(("events", "emit", ("states_lost",), {"reason": str(error)}))
                     return False
                 about = {"reason": why, "seconds": round(time.monotonic() - began, 3), "calls": len(self._noted)}

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -37,6 +38,12 @@ def write_there() -> None:
     os.dup2(log, 2)
     os.close(log)
     faulthandler.register(ASK, all_threads=True)
+
+
+def write_error() -> None:
+    """Print the exception that is being handled. Where the disk is full nothing is printed, and the exception is told as it is."""
+    with suppress(OSError):
+        traceback.print_exc()
 
 
 def ask_for_stacks(pids: Iterable[int]) -> str:

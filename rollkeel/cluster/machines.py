@@ -35,7 +35,7 @@ from rollkeel.errors import BadInput
 from rollkeel.events import EventLog
 from rollkeel.host import versions
 from rollkeel.loop.assemble import device_of
-from rollkeel.loop.machines import Publish
+from rollkeel.loop.machines import Publish, Restarts
 from rollkeel.protocols import Engine
 from rollkeel.record.checks import Finding, unreached
 from rollkeel.record.live import LiveView
@@ -62,8 +62,17 @@ HANDED = (
 class RayMachines:
     """Ranks and engines as actors. Weights never come to this process."""
 
-    def __init__(self, config: Config, folder: RunFolder, view: LiveView, *, sampling: bool = True) -> None:
-        """Start everything and load the start model on the ranks. `sampling`: without, there are no engines."""
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        view: LiveView,
+        *,
+        sampling: bool = True,
+        restarts: Restarts | None = None,
+    ) -> None:
+        """Start everything and load the start model on the ranks. `sampling`: without, there are no engines. `restarts`: of ranks,
+        shared with who begins again from a checkpoint; by default `cluster.restarts` of its own."""
         self._config = config = ranked(config)
         self._folder, self._view = folder, view
         self._count = self._wanted() if sampling else 0
@@ -84,7 +93,7 @@ class RayMachines:
             made.enter_context(start.watched())
             self._places = start.Places(config, min(self._count, self._needed()), self._gpus)
             made.callback(self._places.remove)
-            self._ranks = KeptRanks(self._actors, self._meet, self._say, config.cluster.restarts)
+            self._ranks = KeptRanks(self._actors, self._meet, self._say, restarts or Restarts(config.cluster.restarts))
             made.callback(self._ranks.close)
             self._engine = self._engines()
             made.callback(self._engine.end)

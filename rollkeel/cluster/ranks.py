@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -97,7 +96,7 @@ class Rank:
             value = getattr(self, f"_{what}")(*args)
             return Answer(value if self._rank == 0 or what in ("about", "stream") else None)
         except Exception as error:
-            traceback.print_exc()
+            logs.write_error()
             return Answer(error=error)
 
     def keep(self, whole: bool) -> tuple[bool, Any, Any]:

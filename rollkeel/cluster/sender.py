@@ -59,9 +59,10 @@ class Sender:
         if self._last is None or adapters:
             sums = send_part(self._plans[key], self._mesh.rank, weights.held, about, carrier)
             return sums, Traffic(nbytes=carrier.nbytes)
-        through = self._last.through(head, key, about)
+        cuts = key, self._bucket_bytes
+        through = self._last.through(head, cuts, about)
         sums = send_part(self._plans[key], self._mesh.rank, weights.held, about, carrier, through)
-        self._last.done(head, key)
+        self._last.done(head, cuts)
         return sums, self._last.traffic._replace(nbytes=carrier.nbytes)
 
     def _hosts(self, sinks: Sequence[Sink]) -> tuple[list[int], list[int]]:
@@ -74,15 +75,12 @@ class Sender:
 
     def _shared(self, sinks: Sequence[Sink]) -> dict[int, Ring]:
         """Memory shared with those of the sinks that are on this host."""
-        if not self._bucket_bytes:  # the buffer is what is under way, in rings and the object store, and what is made
-            rings = sum(map(self._near, sinks))
-            under_way = WINDOW * (rings + (rings < len(sinks)))
-            self._bucket_bytes = max(ALIGN, int(self._config.buffer_mb * MB / (under_way + MADE)))
+        self._fit(sinks)
         out = dict[int, Ring]()
         for number, sink in enumerate(sinks):
             name, ring = self._rings.get(sink.index, ("", None))
             if name != sink.name:
-                ring = self._mapped(ring, sink) if self._near(sink) else None
+                ring = self._mapped(ring, sink)
                 self._rings[sink.index] = sink.name, ring
             if ring is not None:
                 out[number] = ring
@@ -90,12 +88,32 @@ class Sender:
                 raise BadInput(f"sync.transport=shm: engine {sink.name} shares no memory with this rank; set auto")
         return out
 
+    def _fit(self, sinks: Sequence[Sink]) -> None:
+        """Buckets for which the buffer is enough, also when engines have joined. It is what is under way, in rings and the object store,
+        and what is made."""
+        rings = {index for index, (_, ring) in self._rings.items() if ring is not None}
+        rings |= {sink.index for sink in sinks if self._near(sink)}
+        under_way = WINDOW * (len(rings) + (not all(map(self._near, sinks))))
+        most = max(ALIGN, int(self._config.buffer_mb * MB / (under_way + MADE)))
+        if 0 < self._bucket_bytes <= most:
+            return
+        self._bucket_bytes = most
+        for _, ring in self._rings.values():
+            if ring is not None:
+                ring.close()
+        self._rings.clear()
+
     def _mapped(self, ring: Ring | None, sink: Sink) -> Ring | None:
         """A ring that the engine has mapped, that of an actor whose place it took or a new one; None if it cannot."""
+        if not self._near(sink):
+            if ring is not None:
+                ring.close()
+            return None
         try:
             ring = ring or Ring(self._bucket_bytes, WINDOW)
         except OSError:
             return None
+        self._rings[sink.index] = "", ring  # for the next one, if this engine dies
         try:
             refused = ray.get(sink.actor.attach.remote(ring.path), timeout=self._deadline_s)
         except RayError as error:

@@ -33,12 +33,13 @@ from rollkeel.loop.assemble import (
     sampling_params,
 )
 from rollkeel.loop.check import validate
-from rollkeel.loop.machines import Machines
+from rollkeel.loop.machines import Machines, Restarts
 from rollkeel.loop.run import Run
 from rollkeel.loop.steps import train as train_steps
 from rollkeel.loop.warm_start import warm_start_key
 from rollkeel.models.loading import quiet_transformers
 from rollkeel.objectives.described import in_words
+from rollkeel.record.check_table import REMEMBERED
 from rollkeel.record.checks import tell, untold
 from rollkeel.record.live import LiveView
 from rollkeel.record.rollout_store import read_step
@@ -88,18 +89,19 @@ def train(config: Config, *, view: LiveView | None = None, resume: str | Path | 
 
 def _until_done(config: Config, folder: RunFolder, view: LiveView, stop: StopFlag, *, fresh: bool) -> None:
     """Begin, or go on; and go on again from the newest checkpoint when ranks of the trainer were lost."""
-    left, held = config.cluster.restarts, _Held(config, folder, view)
+    restarts = Restarts(config.cluster.restarts)
+    held = _Held(config, folder, view, restarts)
     with closing(held):
         while True:
             try:
                 (_begin if fresh else _resume)(config, folder, view, stop, held)
                 return
             except RankLost as lost:
-                left -= lost.spent
-                if left <= 0 or stop():
+                if restarts.left <= 0 or stop():
                     raise
                 why = str(lost).partition("; resume")[0]
-            left, fresh = left - 1, False
+            restarts.left -= 1
+            fresh = False
             view.note(f"{why}; the run goes on from its newest checkpoint")
             folder.events.emit("restarted", reason=why)
 
@@ -107,8 +109,8 @@ def _until_done(config: Config, folder: RunFolder, view: LiveView, stop: StopFla
 class _Held:
     """The machines of a run, which outlive an attempt that lost ranks of the trainer."""
 
-    def __init__(self, config: Config, folder: RunFolder, view: LiveView) -> None:
-        self._about, self._made = (config, folder, view), list[Machines]()
+    def __init__(self, config: Config, folder: RunFolder, view: LiveView, restarts: Restarts) -> None:
+        self._about, self._made = (config, folder, view, restarts), list[Machines]()
 
     @contextmanager
     def machines(self) -> Iterator[Machines]:
@@ -252,9 +254,11 @@ def _reinforce(run: Run, first: int) -> None:
     for row in run.folder.metrics():  # of a run that goes on: what it has warned of is not said again
         run.alarms.observe(row)
         run.checks.observe(row)
-    for step, file in run.folder.rollout_files()[-1:]:  # nor is its batch trained again
+    for step, file in run.folder.rollout_files()[-REMEMBERED:]:  # nor are its batches trained again
         with suppress(RollkeelError):
-            run.checks.trained(step, read_step(file, ["id"]).column("id").to_pylist())
+            seen = read_step(file, ["id", "train_version"])
+            if "train_version" in seen.column_names:  # null where a rollout was graded and not trained
+                run.checks.trained(step, seen.drop_null().column("id").to_pylist())
     run.view.phase("rl", run.config.run.steps)
     try:
         plugins.tried(lambda: train_steps(run, first), "own code", between=True)
@@ -267,11 +271,11 @@ def _reinforce(run: Run, first: int) -> None:
     _last_word(run)
 
 
-def _machines(config: Config, folder: RunFolder, view: LiveView) -> Machines:
+def _machines(config: Config, folder: RunFolder, view: LiveView, restarts: Restarts) -> Machines:
     if config.clustered:
         from rollkeel.cluster.machines import RayMachines
 
-        made: Machines = RayMachines(config, folder, view)
+        made: Machines = RayMachines(config, folder, view, restarts=restarts)
     else:
         from rollkeel.loop.one_process import OneProcess
 

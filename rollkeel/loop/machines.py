@@ -7,6 +7,7 @@ then never come here, and tensors that do are a step's numbers per token.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,6 +36,13 @@ if TYPE_CHECKING:
 
 Publish = Callable[[], Mapping[str, float]]
 """Bring the trainer's weights to the engine, proven; what that measured."""
+
+
+@dataclass
+class Restarts:
+    """How often a run may still go on with other ranks after some were lost, from memory and from a checkpoint together."""
+
+    left: int
 
 
 def trainer_options(config: Config) -> dict[str, Any]:

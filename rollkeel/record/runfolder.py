@@ -238,8 +238,8 @@ class RunFolder:
             write_atomic(path, b"".join(kept))
         schedule = self.path / SCHEDULE
         if schedule.exists():
-            rows, lines, _ = read_rows(schedule)
-            write_atomic(schedule, b"".join(x for r, x in zip(rows, lines, strict=True) if r["step"] <= step))
+            done, calls, _ = read_rows(schedule)
+            write_atomic(schedule, b"".join(x for r, x in zip(done, calls, strict=True) if r["step"] <= step))
         self._last_step = step if kept else -1
         self._emit("metrics_truncated", step=step, rows_dropped=len(lines) - len(kept))
 

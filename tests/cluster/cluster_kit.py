@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from tiny_run import events
 
+from rollkeel.cluster.audit import audit
 from rollkeel.loop.job import train
 from rollkeel.recipe import load
 
@@ -53,6 +54,13 @@ def tokens(run: Path) -> list[list[Any]]:
     """What was sampled in every step, by rollout."""
     files = sorted((run / "rollouts").iterdir())
     return [pq.read_table(file, columns=["id", "token_ids"]).sort_by("id").to_pylist() for file in files]
+
+
+def assert_audited(run: Path) -> None:
+    """By its files, no rollout was trained twice, none lost, and no token was older than the loop allows."""
+    told = audit(run, load(run / "config.yaml"))
+    assert told.fits, told
+    assert told.trained
 
 
 def kill_when(run: Path, name: str, stage: str, step: int) -> threading.Thread:

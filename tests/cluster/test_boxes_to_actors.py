@@ -7,6 +7,7 @@ mesh, mode and fault (tests/sync/test_boxes_of_plans.py), several hosts.
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import sys
@@ -238,6 +239,29 @@ def test_a_rank_shares_memory_with_engines_of_its_host_if_it_may_and_can(
     ):
         StreamPublisher(actors, OneRank(model, transport="shm")).publish(None, 84)
     assert actors.version == -1
+
+
+def mapped(part: Any) -> int:
+    """Bytes of senders' rings that an engine has mapped."""
+    lines = Path(f"/proc/{part.place[1]}/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in lines if "rollkeel-weights" in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in spans)
+
+
+def test_the_buffer_holds_when_engines_join_and_nobody_keeps_memory_of_before(actors: ActorEngine) -> None:
+    model = model_of("tiny-qwen3-moe", 3)
+    StreamPublisher(actors, OneRank(model, transport="ray")).publish(None, 84)
+    first, second = actors.parts
+    before = mapped(first), mapped(second)
+    source = OneRank(model, buffer_mb=0.5)
+    publisher = StreamPublisher(actors, source)
+    bounds = 0.5 * 2**20 + 4 * ALIGN
+    for to in ([first], [second], None, [first]):  # one engine, and then more than the buckets were cut for
+        publisher._bring("full", None, 84, to)
+        rings = [len(ring._bytes) for ring in source.rings if ring is not None]
+        assert sum(rings) + MADE * source.sender._bucket_bytes <= bounds
+    pages = -(-rings[0] // mmap.PAGESIZE) * mmap.PAGESIZE
+    assert (mapped(first), mapped(second)) == tuple(there + pages for there in before)
 
 
 def test_memory_of_a_process_that_is_gone_cannot_be_mapped(actors: ActorEngine) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster_kit import TINY, TWO, kill_when, pid_of, run_of, tokens
+from cluster_kit import TINY, TWO, assert_audited, kill_when, pid_of, run_of, tokens
 from tiny_run import assert_same, events, rows, wait_for, weights
 
 from rollkeel.errors import RunStopped
@@ -27,7 +27,7 @@ from rollkeel.loop.job import train
 from rollkeel.recipe import load
 
 pytestmark = pytest.mark.slow
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 
 
 def begin(*words: str | Path) -> subprocess.Popen[str]:
@@ -68,7 +68,7 @@ def finished(run: Path) -> None:
 def test_a_killed_controller_leaves_nothing_and_the_run_goes_on(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = begin(*TINY, *TWO, f"run.dir={run}")
-    wait_for(run, process, "update", 2)  # type: ignore[arg-type]
+    wait_for(run, process, "update", 2, DEADLINE_S)  # type: ignore[arg-type]
     process.kill()
     process.communicate(timeout=DEADLINE_S)
     assert_gone(run)
@@ -84,10 +84,11 @@ def test_a_killed_controller_loses_neither_pool_nor_queue_nor_the_bound_on_stale
     for name, words in (("budgeted", budgeted), ("async", ["run.loop=async"])):
         run = tmp_path / name
         process = begin(*TINY, *TWO, *words, "run.steps=6", f"run.dir={run}")
-        wait_for(run, process, "update", 3)  # type: ignore[arg-type]
+        wait_for(run, process, "update", 3, DEADLINE_S)  # type: ignore[arg-type]
         process.kill()
         process.communicate(timeout=DEADLINE_S)
         finished(run)
+        assert_audited(run)
         if name == "budgeted":
             assert_same(run, run_of(tmp_path / "whole", *TWO, *words, "run.steps=6"))
             continue
@@ -100,7 +101,7 @@ def test_a_killed_controller_loses_neither_pool_nor_queue_nor_the_bound_on_stale
 def test_ctrl_c_in_a_terminal_reaches_all_processes_and_ends_with_a_checkpoint(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = begin(*TINY, *TWO, f"run.dir={run}")
-    wait_for(run, process, "rollout", 2)  # type: ignore[arg-type]
+    wait_for(run, process, "rollout", 2, DEADLINE_S)  # type: ignore[arg-type]
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, err.count("\n")) == (130, 1)
@@ -123,6 +124,19 @@ def test_a_killed_engine_that_is_not_replaced_is_told_and_the_resumed_run_is_the
     assert "\n" not in str(stopped.value)
     train(load(run / "config.yaml"), resume=run)
     assert_same(run, whole)
+
+
+def test_the_only_engine_is_killed_while_it_samples_for_later_steps(ray_cluster: None, tmp_path: Path) -> None:
+    """In `async` no other one can get the weights that are served: the run goes on from its newest checkpoint."""
+    run = tmp_path / "run"
+    killer = kill_when(run, "engine-0", "rollout", 4)
+    run_of(run, *TWO, "run.loop=async", "run.steps=6", "engine.slots=1")
+    killer.join()
+    assert [row["step"] for row in rows(run)] == list(range(7))
+    assert not any(row.get("failures/engine") for row in rows(run))
+    assert_audited(run)
+    (told,) = [e for e in events(run) if e["event"] == "restarted"]
+    assert "no engine actor is left: actor 0 (node" in told["reason"]
 
 
 @pytest.mark.parametrize("name", ["trainer-1", "engine-0"])
@@ -178,6 +192,7 @@ def test_twenty_kills_at_random_moments(ray_cluster: None, tmp_path: Path) -> No
     print(f"kills: {fell}")
     assert len(fell) >= 15
     assert len(set(fell)) == 3
+    assert_audited(run)
     assert_same(run, run_of(tmp_path / "longer", *words))
 
 

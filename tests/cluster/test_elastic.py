@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cluster_kit import TINY, run_of, tokens
+from cluster_kit import TINY, assert_audited, run_of, tokens
 from tiny_run import cli, events, rows
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
@@ -27,10 +27,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
 from engine_kit import drain, engine_of, model_of, prompts_of, requests_of, run, same
 
 from rollkeel.cluster.elastic import ElasticEngine, Seats
+from rollkeel.cluster.patience import Patience
 from rollkeel.cluster.publish import OwnWeights, StreamPublisher
 from rollkeel.cluster.wanted import ask, asked
 from rollkeel.config import EngineConfig, LoraConfig, ModelConfig
-from rollkeel.errors import BadInput, EngineFailure
+from rollkeel.errors import BadInput, EngineFailure, RankLost
 from rollkeel.models.adapters import named_adapters, parameters
 from rollkeel.models.loading import Policy, load_policy
 from rollkeel.models.names import checkpoint_views
@@ -155,6 +156,67 @@ def test_a_lost_engine_that_cannot_be_replaced_leaves_its_work_to_the_others(ela
 
 
 @pytest.mark.slow
+def test_an_engine_that_stops_while_weights_are_on_their_way_to_it_is_replaced(elastic: list[Elastic]) -> None:
+    """The sender names it, and it is no part of this process that waits for it: a run once ended there."""
+    elastic.append(made := Elastic(2, renewals=1))
+    made.publish()
+    stopped = made.engine.parts[1]
+    stopped.pings = Patience(2.0)
+    inner, sent = made.publisher.source.stream, list[int]()
+
+    def stream(head: Any, sinks: Sequence[Any]) -> Sequence[int]:
+        sent.append(len(sinks))
+        if len(sent) == 1:
+            os.kill(stopped.place[1], signal.SIGSTOP)
+            raise EngineFailure("engine actor 1 took no weights")
+        return inner(head, sinks)
+
+    made.publisher.source.stream = stream  # type: ignore[method-assign]
+    made.publish()
+    assert sent == [2, 1]
+    assert made.engine.version == made.version
+    made.until([0, 1])
+    assert made.told == [("lost", 1), ("joined", 1)]
+    requests = forced(4, 20)
+    alone = run(engine_of(MODEL, max_length=4000), requests)
+    done = run(made.engine, requests)
+    assert all(same(done[i].span, alone[i].span) for i in alone)
+
+
+@pytest.mark.slow
+def test_the_last_engine_is_lost_where_no_other_one_can_get_what_it_served(elastic: list[Elastic]) -> None:
+    """As in `async`: the loop goes back to a checkpoint, with engines that forgot everything."""
+    elastic.append(made := Elastic(1, renewals=1))
+    made.publish()
+    made.engine.submit(forced(6, 400))
+    assert made.engine.poll(0.0) == []
+    made.kill(0)
+    with pytest.raises(RankLost, match="no engine actor is left: actor 0 "):
+        drain(made.engine)
+    made.engine.empty()
+    made.publish()
+    requests = forced(4, 20)
+    done, alone = run(made.engine, requests), run(engine_of(MODEL, max_length=4000), requests)
+    assert all(same(done[i].span, alone[i].span) for i in alone)
+
+
+@pytest.mark.slow
+def test_who_stands_still_while_it_starts_is_no_engine_and_another_one_joins(elastic: list[Elastic]) -> None:
+    elastic.append(made := Elastic(1, renewals=1))
+    made.publish()
+    made.wanted = 2
+    made.publish()
+    late, end = made.engine.parts[1], time.monotonic() + 60
+    while not late.place[1] and time.monotonic() < end:
+        assert not late.ready(0.05) or late.receive() is None
+    os.kill(first := late.place[1], signal.SIGSTOP)
+    late.pings = Patience(1.0)
+    made.until([0, 1])
+    assert late.place[1] != first
+    assert made.told == [("joined", 1)]
+
+
+@pytest.mark.slow
 def test_who_joins_gets_the_weights_that_adapters_stand_beside(elastic: list[Elastic]) -> None:
     policy = load_policy(ModelConfig(path="preset:tiny-qwen3"), lora=LoraConfig(rank=4))
     for p in parameters(policy.model).values():
@@ -246,6 +308,7 @@ def test_two_engines_then_four_then_one_then_three_during_a_run(ray_cluster: Non
         zip(["engine_joined"] * 2 + ["engine_left"] * 3 + ["engine_joined"] * 2, names, strict=True)
     )
     assert [row["step"] for row in rows(run)] == list(range(121))
+    assert_audited(run)
     syncs = [row["time/sync_s"] for row in rows(run, volatile=True) if "time/sync_s" in row]
     print(f"{loop}: publications of {np.median(syncs):.2f} s in the middle, {max(syncs):.2f} s at most")
     if loop == "sync":

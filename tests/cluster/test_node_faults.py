@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_kit import TINY, pid_of, tokens
+from cluster_kit import TINY, assert_audited, pid_of, tokens
 from tiny_run import assert_same, events, rows, weights
 
 pytestmark = pytest.mark.slow
@@ -79,6 +79,12 @@ def home(cluster: dict[str, Any], run: Path, name: str) -> int:
     return next(raylet for raylet in cluster["raylets"] if pid in tree(raylet))
 
 
+def on(raylet: int, run: Path) -> list[str]:
+    """The engines on its node."""
+    below = tree(raylet)
+    return [name for name in ("engine-0", "engine-1") if pid_of(run, name) in below]
+
+
 def when(run: Path, stage: str, step: int, harm: Callable[[], None]) -> threading.Thread:
     """Do it as soon as the log says that `stage` of `step` has begun."""
 
@@ -106,6 +112,7 @@ def trained(run: Path, *words: str, cluster: dict[str, Any] | None = None) -> tu
 def resumed(run: Path, *words: str) -> None:
     code, err = trained(run, "--resume", str(run), *words)
     assert (code, err) == (0, "")
+    assert_audited(run)
 
 
 @pytest.fixture(scope="module")
@@ -129,13 +136,20 @@ def test_a_node_with_an_engine_is_lost_and_the_others_take_over(
     nodes: Callable[..., dict[str, Any]], undisturbed: Path, tmp_path: Path
 ) -> None:
     cluster, run = nodes(3, 1), tmp_path / "run"
-    killer = when(run, "rollout", 2, lambda: lost(cluster["raylets"][1]))
+    there = list[str]()  # Ray chooses which engine the second node gets
+
+    def harm() -> None:
+        there.extend(on(cluster["raylets"][1], run))
+        lost(cluster["raylets"][1])
+
+    killer = when(run, "rollout", 2, harm)
     assert trained(run, *WORDS, f"run.dir={run}", cluster=cluster)[0] == 0
     killer.join()
+    assert_audited(run)
     assert tokens(run) == tokens(undisturbed)  # log-probs differ in their last bits: others were beside them in a batch
     assert [row["step"] for row in rows(run)] == list(range(7))
     (told,) = [e for e in events(run) if e["event"].startswith(("engine_", "ranks_", "restarted"))]
-    assert (told["event"], told["name"]) == ("engine_lost", "engine-1")
+    assert (told["event"], [told["name"]]) == ("engine_lost", there)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -151,6 +165,7 @@ def test_a_node_with_a_rank_is_lost_and_another_node_goes_on_from_its_neighbours
     killer = when(run, "update", 3, harm)
     assert trained(run, *WORDS, f"run.dir={run}", "checkpoint.every=0", cluster=cluster)[0] == 0
     killer.join()
+    assert_audited(run)
     assert rows(run) == rows(undisturbed)
     assert weights(run) == weights(undisturbed)
     (told,) = [e for e in events(run) if e["event"] == "ranks_restarted"]
@@ -162,8 +177,10 @@ def test_a_node_that_is_cut_off_is_treated_as_lost_and_changes_nothing_when_it_c
     nodes: Callable[..., dict[str, Any]], undisturbed: Path, tmp_path: Path
 ) -> None:
     cluster, run = nodes(3, 1), tmp_path / "run"
+    there = list[str]()
 
     def harm() -> None:
+        there.extend(on(cluster["raylets"][1], run))
         lost(cluster["raylets"][1], signal.SIGSTOP)
         end = time.monotonic() + DEADLINE_S
         while not any(e["event"] == "engine_lost" for e in events(run)) and time.monotonic() < end:
@@ -173,8 +190,9 @@ def test_a_node_that_is_cut_off_is_treated_as_lost_and_changes_nothing_when_it_c
     killer = when(run, "rollout", 2, harm)
     assert trained(run, *WORDS, f"run.dir={run}", cluster=cluster)[0] == 0
     killer.join()
+    assert_audited(run)
     assert tokens(run) == tokens(undisturbed)
-    assert [e["name"] for e in events(run) if e["event"] == "engine_lost"] == ["engine-1"]
+    assert [e["name"] for e in events(run) if e["event"] == "engine_lost"] == there
 
 
 def test_the_head_of_ray_is_gone_in_one_line_and_the_run_resumes(
@@ -189,7 +207,8 @@ def test_the_head_of_ray_is_gone_in_one_line_and_the_run_resumes(
     assert events(run)[-1]["status"] == "stopped"
     resumed(run, f"run.steps={(last := rows(run)[-1]['step']) + 1}", "cluster.address=null")
     assert [row["step"] for row in rows(run)] == list(range(last + 2))
-    assert rows(run)[:7] == rows(undisturbed)
+    whole = min(last, 5) + 1  # the last step of either run is evaluated
+    assert rows(run)[:whole] == rows(undisturbed)[:whole]
 
 
 def test_a_disk_that_is_full_is_one_line_and_the_run_resumes(undisturbed: Path, tmp_path: Path) -> None:
@@ -223,8 +242,9 @@ def test_memory_that_runs_out_is_named_where_an_actor_was_killed(undisturbed: Pa
     assert trained(run, *WORDS, f"run.dir={run}") == (0, "")
     for killer in killers:
         killer.join()
+    assert_audited(run)
     assert_same(run, undisturbed)
-    told = [e.get("why", e.get("reason")) for e in events(run) if e["event"] in ("engine_lost", "ranks_restarted")]
+    told = [str(e.get("why", e.get("reason"))) for e in events(run) if e["event"] in ("engine_lost", "ranks_restarted")]
     assert len(told) == 2
     assert all("(signal 9), as the kernel does when memory runs out" in why for why in told)
 

@@ -23,7 +23,7 @@ from rollkeel.config import Config
 from rollkeel.errors import BadInput, Corrupt, NonFinite
 from rollkeel.recipe import load
 from rollkeel.record.lock import is_locked
-from rollkeel.record.runfolder import RunFolder
+from rollkeel.record.runfolder import SCHEDULE, RunFolder
 
 
 def make(path: Path, steps: int = 0) -> RunFolder:
@@ -138,8 +138,11 @@ def test_truncate_drops_later_rows_and_rollouts_and_the_run_goes_on(tmp_path: Pa
     make(tmp_path / "run", 5).close()
     lines = (tmp_path / "run" / "metrics.jsonl").read_bytes().splitlines()
     run = RunFolder.open(tmp_path / "run")
+    (run.path / SCHEDULE).write_text('{"step": 2}\n{"step": 4}\n')  # of run.loop=async
     run.truncate_after(3)
     assert (run.path / "metrics.jsonl").read_bytes().splitlines() == lines[:3]
+    assert (run.path / SCHEDULE).read_text() == '{"step": 2}\n'
+    assert json.loads((run.path / "events.jsonl").read_text().splitlines()[-1])["rows_dropped"] == 2
     assert [step for step, _ in run.rollout_files()] == [1, 2, 3]
     run.append_metrics({"step": 4})
     assert [row["step"] for row in run.metrics()] == [1, 2, 3, 4]
