@@ -181,6 +181,12 @@ class Run:
         """`rollkeel.doctor` of this run."""
         return doctor(self, last=last)
 
+    def push_to_hub(self, repo: str, *, public: bool = False) -> str:
+        """Upload the final model and its card to a repository of the Hugging Face Hub, and return its address; docs/hub.md."""
+        from rollkeel.integrations.hub import push
+
+        return push(self.path, repo, public=public)
+
     def plot(self, *metrics: str) -> Figure:
         """Curves over steps, one below the other: metrics, or patterns with `*`. Raises `BadInput` for one that is nowhere."""
         from matplotlib.figure import Figure
