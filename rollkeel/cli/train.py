@@ -137,7 +137,10 @@ def score(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="A run folder, finished or not; several are compared.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="A run folder, finished or not, or another trainer's dump; several runs are compared."),
+    ],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="File (RUN/report.html; comparison.html for several).")
     ] = None,
@@ -147,14 +150,18 @@ def report(
     Exit code 4 if files are damaged: the page says which, and shows the rest.
     """
     for run in runs:
-        if not run.is_dir():
+        if not run.exists():
             raise BadInput(f"run folder {run}: no such folder")
     from rollkeel.report import render
     from rollkeel.report.compare import compare
-    from rollkeel.report.run_files import damage
+    from rollkeel.report.run_files import as_run, damage
 
     try:
-        print(render(runs[0], out) if len(runs) == 1 else compare(runs, out or Path("comparison.html")))
+        if len(runs) == 1:
+            with as_run(runs[0]) as run:
+                print(render(run, out or (None if run == runs[0] else Path("report.html"))))
+        else:
+            print(compare(runs, out or Path("comparison.html")))
     except BadInput as error:
         raise BadInput(f"{error}{'' if out else ', or give --out FILE'}") from None
     for run in runs:
