@@ -71,6 +71,9 @@ def card(folder: RunFolder) -> str:
         words=verdict(run),
         results=_results_table(run.rows),
         objective=in_words({k: v for k, v in described.items() if k not in ("event", "time")}) if described else "",
+        warm=(f"{config.sft.epochs} epochs" if config.sft.epochs else f"{config.sft.steps} steps")
+        if config.sft.on
+        else "",
         settings=_settings(config),
         data=[_data(part) for part in config.data.parts or [config.data]],
         counts=[int(sum(r.get(key, 0) for r in run.rows)) for key in ("rollout/count", "rollout/tokens")],
