@@ -83,7 +83,7 @@ def save_trace(folder: str | Path, step: int, batch: Any, *, temperature: float)
     columns: dict[str, Any] = {
         "token_ids": ids[:, -width:],
         "mask": batch["loss_mask"],
-        "rollout_logprobs": needed(batch, "rollout_logprobs", "SkyRL", "set sampling_params.logprobs=0"),
+        "rollout_logprobs": needed(batch, "rollout_logprobs", "SkyRL", "set generator.sampling_params.logprobs=1"),
         "train_logprobs": batch["action_log_probs"],
         "advantages": batch["advantages"],
     }

@@ -80,8 +80,8 @@ def tracer(folder: str | Path) -> Callable[..., None]:
         q, o = (needed(rollout_data, name, "slime", todo) for name in ("rollout_log_probs", "log_probs"))
         tokens = rollout_data["tokens"]
         lengths = rollout_data["response_lengths"]
-        rewards = rollout_data.get("raw_reward")
-        groups = rollout_data.get("group_indices")
+        rewards = rollout_data.get("local_raw_reward")  # `raw_reward` is of all ranks
+        cut = rollout_data.get("truncated")
         prompts = [row[: len(row) - n] for row, n in zip(tokens, lengths, strict=True)]
         save_batch(
             folder_of(folder),
@@ -92,7 +92,8 @@ def tracer(folder: str | Path) -> Callable[..., None]:
             train_logprobs=padded(o),
             advantages=padded(rollout_data["advantages"]),
             rewards=rewards,
-            groups=groups or [tuple(row.tolist()) for row in prompts],
+            groups=[tuple(row.tolist()) for row in prompts],
+            status=None if cut is None else ["length" if each else "finished" for each in cut],
             prompt_ids=prompts,
             sampling={"temperature": args.rollout_temperature},
             engine="sglang",

@@ -120,7 +120,9 @@ def through_slime(folder: Path, step: int, rows: Rows) -> None:
         "rollout_log_probs": [row["q"] for row in rows],
         "log_probs": [row["o"] for row in rows],
         "advantages": [row["a"] for row in rows],
-        "raw_reward": [row["reward"] for row in rows],
+        "raw_reward": [0.5] * 2 * len(rows),  # of all ranks
+        "local_raw_reward": [row["reward"] for row in rows],
+        "truncated": [i % 2 for i in range(len(rows))],
     }
     args = SimpleNamespace(rollout_temperature=1.0, context_parallel_size=1)
     slime.tracer(folder)(args, step - 1, data)
@@ -252,6 +254,9 @@ def test_what_is_read_is_what_was_trained_on(name: str, tmp_path: Path) -> None:
     assert np.unique(found.group, return_inverse=True)[1].tolist() == trace.group.tolist()
     assert found.prompt_length.tolist() == [2 + g % (PROMPT - 1) for g in trace.group.tolist()]
     assert found.facts.temperature == 1.0
+    if name == "slime":
+        assert found.status is not None
+        assert found.status[:2] == ["finished", "length"]
     if name in ("verl", "slime", "areal"):
         assert found.reward.tolist() == trace.reward.tolist()
     assert not {c.id for c in diagnose(found).causes} & {"temperature", "alignment", "truncation"}
