@@ -181,18 +181,22 @@ class Run:
         """`rollkeel.doctor` of this run."""
         return doctor(self, last=last)
 
+    def push_to_hub(self, repo: str, *, public: bool = False) -> str:
+        """Upload the final model and its card to a repository of the Hugging Face Hub, and return its address; docs/hub.md."""
+        from rollkeel.integrations.hub import push
+
+        return push(self.path, repo, public=public)
+
     def plot(self, *metrics: str) -> Figure:
         """Curves over steps, one below the other: metrics, or patterns with `*`. Raises `BadInput` for one that is nowhere."""
-        from matplotlib.figure import Figure
-
-        from rollkeel.report.charts import matching, series, smooth
+        from rollkeel.report.charts import Curves, matching, series, smooth
 
         rows = self._rows()
         shown = {pattern: matching(rows, [pattern]) for pattern in metrics or CURVES}
         if metrics and (nowhere := [pattern for pattern, names in shown.items() if not names]):
             raise BadInput(f"{self.path}: no metric {nowhere[0]!r}; see Run.metrics().column_names")
         panels = [names for names in shown.values() if names]
-        figure = Figure(figsize=(6.4, 0.3 + 1.7 * max(len(panels), 1)), layout="constrained")
+        figure = Curves(figsize=(6.4, 0.3 + 1.7 * max(len(panels), 1)), layout="constrained")
         for number, names in enumerate(panels, 1):
             axes = figure.add_subplot(len(panels), 1, number)
             for name in names:

@@ -146,6 +146,7 @@ def test_curves_and_what_a_notebook_shows(run: rollkeel.Run) -> None:
     names = [[text.get_text() for text in legend.get_texts()] for legend in legends if legend is not None]
     assert names[0] == ["reward/mean"]
     assert len(names[1]) > 1
+    assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]  # a notebook asks for it
     page = run._repr_html_()
     assert page.count("<svg") == 1
     assert ": done" in page
@@ -189,5 +190,6 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         if isinstance(last, ast.Expr):
             value = eval(compile(ast.Expression(last.value), "cell", "eval"), space)
             shown.append(value._repr_html_() if hasattr(value, "_repr_html_") else repr(value))
+            assert hasattr(value, "_repr_png_") or not repr(value).startswith(("<", "[<", "Figure"))
     assert ": done" in shown[0]
     assert len(shown) >= 4

@@ -15,6 +15,7 @@ from rollkeel.errors import BadInput
 from rollkeel.recipe import from_tree
 
 app = typer.Typer()
+Public = Annotated[bool, typer.Option("--public", help="Make a new repository public.")]
 
 
 def _resumed_config(said: str, folder: Path, overrides: list[str]) -> tuple[Config, str]:
@@ -36,17 +37,46 @@ def _resumed_config(said: str, folder: Path, overrides: list[str]) -> tuple[Conf
 def train(
     words: Words = None,
     resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder; name no recipe.")] = None,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(metavar="REPO", help="Upload the model to this repository of the Hugging Face Hub at the end."),
+    ] = None,
+    public: Public = False,
 ) -> None:
-    """Warm start, then reinforcement learning, then a model and a report."""
+    """Warm start, then reinforcement learning, then a model with its card, and a report."""
+    folder, done = resume, ""
     if resume is None:
         config = config_of(words)
     else:
         config, done = _resumed_config("--resume", resume, words or [])
         if done:
-            return print(done)
-    from rollkeel.loop.job import train as run
+            print(done)
+    if push_to_hub is not None:
+        from rollkeel.integrations.hub import reached
 
-    run(config, resume=resume)
+        reached(push_to_hub)
+    if not done:
+        from rollkeel.loop.job import train as run
+
+        folder = run(config, resume=resume)
+    if push_to_hub is not None and folder is not None:
+        _push(folder, push_to_hub, public)
+
+
+@app.command()
+def push(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder with a final model.")],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="OWNER/NAME on the Hugging Face Hub.")],
+    public: Public = False,
+) -> None:
+    """Upload a run's final model and its card to the Hugging Face Hub; a new repository is private."""
+    _push(run, repo, public)
+
+
+def _push(run: Path, repo: str, public: bool) -> None:
+    from rollkeel.integrations.hub import push as upload
+
+    print(f"pushed to {upload(run, repo, public=public)}")
 
 
 @app.command()
@@ -107,7 +137,10 @@ def score(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="A run folder, finished or not; several are compared.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="A run folder, finished or not, or another trainer's dump; several runs are compared."),
+    ],
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="File (RUN/report.html; comparison.html for several).")
     ] = None,
@@ -117,14 +150,18 @@ def report(
     Exit code 4 if files are damaged: the page says which, and shows the rest.
     """
     for run in runs:
-        if not run.is_dir():
+        if not run.exists():
             raise BadInput(f"run folder {run}: no such folder")
     from rollkeel.report import render
     from rollkeel.report.compare import compare
-    from rollkeel.report.run_files import damage
+    from rollkeel.report.run_files import as_run, damage
 
     try:
-        print(render(runs[0], out) if len(runs) == 1 else compare(runs, out or Path("comparison.html")))
+        if len(runs) == 1:
+            with as_run(runs[0]) as run:
+                print(render(run, out or (None if run == runs[0] else Path("report.html"))))
+        else:
+            print(compare(runs, out or Path("comparison.html")))
     except BadInput as error:
         raise BadInput(f"{error}{'' if out else ', or give --out FILE'}") from None
     for run in runs:

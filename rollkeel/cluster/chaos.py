@@ -212,8 +212,9 @@ def line(incident: Incident) -> str:
 
 
 def digests(run: Path) -> dict[str, str]:
-    """SHA-256 of the model's files."""
-    return {file.name: digest(file.read_bytes()) for file in sorted((run / "model").iterdir())}
+    """SHA-256 of the model's files, but for its card, which names the run."""
+    files = sorted(file for file in (run / "model").iterdir() if file.suffix != ".md")
+    return {file.name: digest(file.read_bytes()) for file in files}
 
 
 def chaos(

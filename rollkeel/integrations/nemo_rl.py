@@ -5,16 +5,20 @@
 
 in the place of `ClippedPGLossFn(cfg)`. Its global counts stay the denominator: of tokens, or of answers with
 `sequence_level=True`.
+
+A trace while it trains: `trace(policy, "mytrace")`, before `grpo_train` gets the policy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rollkeel.integrations.padded import alone, flat, needing
+from rollkeel.integrations.traces import before, next_step, save_sequences
 from rollkeel.objectives import Objective
 
 
@@ -51,6 +55,31 @@ class RollkeelLoss:
         )
         count = {"loss": out.loss.item(), "num_valid_samples": float(data["sample_mask"].sum())}
         return out.loss, {**count, **out.metrics}
+
+
+def trace(policy: Any, folder: str | Path, *, temperature: float = 1.0) -> None:
+    """Have a NeMo-RL policy write every batch into the trace `folder`, before it trains on it. `temperature`: the sampler's.
+
+    The batch has no rewards; answers to equal prompts count as one group.
+    """
+
+    def save(data: Mapping[str, Any], *unused: Any, **more: Any) -> None:
+        mask = data["token_mask"].bool() & data["sample_mask"].bool()[:, None]
+        ids, first = data["input_ids"], data["token_mask"].int().argmax(1).tolist()
+        save_sequences(
+            folder,
+            next_step(folder),
+            ids,
+            mask,
+            rollout_logprobs=data["generation_logprobs"],
+            train_logprobs=data["prev_logprobs"],
+            advantages=data["advantages"],
+            groups=[tuple(row[:n].tolist()) for row, n in zip(ids, first, strict=True)],
+            sampling={"temperature": temperature},
+            engine="vllm",
+        )
+
+    before(policy, "train", save)
 
 
 def loss_function(objective: str | Mapping[str, Any] | Objective, sequence_level: bool = False) -> RollkeelLoss:

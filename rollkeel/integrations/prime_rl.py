@@ -7,6 +7,9 @@
 
 prime-rl divides by the number of tokens of all micro-batches: that stays the denominator. It recomputes no old log-probs, so
 recipes have to be anchored at the sampler (`kpop` with `mode = "rollout"`).
+
+A trace while it trains is prime-rl's own: `trainer.enable_token_export = true`. `rollkeel doctor`, `replay --objective` and
+`report` read its folder.
 """
 
 from __future__ import annotations

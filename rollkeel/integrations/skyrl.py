@@ -6,18 +6,23 @@ a956457.
 
 Call it where your entry point registers other losses. SkyRL folds its `loss_reduction` into the advantages: it stays the
 denominator.
+
+A trace while it trains: `trainer.add_callback(rollkeel.integrations.skyrl.trace("mytrace"))`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rollkeel.errors import BadInput
-from rollkeel.integrations.padded import alone, flat, needing
+from rollkeel.integrations.padded import alone, flat, needing, padded
+from rollkeel.integrations.traces import needed
 from rollkeel.objectives import Objective
+from rollkeel_doctor.traces.own import save_batch
 
 
 def policy_loss(objective: str | Mapping[str, Any] | Objective) -> Callable[..., Any]:
@@ -48,6 +53,51 @@ def policy_loss(objective: str | Mapping[str, Any] | Objective) -> Callable[...,
         return out.loss, dict(out.metrics)
 
     return loss
+
+
+def trace(folder: str | Path) -> Any:
+    """A callback that writes every step's batch into the trace `folder`. Raises `BadInput` without SkyRL."""
+    with needing("skyrl", "SkyRL", "install skyrl beside rollkeel"):
+        from skyrl.train.utils.callbacks import TrainingCallback  # pyright: ignore[reportMissingImports]
+
+    class Trace(TrainingCallback):
+        def on_step_end(self, trainer: Any, callback_input: Any, control: Any) -> None:
+            temperature = trainer.cfg.generator.sampling_params.temperature
+            save_trace(folder, callback_input.global_step, callback_input.batch, temperature=temperature)
+
+    return Trace()
+
+
+def save_trace(folder: str | Path, step: int, batch: Any, *, temperature: float) -> None:
+    """A `TrainingInputBatch`. SkyRL has dropped the rewards by then; groups are its prompts' boundaries."""
+    ids, own, about = batch["sequences"], batch["response_mask"].bool(), batch.metadata
+    rows, width = own.shape
+    rows -= about.get("pad_size") or 0
+    seen = batch["attention_mask"].bool().clone()
+    seen[:, ids.shape[1] - width :] &= ~own
+    starts = {first for first, _ in about.get("policy_prompt_boundaries") or ()}
+    groups, group = [], -1
+    for row in range(rows):
+        group += row in starts or not starts
+        groups.append(group)
+    columns: dict[str, Any] = {
+        "token_ids": ids[:, -width:],
+        "mask": batch["loss_mask"],
+        "rollout_logprobs": needed(batch, "rollout_logprobs", "SkyRL", "set generator.sampling_params.logprobs=1"),
+        "train_logprobs": batch["action_log_probs"],
+        "advantages": batch["advantages"],
+    }
+    for name, values in columns.items():
+        columns[name] = padded([row[kept] for row, kept in zip(values[:rows], own, strict=False)])
+    save_batch(
+        folder,
+        step,
+        **columns,
+        groups=groups,
+        prompt_ids=[row[kept] for row, kept in zip(ids[:rows], seen, strict=False)],
+        sampling={"temperature": temperature},
+        engine="vllm",
+    )
 
 
 def register(name: str, objective: str | Mapping[str, Any] | Objective | None = None) -> None:

@@ -5,18 +5,24 @@ A recipe's name with its defaults is a function here; from a module of your own,
 0.05})` makes others. slime's mean over rollouts (or over tokens, `--calculate-per-token-loss`) stays the denominator.
 Collect the sampler's log-probs (`--use-rollout-logprobs`, or any correction), and recompute the old ones
 (`--get-mismatch-metrics`) for recipes that need o.
+
+A trace while it trains: `--rollout-data-postprocess-path mine.trace`, where `mine.py` says `trace =
+rollkeel.integrations.slime.tracer("mytrace")`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rollkeel.errors import BadInput
 from rollkeel.integrations.padded import alone, coefficients_of, flat, needing, padded
+from rollkeel.integrations.traces import folder_of, needed
 from rollkeel.objectives import RECIPES, Objective
+from rollkeel_doctor.traces.own import save_batch
 
 Scores = Callable[[torch.Tensor, Any, Mapping[str, Any]], Sequence[torch.Tensor]]
 """Logits, arguments and batch → the log-probs of each answer."""
@@ -56,6 +62,52 @@ def custom_loss(objective: str | Mapping[str, Any] | Objective, scores: Scores |
         return out.loss, {"loss": out.loss.detach(), **metrics}
 
     return loss
+
+
+def tracer(folder: str | Path) -> Callable[..., None]:
+    """A function of slime's (args, rollout_id, rollout_data) that writes a rank's sequences into the trace `folder`.
+
+    Ranks without log-probs (other stages of a pipeline, other parts of a tensor) write nothing. Raises `BadInput` without the
+    log-probs of both sides, and with context parallelism.
+    """
+
+    def trace(args: Any, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
+        if not _writes():
+            return
+        if getattr(args, "context_parallel_size", 1) > 1:
+            raise BadInput("rollkeel.integrations.slime: a trace needs whole sequences; set context_parallel_size to 1")
+        todo = "collect the sampler's (--use-rollout-logprobs) and recompute (--get-mismatch-metrics)"
+        q, o = (needed(rollout_data, name, "slime", todo) for name in ("rollout_log_probs", "log_probs"))
+        tokens = rollout_data["tokens"]
+        lengths = rollout_data["response_lengths"]
+        rewards = rollout_data.get("local_raw_reward")  # `raw_reward` is of all ranks
+        cut = rollout_data.get("truncated")
+        prompts = [row[: len(row) - n] for row, n in zip(tokens, lengths, strict=True)]
+        save_batch(
+            folder_of(folder),
+            rollout_id + 1,
+            token_ids=padded([row[len(row) - n :] for row, n in zip(tokens, lengths, strict=True)]),
+            mask=padded(rollout_data["loss_masks"]),
+            rollout_logprobs=padded(q),
+            train_logprobs=padded(o),
+            advantages=padded(rollout_data["advantages"]),
+            rewards=rewards,
+            groups=[tuple(row.tolist()) for row in prompts],
+            status=None if cut is None else ["length" if each else "finished" for each in cut],
+            prompt_ids=prompts,
+            sampling={"temperature": args.rollout_temperature},
+            engine="sglang",
+        )
+
+    return trace
+
+
+def _writes() -> bool:
+    try:
+        from megatron.core import mpu  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return True
+    return mpu.get_tensor_model_parallel_rank() == 0 and mpu.is_pipeline_last_stage()
 
 
 def _megatrons(logits: torch.Tensor, args: Any, batch: Mapping[str, Any]) -> Sequence[torch.Tensor]:

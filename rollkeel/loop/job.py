@@ -133,11 +133,14 @@ class _Held:
 
 
 def finish(folder: RunFolder, status: str, detail: str = "") -> None:
-    """Write the run's last event and its report."""
+    """Write the run's last event, the card of a finished model, and the report."""
     from rollkeel.report import render
+    from rollkeel.report.card import write_card
 
     try:
         folder.end(status, detail)
+        if status == "done":
+            write_card(folder)
         render(folder.path)
     except BadInput as error:
         if status == "done":

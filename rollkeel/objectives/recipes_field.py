@@ -65,10 +65,10 @@ def ipo(
     aggregate: str = "token_mean",
     **common: Any,
 ) -> Objective:
-    """IPO, prime-rl's default loss (INTELLECT policy optimization): drop |p − q| > δ, whatever A's sign; S = u·A.
+    """IPO, prime-rl's loss `ipo` (INTELLECT policy optimization): drop |p − q| > δ, whatever A's sign; S = u·A.
 
-    All tokens, dropped ones too, carry `gap_penalty`·(log u)². δ 0.3 without a penalty is its default since pull request 3586;
-    before, δ was 0.1 with a penalty of 1e-3, and earlier still that loss dropped only updates that move away:
+    All tokens, dropped ones too, carry `gap_penalty`·(log u)². δ 0.3 without a penalty is that of pull request 3586, which no
+    release has up to 0.8.0: there δ is 0.1 with a penalty of 1e-3. The default of 0.8.0 drops only updates that move away:
     `directional=True, delta=0.2, gap_penalty=1e-3`.
     Gradient coefficient of A·∇log p: u where kept, else 0; plus −2·gap_penalty·log u on ∇log p. A = R − mean.
     """

@@ -63,6 +63,15 @@ class Chart:
     """Inline `<svg>` or `<img>` without any outside reference."""
 
 
+class Curves(Figure):
+    """A figure that a notebook shows without pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        image = io.BytesIO()
+        self.savefig(image, format="png", dpi=100)
+        return image.getvalue()
+
+
 def matching(rows: Rows, patterns: Sequence[str]) -> list[str]:
     """Metric names with at least one number that fit the patterns, by pattern and then by name."""
     names = sorted({key for row in rows for key, value in row.items() if is_number(value)})

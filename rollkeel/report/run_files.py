@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +48,24 @@ def read_run(run_dir: str | Path) -> RunFiles:
     status, detail = _status(folder)
     about: dict[str, Any] = vars(folder) | {"problems": problems, "config": config}
     return RunFiles(**about, status=status, detail=detail, duration_s=_duration(folder.events, folder.path / METRICS))
+
+
+@contextmanager
+def as_run(path: Path) -> Iterator[Path]:
+    """A run folder as it is; another trainer's dump as one that lasts inside. Raises `BadInput` for a path that is neither."""
+    if path.is_dir() and ((path / CONFIG).is_file() or (path / METRICS).is_file()):
+        yield path
+        return
+    from rollkeel_doctor.traces.own import save_trace
+    from rollkeel_doctor.traces.read import read_trace
+
+    with tempfile.TemporaryDirectory() as parent:
+        run = Path(parent) / path.resolve().name
+        try:
+            save_trace(run, read_trace(path))
+        except DoctorError as error:
+            raise BadInput(str(error)) from None
+        yield run
 
 
 def damage(path: Path, *, rollouts: bool = True) -> list[str]:

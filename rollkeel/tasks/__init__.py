@@ -71,6 +71,8 @@ TASKS = _Families(
     repo="environments.repo:Repo",
     prices="environments.tools:Prices",
     gym="gym:Gym",
+    gymnasium="environments.gymnasium:Gymnasium",
+    verifiers="environments.verifiers:Verifiers",
 )
 _GYM = "use data.task=gym data.options.generator={} of rollkeel[gym]"
 REMOVED = {"algebra": _GYM.format("simple_equations or polynomial_equations"), "patterns": _GYM.format("rearc")}

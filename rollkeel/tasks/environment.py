@@ -109,7 +109,7 @@ class Environment(Task[E]):
     """
 
     uses_tool: ClassVar[bool] = False
-    role: ClassVar[str] = "user"
+    role: str = "user"
     """Whose words its texts are in a chat template."""
     tools: Tools | None = None
     """Opens a tool; the player hands it in."""

@@ -43,6 +43,8 @@ __all__ = [
 Written = Mapping[str, Mapping[str, Any]] | None
 """Size and SHA-256 of files by their path in the folder, as far as the writer knows them."""
 MANIFEST = "manifest.json"
+CARD = "README.md"
+"""Of a final model: what people read of it, no part of what was trained."""
 TRAINER = "trainer"
 FORMAT = 1
 _NAME = re.compile(r"step_(\d{6,})")
@@ -142,9 +144,9 @@ def replace_folder(target: str | Path, write: Callable[[Path], None]) -> None:
 
 
 def same_files(one: Path, other: Path) -> bool:
-    """True if two flat folders have the same files, byte for byte."""
+    """True if two flat folders have the same files, byte for byte, but for the card of `other`."""
     names = sorted(path.name for path in one.iterdir())
-    if not other.is_dir() or sorted(path.name for path in other.iterdir()) != names:
+    if not other.is_dir() or sorted(path.name for path in other.iterdir() if path.name != CARD) != names:
         return False
     return filecmp.cmpfiles(one, other, names, shallow=False)[0] == names
 

@@ -1,6 +1,6 @@
 """Batches of any trainer as a trace: call `save_batch` once a step, then `rollkeel doctor FOLDER` and `rollkeel report FOLDER`.
 
-Needs numpy and pyarrow alone. `docs/trace.md` shows where verl and TRL keep these arrays.
+Needs numpy and pyarrow alone. `docs/integrations.md` has a call for each of seven trainers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rollkeel_doctor.errors import BadInput, nearest
-from rollkeel_doctor.traces.trace import TOKENS
+from rollkeel_doctor.traces.trace import TOKENS, Trace
 
 NEEDED = ("token_ids", "mask", "rollout_logprobs", "train_logprobs")
 _TOKENS = (*NEEDED, "advantages", "keep", "entropy", "versions")  # Arguments with one value per token.
 _TEXTS = ("prompt_text", "text", "answer", "status", "detail")
 _ROWS = ("rewards", "groups", "train_version", "prompt_ids", *_TEXTS)
 _EMPTY = ("prompt_id", "grader", "grader_options", "task", "metadata")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens")
 _PER_STEP = 1_000_000  # Ids of step s begin at s times this.
 
 
@@ -67,6 +68,42 @@ def save_batch(
     with (Path(folder) / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(row | {name: float(value) for name, value in (metrics or {}).items()}) + "\n")
     return path
+
+
+def save_trace(folder: str | Path, trace: Trace) -> None:
+    """Write a trace that a reader made of another framework's files, step by step: what reads run folders can read it then.
+
+    Raises `BadInput` for one without the trainer's log-probs.
+    """
+    if trace.train_logprobs is None:
+        raise BadInput(f"{trace.path}: has no log-probs of the trainer; docs/trace.md says how to have it write them")
+    mask = np.ones(len(trace), bool) if trace.mask is None else trace.mask
+    about = {name: getattr(trace.facts, name) for name in _SAMPLING}
+    for step in np.unique(trace.step).tolist():
+        rows = np.flatnonzero(trace.step == step)
+        width = int(trace.lengths[rows].max(initial=0))
+        at = np.arange(width) < trace.lengths[rows][:, None]
+
+        def padded(values: np.ndarray | None, inside: np.ndarray = at, rows: np.ndarray = rows) -> np.ndarray | None:
+            if values is None:
+                return None
+            out = np.zeros(inside.shape, values.dtype)
+            out[inside] = values[np.isin(trace.sequence, rows)]
+            return out
+
+        columns: dict[str, Any] = {name: padded(getattr(trace, name)) for name in _TOKENS if name != "mask"}
+        columns |= {name: [values[i] for i in rows] for name in _TEXTS if (values := getattr(trace, name))}
+        save_batch(
+            folder,
+            step,
+            mask=padded(mask),
+            rewards=trace.reward[rows],
+            groups=trace.group[rows],
+            engine=trace.facts.engine or "",
+            dtype=trace.facts.engine_dtype or "",
+            sampling={name: value for name, value in about.items() if value is not None},
+            **columns,
+        )
 
 
 def _tokens(given: Mapping[str, Any]) -> dict[str, pa.Array]:

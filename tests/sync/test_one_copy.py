@@ -80,7 +80,7 @@ def test_a_run_is_the_same_to_the_bit_with_one_copy_and_with_two(
     assert (copies(one), copies(two)) == ([1], [2])
     assert rows(one)[-1]["version"] > 2
     assert_same(one, two)
-    assert files(one / "model") == files(two / "model")
+    assert files(one / "model", "README.md") == files(two / "model", "README.md")
     for step in (4, 8):
         state = f"checkpoints/step_{step:06d}/state"
         assert files(one / state) == files(two / state)

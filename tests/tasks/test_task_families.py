@@ -22,7 +22,7 @@ from rollkeel import tasks
 from rollkeel.errors import BadInput
 from rollkeel.tasks.base import MAX_RESPONSE_CHARS, SPLITS, TaskItem, excerpt, hash_fraction, keyed_rng
 
-NAMES = [name for name in tasks.names() if name != "gym"]
+NAMES = [name for name in tasks.names() if name not in ("gym", "gymnasium", "verifiers")]
 """Families that need no other library."""
 KNOBS: list[tuple[str, dict[str, Any]]] = [
     ("runsum", {}),

@@ -110,7 +110,21 @@ def parse(action: str) -> list[tuple[str, Any] | Refused]:
             calls.append(error)
         except (ValueError, RecursionError) as error:
             calls.append(Refused(f"not valid JSON: {getattr(error, 'msg', error)}"))
-    return calls
+    return calls if len(calls) <= MOST else [Refused(f"{len(calls)} calls in a turn; there may be {MOST}")]
+
+
+def result(tools: Mapping[str, Called], call: tuple[str, Any] | Refused) -> str:
+    """What the model reads of a call. Raises `ToolLost` and `ToolEnded`."""
+    try:
+        if isinstance(call, Refused):
+            raise call
+        name, arguments = call
+        if name not in tools:
+            raise Refused(f"no tool {name!r:.80}; there are {', '.join(tools)}")
+        text = tools[name].call(arguments)
+    except Refused as error:
+        text = f"error: {error}"
+    return text.encode(errors="replace").decode()[:SHOWN]  # half a surrogate has no tokens
 
 
 def spoken(name: str, /, **arguments: Any) -> str:
@@ -121,7 +135,7 @@ def spoken(name: str, /, **arguments: Any) -> str:
 class ToolUse(Environment[E]):
     """Base of families whose turns are tool calls: a subclass defines `draw`, `functions`, `actions`, and `answered` if needed."""
 
-    role: ClassVar[str] = "tool"
+    role: str = "tool"
     junk: ClassVar[tuple[str, ...]] = ("0", " x", ".")
     playing: TaskItem
     _schemas: list[dict[str, Any]] | None = None
@@ -159,26 +173,12 @@ class ToolUse(Environment[E]):
         if not calls:
             reward, detail = self.answered(self.playing, action.strip(ASCII_SPACE))
             return Step(reward=reward, done=True, detail=detail)
-        if len(calls) > MOST:
-            calls = [Refused(f"{len(calls)} calls in a turn; there may be {MOST}")]
         tools = self._tools()
         try:
-            text, *more = [self._result(tools, call) for call in calls]
+            text, *more = [result(tools, call) for call in calls]
         except ToolEnded as error:
             return Step(done=True, detail=str(error))
         return Step(text=text, more=tuple(more), done=self._left <= 0, detail=excerpt(action))
-
-    def _result(self, tools: Mapping[str, Called], call: tuple[str, Any] | Refused) -> str:
-        try:
-            if isinstance(call, Refused):
-                raise call
-            name, arguments = call
-            if name not in tools:
-                raise Refused(f"no tool {name!r:.80}; there are {', '.join(tools)}")
-            text = tools[name].call(arguments)
-        except Refused as error:
-            text = f"error: {error}"
-        return text.encode(errors="replace").decode()[:SHOWN]  # half a surrogate has no tokens
 
     def shell(self, command: str) -> str:
         """Run a command in a terminal whose files and variables last."""

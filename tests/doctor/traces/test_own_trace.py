@@ -1,6 +1,6 @@
 """Whoever has another trainer gets a diagnosis from one call a step: what was given must be what the doctor reads.
 
-Not covered: verl and TRL themselves; the snippets in docs/trace.md follow their sources.
+Not covered: the other trainers themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from tiny_run import cli
 
 from rollkeel_doctor.errors import BadInput
-from rollkeel_doctor.traces.own import save_batch
+from rollkeel_doctor.traces.own import save_batch, save_trace
 from rollkeel_doctor.traces.read import read_trace
 
 
@@ -85,3 +85,19 @@ def test_a_wrong_batch_is_one_line(change: dict[str, Any], message: str, tmp_pat
     with pytest.raises(BadInput, match=message):
         save_batch(tmp_path / "t", 1, **batch(np.random.default_rng(0)) | change)
     assert not (tmp_path / "t").exists()
+
+
+def test_what_a_reader_made_is_written_as_it_was_read(tmp_path: Path) -> None:
+    made = batch(np.random.default_rng(2), count=6)
+    made["mask"][2] = False
+    for step in (3, 5):
+        save_batch(tmp_path / "one", step, **made, advantages=np.arange(6.0), rewards=np.arange(6.0) / 6)
+    first = read_trace(tmp_path / "one")
+    save_trace(tmp_path / "two", first)
+    second = read_trace(tmp_path / "two")
+    for name in ("step", "id", "group", "reward", "starts", "token_ids", "mask"):
+        assert getattr(second, name).tolist() == getattr(first, name).tolist()
+    for name in ("rollout_logprobs", "train_logprobs", "advantages"):
+        assert np.array_equal(getattr(second, name), getattr(first, name), equal_nan=True)
+    with pytest.raises(BadInput, match="no log-probs of the trainer"):
+        save_trace(tmp_path / "three", first.with_(train_logprobs=None))
