@@ -119,7 +119,8 @@ class Received:
                 if isinstance(about, int):
                     self.checksum = (self.checksum + about) & MASK
                     continue
-                yield self._bucket(rank, *about, data)
+                sizes, slices = about
+                yield self._bucket(rank, sizes, slices, data)
                 coming[rank] = self._asked(rank)
 
     def _bucket(self, rank: int, sizes: list[list[int]], about: list[Any], data: torch.Tensor) -> list[WeightSlice]:
