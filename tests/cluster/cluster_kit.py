@@ -67,7 +67,7 @@ def kill_when(run: Path, name: str, stage: str, step: int) -> threading.Thread:
     """SIGKILL to an actor as soon as the log says that `stage` of `step` has begun."""
 
     def kill() -> None:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 300
         while time.monotonic() < end:
             seen = events(run)
             if any(e["event"] == "stage" and e["stage"] == stage and e["step"] >= step for e in seen):
