@@ -54,6 +54,8 @@ _WRITTEN: dict[str, Any] = {
     "use_dictionary": [*_STRINGS, "pieces.list.element"],
     "write_statistics": False,
 }
+_GROUP_TOKENS = 2**17
+"""Tokens of a row group, about: what a reader decodes to show one rollout of a file of millions."""
 
 
 def write_step(
@@ -109,7 +111,8 @@ def write_step(
     if piece is not None:
         columns["pieces"] = _pieces(spans, piece)
     buffer = pa.BufferOutputStream()
-    pq.write_table(pa.table(columns), buffer, **_WRITTEN)
+    fit = _GROUP_TOKENS * len(spans) // max(sum(map(len, spans)), 1)
+    pq.write_table(pa.table(columns), buffer, row_group_size=max(fit, 1), **_WRITTEN)
     write_atomic(path, buffer.getvalue().to_pybytes(), sync=False)
 
 
@@ -131,11 +134,11 @@ def read_step(path: str | Path, columns: Sequence[str] | None = None) -> pa.Tabl
     missing = [name for name in ("id", "token_ids", "logprobs", *_STRINGS) if name not in names]
     if missing:
         raise Corrupt(f"rollouts {path}: column {missing[0]} is missing; expected a file written by rollkeel")
-    _check_types(path, table.schema)
+    check_types(path, table.schema)
     return table
 
 
-def _check_types(path: Path, schema: pa.Schema) -> None:
+def check_types(path: Path, schema: pa.Schema) -> None:
     """Raise `Corrupt` for a column of another kind than `docs/trace.md` gives it; one of nothing but null has none."""
     is_list, is_number = pa.types.is_list, (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
     for column in schema:

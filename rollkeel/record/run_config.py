@@ -63,7 +63,7 @@ def changes(old: Config, new: Config, run: Path | None = None) -> dict[str, list
     trees = old.model_dump(mode="json"), new.model_dump(mode="json")
     if run is not None:
         plugins.as_recorded(trees[1], run)
-    before, after = map(_leaves, trees)
+    before, after = map(leaves_of, trees)
     keys = dict.fromkeys([*before, *after])
     return {key: [before.get(key), after.get(key)] for key in keys if before.get(key) != after.get(key)}
 
@@ -88,10 +88,10 @@ def _under(leaf: str, sections: tuple[str, ...]) -> bool:
     return any(leaf == section or leaf.startswith(f"{section}.") for section in sections)
 
 
-def _leaves(tree: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+def leaves_of(tree: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        leaves |= _leaves(value, f"{where}{key}.") if isinstance(value, Mapping) else {f"{where}{key}": value}
+        leaves |= leaves_of(value, f"{where}{key}.") if isinstance(value, Mapping) else {f"{where}{key}": value}
     return leaves
 
 

@@ -104,7 +104,7 @@ def browse(run: Path, count: int, max_tokens: int, problems: list[str]) -> list[
             break
     each = max_tokens // max(sum(len(picked) for _, picked, _ in chosen), 1)
     unnamed = any(row.get("pieces") is None for _, picked, _ in chosen for _, row in picked)
-    piece = _pieces(run, problems) if unnamed else str
+    piece = token_texts(run, problems) if unnamed else str
     steps = [_step(step, picked, rows, max(each, 1), piece) for step, picked, rows in chosen]
     return sorted(steps, key=lambda step: step.step)
 
@@ -238,7 +238,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} … ({len(text) - _MAX_TEXT} more characters)"
 
 
-def _pieces(run: Path, problems: list[str]) -> Callable[[int], str]:
+def token_texts(run: Path, problems: list[str]) -> Callable[[int], str]:
     """Decodes single tokens with the tokenizer saved in the run; falls back to the ids."""
     candidates = [run / "model" / "tokenizer.json", *sorted(run.glob("checkpoints/step_*/model/tokenizer.json"))[::-1]]
     for file in candidates:

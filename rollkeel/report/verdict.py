@@ -106,12 +106,15 @@ def _rewarded(rows: Rows) -> list[Change]:
 
 def verdict(run: RunFiles) -> list[Word]:
     """Learning, alarms, doctor; only what the run has something to say about."""
-    if not run.rows:
-        return []
+    return [*of_metrics(run), *_doctor(run.path)] if run.rows else []
+
+
+def of_metrics(run: RunFiles) -> list[Word]:
+    """Learning and alarms of a run with rows: what needs no token."""
     tones: dict[str, Tone] = {"learned": "good", "got worse": "bad", "did not learn": "warn"}
     words = [Word(about=c.word.capitalize(), tone=tones[c.word], text=f"{c.line}.") for c in changes(run.rows)[:3]]
     unknown = Word(about="Learning", tone="plain", text="Too early to say: fewer than two evaluations or four steps.")
-    return [*(words or [unknown]), _alarms(run), *_doctor(run.path)]
+    return [*(words or [unknown]), _alarms(run)]
 
 
 def _alarms(run: RunFiles) -> Word:
@@ -139,8 +142,7 @@ def _doctor(path: Path) -> list[Word]:
     files = [file for _, file in rollout_files(path)]
     if not files:
         return []
-    size = np.cumsum([file.stat().st_size for file in reversed(files)])
-    last = max(int(np.searchsorted(size, MAX_ROLLOUT_BYTES, side="right")), 1)
+    last = last_steps(files)
     part = f" Of the last {last} steps; rollkeel doctor RUN reads all." if last < len(files) else ""
     try:
         found = diagnose(read_run_trace(path, last=last))
@@ -151,6 +153,12 @@ def _doctor(path: Path) -> list[Word]:
     lines = [f"{c.id}: {c.evidence} Do: {c.advice}" for c in found.causes] or found.observed
     text = f"{found.verdict.rstrip('.')}.{part}"
     return [Word(about="Doctor", tone=tone, text=text, more=tuple(lines))]
+
+
+def last_steps(files: Sequence[Path]) -> int:
+    """How many of the last rollouts files hold `MAX_ROLLOUT_BYTES` in all, at least one."""
+    size = np.cumsum([file.stat().st_size for file in reversed(files)])
+    return max(int(np.searchsorted(size, MAX_ROLLOUT_BYTES, side="right")), 1)
 
 
 def _sentence(evidence: Any) -> str:
