@@ -135,6 +135,20 @@ def replay(
         raise typer.Exit(1)
 
 
+@app.command()
+def board(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8785,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at. Whoever reaches it reads the runs: there is no password.")
+    ] = "127.0.0.1",
+) -> None:
+    """Show runs on a local web page while they go on: curves side by side, tokens, the doctor. Ctrl-C ends it."""
+    from rollkeel.board.server import serve
+
+    serve(runs, host, port)
+
+
 @app.command(name="lab")
 def laboratory(
     preset: Annotated[str | None, typer.Argument(help="Name of an experiment; without one, they are listed.")] = None,

@@ -1,0 +1,240 @@
+// What the board shows now, and how it follows the runs: one question a second, and curves of the runs that have new rows.
+import { Chart, short } from "./chart.js";
+import { ask, hideTip, make } from "./dom.js";
+import { TokenView } from "./tokens.js";
+
+const EVERY_MS = 1000, FIRST = 8;
+const DASHES = [[], [6, 3], [2, 2], [8, 3, 2, 3]];
+const at = (id) => document.getElementById(id);
+const state = { runs: [], chosen: new Map(), focus: null, view: "curves", range: null, metrics: [], seen: "", known: "" };
+const charts = new Map(); // metric → {chart, visible, data: run → curve, rows: run → rows it is of}
+const tokens = new TokenView(at("tokens"), (place) => write({ step: place.step, row: place.row, token: place.token }));
+
+const run = (number) => state.runs.find((one) => one.run === number);
+const look = (number) => { const slot = state.chosen.get(number); return { color: `--s${slot % 8 + 1}`, dash: DASHES[Math.floor(slot / 8) % 4] }; };
+
+// -- the address: #view=tokens&run=NAME&step=12&row=3&token=0 ------------------------------------------------------------
+const read = () => Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+function write(values) {
+  const now = { ...read(), view: state.view, run: run(state.focus)?.name ?? "", ...values };
+  history.replaceState(null, "", `#${new URLSearchParams(now)}`);
+}
+
+// -- runs ---------------------------------------------------------------------------------------------------------------
+function choose(numbers) { // a run that stays chosen keeps its colour, another gets the first that is free
+  const kept = new Map([...state.chosen].filter(([number]) => numbers.includes(number)));
+  for (const number of numbers) if (!kept.has(number)) {
+    const taken = new Set(kept.values());
+    let slot = 0;
+    while (taken.has(slot)) slot += 1;
+    kept.set(number, slot);
+  }
+  state.chosen = kept;
+  list(); fresh();
+}
+
+function list() {
+  const word = at("find").value.toLowerCase();
+  const shown = state.runs.filter((one) => one.name.toLowerCase().includes(word));
+  at("chosen").textContent = `${state.chosen.size} of ${state.runs.length} chosen`;
+  at("runs").replaceChildren(...shown.map(item));
+  if (!state.runs.length) at("runs").append(make("li", { className: "muted" }, "", "No runs yet."));
+}
+
+function item(one) {
+  const on = state.chosen.has(one.run);
+  const swatch = make("button", { className: "swatch", ariaPressed: String(on), title: "Show its curves", ariaLabel: `curves of ${one.name}` });
+  if (on) { swatch.style.background = swatch.style.borderColor = `var(${look(one.run).color})`; }
+  swatch.addEventListener("click", (event) => {
+    event.stopPropagation();
+    choose(on ? [...state.chosen.keys()].filter((n) => n !== one.run) : [...state.chosen.keys(), one.run]);
+  });
+  const doctor = { true: " · healthy", false: " · sick" }[one.doctor] ?? "";
+  const last = Object.entries(one.last).map(([key, value]) => `${key === "reward/mean" ? "reward" : key.split("/")[1]} ${value.toFixed(3)}`);
+  const steps = one.steps ? `${one.step}/${one.steps}` : `step ${one.step}`;
+  const facts = make("div", { className: "facts" }, make("span", { className: `dot ${one.status}` }), [steps, ...last.slice(0, 1)].join(" · ") + doctor);
+  const line = make("li", { className: one.run === state.focus ? "focus" : "", title: [one.name, one.status, one.detail, ...last].filter(Boolean).join("\n") }, swatch, make("div", { className: "name" }, one.name), facts);
+  line.addEventListener("click", () => focus(one.run));
+  return line;
+}
+
+function focus(number) {
+  state.focus = number; state.known = "";
+  list(); judge(); write({ step: "", row: "", token: "" });
+  if (number !== null) tokens.open(number).catch(broken);
+  if (!state.chosen.has(number)) choose([...state.chosen.keys(), number]);
+}
+
+// -- curves -------------------------------------------------------------------------------------------------------------
+async function fresh() { // which metrics the chosen runs have, then their curves
+  const numbers = [...state.chosen.keys()];
+  state.metrics = numbers.length ? await ask("metrics", { run: numbers }) : [];
+  arrange();
+  if (state.view === "settings") settings();
+}
+
+function arrange() {
+  const word = at("metric").value.toLowerCase(), rest = at("rest").checked || word;
+  const shown = state.metrics.filter((m) => (m.title || rest) && `${m.key} ${m.title ?? ""}`.toLowerCase().includes(word));
+  for (const metric of shown) if (!charts.has(metric.key)) {
+    const chart = new Chart(metric, { zoom, hover: (step, from) => charts.forEach((one) => one.visible && one.chart !== from && one.chart.mark(step)) });
+    charts.set(metric.key, { chart, visible: false, data: new Map(), rows: new Map() });
+    watcher.observe(chart.element);
+  }
+  const elements = shown.map((metric) => charts.get(metric.key).chart.element);
+  if (elements.length !== at("charts").children.length || elements.some((one, i) => one !== at("charts").children[i])) at("charts").replaceChildren(...elements);
+  if (!elements.length) at("charts").append(make("p", { className: "empty" }, state.chosen.size ? "No metric fits." : "Choose runs on the left."));
+  draw(); load();
+}
+
+const watcher = new IntersectionObserver((entries) => {
+  for (const entry of entries) { const one = charts.get(entry.target.dataset.key); if (one) one.visible = entry.isIntersecting; }
+  load();
+}, { root: document.querySelector("main"), rootMargin: "200px" });
+
+let loading = null, again = false;
+async function load() { // curves that are seen and of which there is more than is known: one request at a time
+  if (loading) { again = true; return; }
+  const stale = new Map();
+  for (const [key, one] of charts) if (one.visible && one.chart.element.isConnected)
+    for (const number of state.chosen.keys()) if (one.rows.get(number) !== stamp(number)) (stale.get(number) ?? stale.set(number, []).get(number)).push(key);
+  if (!stale.size) return;
+  const stamps = new Map([...stale.keys()].map((number) => [number, stamp(number)]));
+  const keys = [...new Set([...stale.values()].flat())];
+  const range = state.range ? { from: state.range[0], to: state.range[1] } : {};
+  loading = ask("curves", { run: [...stale.keys()], key: keys, points: 600, ...range });
+  try {
+    const found = await loading;
+    for (const key of keys) for (const [number, rows] of stamps) {
+      const one = charts.get(key), curve = found[key][number];
+      if (curve) one.data.set(number, curve); else one.data.delete(number);
+      one.rows.set(number, rows);
+    }
+    draw(keys);
+  } catch (error) { broken(error); return; } finally { loading = null; }
+  if (again) { again = false; load(); }
+}
+const stamp = (number) => `${run(number)?.rows} ${state.range}`;
+
+function draw(keys = [...charts.keys()]) {
+  for (const key of keys) {
+    const { chart, data, visible } = charts.get(key);
+    if (!visible) continue;
+    const lines = [...state.chosen.keys()].filter((n) => data.has(n) && run(n)).map((n) => ({ name: run(n).name, ...look(n), ...data.get(n) }));
+    chart.set(lines, state.range, at("smooth").checked);
+  }
+}
+
+function zoom(range) {
+  state.range = range;
+  at("whole").hidden = !range;
+  if (range) at("whole").textContent = `steps ${Math.ceil(range[0])}–${Math.floor(range[1])} ✕`;
+  draw(); load();
+}
+
+// -- verdict and settings -----------------------------------------------------------------------------------------------
+async function judge() {
+  const one = run(state.focus);
+  if (!one) { at("verdict").replaceChildren(make("p", { className: "empty" }, "Choose a run to see what is known of it.")); return; }
+  const { words, problems, doctor } = await ask("verdict", { run: one.run });
+  if (state.focus !== one.run) return;
+  const parts = [make("h2", {}, one.name), make("p", { className: "muted" }, make("span", { className: `dot ${one.status}` }), one.detail ? `${one.status}: ${one.detail}` : one.status)];
+  parts.push(...words.map((word) => told(word.about, word.tone, word.text, word.more)), told("Doctor", ...opinion(doctor)));
+  for (const cause of doctor.causes ?? []) {
+    const box = told(cause.id, "bad", `${cause.kind}, score ${cause.score.toFixed(2)}. ${cause.evidence}`, [`Do: ${cause.advice}`]);
+    for (const place of cause.positions.slice(0, 6)) {
+      const link = make("button", {}, `step ${place.step} · rollout ${place.id} · token ${place.token}`);
+      link.addEventListener("click", () => { show("tokens"); tokens.go({ step: place.step, id: place.id, token: place.token }); });
+      box.append(link);
+    }
+    parts.push(box);
+  }
+  const lists = { Observed: doctor.observed, "Not examined": reasons(doctor.not_examined), "Cannot be read": [...new Set([...problems, ...one.problems, ...(doctor.notes ?? [])])] };
+  for (const [title, lines] of Object.entries(lists)) if (lines?.length) parts.push(make("h3", {}, title), make("ul", {}, ...lines.map((line) => make("li", {}, line))));
+  at("verdict").replaceChildren(...parts);
+}
+
+function opinion(doctor) {
+  if (doctor.state === "none") return ["plain", "No rollouts were recorded: nothing to examine."];
+  if (doctor.state === "waiting") return ["plain", "Examining…"];
+  if (doctor.state === "failed") return ["warn", `Could not say: ${doctor.reason}`];
+  const part = doctor.part ? ` Of the last ${doctor.part} steps; rollkeel doctor RUN reads all.` : "";
+  const size = ` ${doctor.tokens.toLocaleString("en")} tokens, to step ${doctor.newest}.${part}`;
+  if (doctor.healthy === null) return ["warn", `Too little could be examined.${size}`];
+  return doctor.healthy ? ["good", `Healthy as far as was examined.${size}`] : ["bad", `${doctor.causes.length === 1 ? "One cause" : `${doctor.causes.length} causes`} found.${size}`];
+}
+
+function reasons(missing = {}) { // one line for each reason
+  const by = new Map();
+  for (const [cause, reason] of Object.entries(missing)) by.set(reason, [...(by.get(reason) ?? []), cause]);
+  return [...by].map(([reason, causes]) => `${causes.join(", ")}: ${reason}`);
+}
+
+const told = (about, tone, text, more = []) => make("div", { className: `word ${tone}` }, make("b", {}, `${about} `), text, more.length ? make("ul", {}, ...more.map((line) => make("li", {}, line))) : "");
+
+async function settings() {
+  const numbers = [...state.chosen.keys()];
+  const rows = numbers.length > 1 ? await ask("settings", { run: numbers }) : [];
+  const head = make("tr", {}, make("th", {}, "setting"), ...numbers.map((n) => make("th", {}, run(n).name)));
+  const body = rows.map((row) => make("tr", {}, make("td", {}, row.key), ...row.values.map((value) => make("td", { title: value }, value))));
+  const empty = make("p", { className: "empty" }, numbers.length > 1 ? "The chosen runs have the same settings." : "Choose two runs or more to see where their settings differ.");
+  at("settings").replaceChildren(rows.length ? make("div", { className: "panel" }, make("table", {}, head, ...body)) : empty);
+}
+
+// -- following ----------------------------------------------------------------------------------------------------------
+function show(view) {
+  state.view = view;
+  hideTip();
+  for (const name of ["curves", "tokens", "settings"]) at(name).hidden = name !== view;
+  for (const button of document.querySelectorAll("nav button")) button.ariaPressed = String(button.dataset.view === view);
+  if (view === "settings") settings().catch(broken);
+  tokens.seen = view === "tokens";
+  write({});
+}
+
+function broken(error) { at("live").className = "off"; at("live").textContent = error.message === "Failed to fetch" ? "board has ended" : error.message; }
+
+async function follow() {
+  const { where, runs } = await ask("runs");
+  const text = JSON.stringify(runs), first = !state.seen, changed = text !== state.seen;
+  const names = runs.map((one) => one.run).join() !== state.runs.map((one) => one.run).join();
+  state.runs = runs; state.seen = text;
+  at("where").textContent = where; at("where").title = where;
+  const going = runs.filter((one) => one.status === "running").length;
+  at("live").className = going ? "on" : "";
+  at("live").textContent = going ? `● ${going} running` : "no run goes on";
+  if (first) await begin();
+  if (names && !first) choose([...state.chosen.keys()].filter(run));
+  else if (changed && !first) { list(); if (state.metrics.length) load(); else fresh(); }
+  const known = JSON.stringify(run(state.focus) ?? null);
+  if (known !== state.known || document.querySelector("#verdict .plain")) { state.known = known; await judge(); }
+  if (changed) await tokens.follow();
+}
+
+async function begin() { // what the address says, or the newest runs
+  const asked = read(), newest = [...state.runs].sort((a, b) => b.changed - a.changed);
+  state.focus = (state.runs.find((one) => one.name === asked.run) ?? newest[0])?.run ?? null;
+  const chosen = newest.slice(0, FIRST).map((one) => one.run);
+  if (state.focus !== null && !chosen.includes(state.focus)) chosen.push(state.focus);
+  show(["curves", "tokens", "settings"].includes(asked.view) ? asked.view : "curves");
+  choose(chosen);
+  if (state.focus !== null) await tokens.open(state.focus, asked.step ? { step: +asked.step, row: +(asked.row || 0), token: +(asked.token || 0) } : null).catch(broken);
+}
+
+at("find").addEventListener("input", list);
+at("metric").addEventListener("input", arrange);
+at("rest").addEventListener("change", arrange);
+at("smooth").addEventListener("change", () => draw());
+at("whole").addEventListener("click", () => zoom(null));
+at("every").addEventListener("click", () => choose(state.runs.map((one) => one.run)));
+at("none").addEventListener("click", () => choose([]));
+at("some").addEventListener("click", () => choose([...state.runs].sort((a, b) => b.changed - a.changed).slice(0, FIRST).map((one) => one.run)));
+for (const button of document.querySelectorAll("nav button")) button.addEventListener("click", () => show(button.dataset.view));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());
+
+(async () => {
+  for (;;) {
+    if (!document.hidden) await follow().catch(broken);
+    await new Promise((resolve) => setTimeout(resolve, EVERY_MS));
+  }
+})();

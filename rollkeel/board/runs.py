@@ -1,0 +1,268 @@
+"""Runs as the board lists and plots them: found under folders, followed while they go on."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from rollkeel.board.tail import Tail, json_object
+from rollkeel.errors import BadInput
+from rollkeel.record.glossary import meaning
+from rollkeel.record.lock import is_locked
+from rollkeel.record.run_config import leaves_of
+from rollkeel.record.runfolder import CONFIG, EVENTS, METRICS
+from rollkeel.report.charts import is_number, matching, smooth
+from rollkeel.report.panels import SPECS
+from rollkeel_doctor.traces.folder import ended
+
+DEPTH = 4
+"""Folders below the one that was named in which runs are looked for."""
+_GLANCE = 2**17
+"""Bytes at the end of the metrics that a list of runs reads."""
+_SHOWN = ("reward/mean", "eval/*/avg@k")
+
+
+class Run:
+    """One run folder. Every method may be called from any thread."""
+
+    def __init__(self, number: int, name: str, path: Path) -> None:
+        self.number = number
+        self.name = name
+        self.path = path
+        self.root = path.resolve()
+        self._lock = threading.Lock()
+        self._metrics = Tail(path / METRICS, self.root)
+        self._log = Tail(path / EVENTS, self.root)
+        self._events: list[dict[str, Any]] = []
+        self._steps = array("d")
+        self._columns: dict[str, array[float]] = {}
+        self._damaged = 0
+        self._glanced: tuple[int, dict[str, Any]] = (-1, {})
+
+    def names(self) -> set[str]:
+        """The numeric metrics of the rows so far."""
+        with self._lock:
+            self._follow_metrics()
+            return set(self._columns)
+
+    def columns(self, keys: Sequence[str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Steps `[n]` and those of the metrics that the run has `[n]`, NaN where a row lacks it; new rows are read first."""
+        with self._lock:
+            self._follow_metrics()
+            n = len(self._steps)
+            found = {key: self._columns[key] for key in keys if key in self._columns}
+            for column in found.values():
+                column.extend([np.nan] * (n - len(column)))
+            return np.array(self._steps), {key: np.array(column) for key, column in found.items()}
+
+    def _follow_metrics(self) -> None:
+        anew, lines = self._metrics.read()
+        if anew:
+            self._steps, self._columns, self._damaged = array("d"), {}, 0
+        for line in lines:
+            self._add(json_object(line), line)
+
+    def _add(self, row: dict[str, Any] | None, line: bytes) -> None:
+        if row is None or not is_number(row.get("step")):
+            self._damaged += bool(line.strip())
+            return
+        n = len(self._steps)
+        self._steps.append(row["step"])
+        for key, value in row.items():
+            if key != "step" and is_number(value):
+                column = self._columns.setdefault(key, array("d"))
+                column.extend([np.nan] * (n - len(column)))
+                column.append(value)
+
+    def summary(self) -> dict[str, Any]:
+        """What a list of runs says; `rows` changes when there are new rows."""
+        with self._lock:
+            self._follow_events()
+            size = self._metrics.size()
+            if self._glanced[0] != size:
+                self._glanced = (size, self._glance(size))
+            first: Mapping[str, Any] = next((e for e in self._events if e.get("event") == "run_created"), {})
+            steps = first.get("steps")
+            for event in self._events:
+                changed = event.get("changed")
+                if isinstance(changed, Mapping) and isinstance(changed.get("run.steps"), list):
+                    steps = changed["run.steps"][-1]
+            damaged = [f"{METRICS}: {self._damaged} damaged lines left out"] if self._damaged else []
+            status, detail = self._status()
+            return {
+                "run": self.number,
+                "name": self.name,
+                "status": status,
+                "detail": detail,
+                "steps": steps,
+                "rows": size,
+                "alarms": sum(event.get("event") in ("alarm", "check") for event in self._events),
+                "problems": [p for p in (self._metrics.problem, self._log.problem, *damaged) if p],
+                **self._glanced[1],
+            }
+
+    def _follow_events(self) -> None:
+        anew, lines = self._log.read()
+        if anew:
+            self._events = []
+        # Stages are most of a log, and say nothing that is shown.
+        found = (json_object(line) for line in lines if b'"event": "stage"' not in line)
+        self._events += [event for event in found if event is not None]
+
+    def _status(self) -> tuple[str, str]:
+        if end := ended(self._events):
+            return str(end["status"]), str(end.get("detail", ""))
+        if not self._events:
+            return "trace", "no events.jsonl: written by save_batch, or by an older version"
+        locked = is_locked(self.path)
+        if locked is None:
+            return "unknown", "the run recorded no end: it is running or was killed"
+        return ("running", "") if locked else ("killed", "the process ended without recording why")
+
+    def _glance(self, size: int) -> dict[str, Any]:
+        """Last step and last values of `_SHOWN`, from the end of the file."""
+        path, lines = self._metrics.path, list[bytes]()
+        with suppress(OSError):
+            if size and path.resolve().is_relative_to(self.root):
+                with path.open("rb") as file:
+                    file.seek(max(size - _GLANCE, 0))
+                    lines = file.read().split(b"\n")
+        rows = [row for line in lines if (row := json_object(line)) and is_number(row.get("step"))]
+        last = {
+            key: next(row[key] for row in reversed(rows) if is_number(row.get(key))) for key in matching(rows, _SHOWN)
+        }
+        return {"step": rows[-1]["step"] if rows else 0, "last": last, "changed": self._metrics.changed()}
+
+    def settings(self) -> dict[str, Any]:
+        """Every leaf of the run's config by its dotted name; empty where there is none that can be read."""
+        path = self.path / CONFIG
+        if not path.is_file() or not path.resolve().is_relative_to(self.root):
+            return {}
+        try:
+            tree = yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        except (OSError, yaml.YAMLError):
+            return {}
+        return leaves_of(tree) if isinstance(tree, dict) else {}
+
+
+class Runs:
+    """The runs under the folders that were named. A run keeps its number as long as the board lives."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        """Raises `BadInput` for a folder that is not there."""
+        for root in roots:
+            if not root.is_dir():
+                raise BadInput(f"board {root}: no such folder; name run folders or folders of runs")
+        self.roots = roots
+        self._lock = threading.Lock()
+        self._by_path: dict[Path, Run] = {}
+
+    def look(self) -> list[Run]:
+        """The runs that are there now, by name."""
+        with self._lock:
+            there = []
+            for root in self.roots:
+                for path in _runs_below(root, root.resolve(), DEPTH):
+                    real = path.resolve()
+                    if real not in self._by_path:
+                        inside = path.relative_to(root) if path != root else Path(root.resolve().name)
+                        name = str(inside if len(self.roots) == 1 or path == root else Path(root.name) / inside)
+                        self._by_path[real] = Run(len(self._by_path), name, path)
+                    there.append(self._by_path[real])
+            return sorted(dict.fromkeys(there), key=lambda run: run.name)
+
+    def get(self, number: int) -> Run:
+        """Raises `BadInput` for a number that no run has."""
+        for run in list(self._by_path.values()):
+            if run.number == number:
+                return run
+        raise BadInput(f"run {number}: no such run")
+
+
+def _runs_below(folder: Path, root: Path, depth: int) -> Iterator[Path]:
+    """Run folders; a link that leads out of `root` is not followed, for the page shows what was named and nothing else."""
+    if (folder / CONFIG).is_file() or (folder / METRICS).is_file():
+        yield folder
+        return
+    try:
+        below = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")) if depth else []
+    except OSError:
+        return
+    for path in below:
+        if not path.is_symlink() or path.resolve().is_relative_to(root):
+            yield from _runs_below(path, root, depth - 1)
+
+
+def metrics_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The numeric metrics of the runs: those of the report's panels in its order, then the rest by name."""
+    names = set[str]().union(*(run.names() for run in runs))
+    rows = [dict.fromkeys(names, 1.0)]
+    specs = {key: spec for spec in reversed(SPECS) for key in matching(rows, spec.keys)}
+    ordered = dict.fromkeys(key for spec in SPECS for key in matching(rows, spec.keys) if specs[key] is spec)
+    found = []
+    for key in [*ordered, *sorted(names - set(ordered))]:
+        spec = specs.get(key)
+        told: dict[str, Any] = {"key": key, "meaning": meaning(key)}
+        if spec:
+            told |= {"title": spec.title, "unit": spec.unit, "scale": spec.scale, "log": spec.log, "least": spec.least}
+        found.append(told)
+    return found
+
+
+def curves(
+    runs: Sequence[Run], keys: Sequence[str], points: int, start: float, end: float
+) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Metric → run number → `x`, `y` and running mean `m` of the steps from `start` to `end`, and of one more on each side.
+
+    The mean is of the whole series, whatever part of it is asked for; of more than `points` values, `thin` chooses.
+    """
+    out: dict[str, dict[str, dict[str, list[float]]]] = {key: {} for key in keys}
+    for run in runs:
+        steps, columns = run.columns(keys)
+        for key in keys:
+            if key not in columns:
+                continue
+            there = np.isfinite(columns[key])
+            x, y = steps[there], columns[key][there]
+            mean = smooth(y)
+            low = max(int(np.searchsorted(x, start)) - 1, 0)
+            high = int(np.searchsorted(x, end, side="right")) + 1
+            x, y, mean = x[low:high], y[low:high], mean[low:high]
+            kept = thin(y, points)
+            out[key][str(run.number)] = {"x": x[kept].tolist(), "y": y[kept].tolist(), "m": mean[kept].tolist()}
+    return out
+
+
+def thin(values: np.ndarray, most: int) -> np.ndarray:
+    """Places of at most `most` of the values `[n]`: first, last, least and largest of equal stretches, so that no peak is lost.
+
+    Source: Jugel et al., M4: a visualization-oriented time series data aggregation, VLDB 2014.
+    """
+    n = len(values)
+    if n <= most:
+        return np.arange(n)
+    edges = np.linspace(0, n, max(most // 4, 1) + 1).astype(int)
+    kept = set[int]()
+    for a, b in zip(edges[:-1], edges[1:], strict=True):
+        part = values[a:b]
+        kept |= {int(a), int(b) - 1, int(a + part.argmin()), int(a + part.argmax())}
+    return np.array(sorted(kept))
+
+
+def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Settings that the runs do not share, with the value of each run."""
+    each = [run.settings() for run in runs]
+    keys = dict.fromkeys(key for settings in each for key in settings)
+    table = [{"key": key, "values": [_text(settings.get(key)) for settings in each]} for key in keys]
+    return [row for row in table if len(set(row["values"])) > 1]
+
+
+def _text(value: Any) -> str:
+    return "none" if value is None else str(value)[:200]
