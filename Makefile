@@ -11,7 +11,7 @@ export OMP_WAIT_POLICY ?= passive
 export PYTHONDONTWRITEBYTECODE :=
 BIN := .venv/bin
 
-.PHONY: train test test-slow test-explore test-vllm lint bench lab-all docs setup clean
+.PHONY: train test test-slow test-browser test-explore test-vllm lint bench lab-all docs setup clean
 .DEFAULT_GOAL := train
 
 train: setup  ## warm start, RL with KPop on a tiny MoE, report
@@ -22,6 +22,9 @@ test: setup .venv/.triton  ## everything but the slow tests
 
 test-slow: setup  ## the minutes-long tests
 	$(BIN)/python -m pytest -m "slow" $(ARGS)
+
+test-browser: setup  ## the board in a real browser: needs Chromium, on the path or named by ROLLKEEL_CHROMIUM
+	$(BIN)/python -m pytest -m "browser" -rs $(ARGS)
 
 test-explore: setup .venv/.triton  ## the property tests, on new examples each time
 	$(BIN)/python -m pytest -n 2 -m "hypothesis and not slow and not cuda and not vllm" --hypothesis-profile=default $(ARGS)

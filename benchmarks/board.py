@@ -33,7 +33,9 @@ from rollkeel.record.rollout_store import write_step
 from rollkeel.types import GraderSpec, Prompt, Rollout, SamplingParams, Status, TokenSpan
 
 FILES, LARGE, VOCABULARY, KEYS = 60, 2, 5000, 110
-DRAWN = """[...document.querySelectorAll('#charts figure')].filter((f) => f.getBoundingClientRect().top < innerHeight)"""
+DRAWN = (
+    """[...document.querySelectorAll('#charts figure')].filter((f) => f.getBoundingClientRect().top < innerHeight)"""
+)
 UNTIL = """(test) => new Promise((done) => { const look = () => test() ? requestAnimationFrame(() => done(performance.now())) : setTimeout(look, 2); look(); })"""
 TURN = """(async () => {{
   const root = document.getElementById('tokens'), before = root.dataset.drawn, began = performance.now();
@@ -46,7 +48,14 @@ TURN = """(async () => {{
 def metrics(run: Path, steps: int, seed: int) -> None:
     """Rows as wide as a run's, of curves that rise and fall."""
     draw = np.random.default_rng(seed)
-    keys = ["reward/mean", "eval/runsum/avg@k", "mismatch/ratio_std", "mismatch/kl_k3", "policy/entropy", "optimizer/grad_norm"]
+    keys = [
+        "reward/mean",
+        "eval/runsum/avg@k",
+        "mismatch/ratio_std",
+        "mismatch/kl_k3",
+        "policy/entropy",
+        "optimizer/grad_norm",
+    ]
     keys += ["mask/kpop/dropped", "rollout/length_mean", "time/rollout_s", "time/update_s", "memory/rss_mb"]
     keys += [f"other/number_{i}" for i in range(KEYS - len(keys))]
     at = np.linspace(0, 1, steps)[:, None]
@@ -142,7 +151,9 @@ def turns(browser: Browser, count: int) -> dict[str, list[float]]:
         found["another step"].append(turn(slider.format(draw.randrange(FILES))))
         found["next page"].append(turn(after))
     turn(slider.format(FILES))
-    browser.run("const s = document.querySelector('#tokens select'); s.value = 'gap'; s.dispatchEvent(new Event('change'))")
+    browser.run(
+        "const s = document.querySelector('#tokens select'); s.value = 'gap'; s.dispatchEvent(new Event('change'))"
+    )
     time.sleep(2)
     for i in range(count):
         found["a rollout of a large step"].append(turn(f"document.querySelectorAll('#tokens .item')[{i % 8}].click()"))
@@ -212,14 +223,29 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
     load = os.getloadavg()
     print(f"{asked.runs} runs, {tokens:,} tokens, {asked.rounds} rounds, load {load[0]:.1f} on {os.cpu_count()} cores")
-    result: dict[str, Any] = {"runs": asked.runs, "tokens": tokens, "rounds": asked.rounds, "load": load, "cores": os.cpu_count()}
+    result: dict[str, Any] = {
+        "runs": asked.runs,
+        "tokens": tokens,
+        "rounds": asked.rounds,
+        "load": load,
+        "cores": os.cpu_count(),
+    }
     for name in [name for name in rounds[0] if name[-3:] == ", s" or name[-4:] == ", ms"]:
         values = np.concatenate([np.atleast_1d(one[name]) for one in rounds])
-        result[name] = {"median": float(np.median(values)), "p95": float(np.quantile(values, 0.95)), "max": float(values.max()), "n": len(values)}
-        print(f"{name:32} median {result[name]['median']:8.3f}  p95 {result[name]['p95']:8.3f}  max {result[name]['max']:8.3f}  of {len(values)}")
+        result[name] = {
+            "median": float(np.median(values)),
+            "p95": float(np.quantile(values, 0.95)),
+            "max": float(values.max()),
+            "n": len(values),
+        }
+        print(
+            f"{name:32} median {result[name]['median']:8.3f}  p95 {result[name]['p95']:8.3f}  max {result[name]['max']:8.3f}  of {len(values)}"
+        )
     result |= {name: [value for one in rounds for value in one[name]] for name in ("other hosts", "errors")}
     result["requests"] = sum(one["requests"] for one in rounds)
-    print(f"{result['requests']} requests, to other hosts: {result['other hosts'] or 'none'}; errors: {result['errors'] or 'none'}")
+    print(
+        f"{result['requests']} requests, to other hosts: {result['other hosts'] or 'none'}; errors: {result['errors'] or 'none'}"
+    )
     if asked.out:
         asked.out.write_text(json.dumps(result, indent=1) + "\n")
 

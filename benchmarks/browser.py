@@ -64,9 +64,7 @@ class Browser:
         os.close(theirs_in)
         os.close(theirs_out)
         self._session = ""
-        target = next(
-            t["targetId"] for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"
-        )
+        target = next(t["targetId"] for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page")
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")

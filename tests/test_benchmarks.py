@@ -22,6 +22,7 @@ import pytest
 from tiny_run import TINY
 
 import benchmarks
+from benchmarks.browser import find
 from rollkeel.engines.open import open_engine
 from rollkeel.lab.claims import over_last
 from rollkeel.lab.preset import Arm, Finding, Preset
@@ -30,6 +31,10 @@ TOY = ["--model", "tiny", "--median", "2", "--prompts", "2", "--steps", "1", "--
 SHORT = ["--set", *TINY, "sft.steps=5"]
 MACHINE = ["--peer-python", sys.executable, "--cores", *map(str, os.sched_getaffinity(0))]
 PROGRAMS: dict[str, tuple[list[str], str]] = {
+    "board": (
+        ["--runs", "3", "--steps", "20", "--tokens", "20000", "--turns", "2", "--rounds", "1"],
+        "to other hosts: none",
+    ),
     "c3po": ([*TOY, "--slots", "8"], "rollout speed-up"),
     "cluster": (
         ["--model", "tiny", "--steps", "1", "--warmup", "1", "--prompts", "2", "--tokens", "4"],
@@ -65,6 +70,7 @@ PROGRAMS: dict[str, tuple[list[str], str]] = {
 }
 """Program → its arguments, and something that it prints."""
 SLOW = {
+    "board",
     "cluster",
     "engine_kills",
     "goodput",
@@ -78,7 +84,9 @@ SLOW = {
 }
 SERVED = {"served_weights"}
 """They need a vLLM server."""
+IN_BROWSER = {"board"}
 WITHOUT = {
+    "browser",
     "data_rows",
     "doctor",
     "gpu",
@@ -144,6 +152,8 @@ def toys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def marked(name: str) -> Any:
     marks = [getattr(pytest.mark, mark) for mark, names in {"slow": SLOW, "vllm": SERVED}.items() if name in names]
+    if name in IN_BROWSER:
+        marks += [pytest.mark.browser, pytest.mark.skipif(find() is None, reason="no Chromium on this machine")]
     return pytest.param(name, marks=marks)
 
 

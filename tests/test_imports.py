@@ -31,7 +31,14 @@ LEFT_TO_RIGHT = (
     {"sync"},
 )
 """Stages; those in one set stand side by side and must not import each other."""
-WATCHERS = ({"record"}, {"analyzer"}, {"report"}, {"memory", "cluster"}, {"lab", "conformance", "integrations"})
+WATCHERS = (
+    {"record"},
+    {"analyzer"},
+    {"report"},
+    {"board"},
+    {"memory", "cluster"},
+    {"lab", "conformance", "integrations"},
+)
 """They may look at every stage and at what stands before them here; no stage knows them."""
 FOUNDATIONS = {
     "arrays",
@@ -76,7 +83,7 @@ OF_FOUNDATIONS = {
 ONLY_IN = {
     "ray": "cluster/",
     "vllm": "engines/vllm",
-    "rollkeel_doctor": ("api", "cli/", "report/", "diagnose/", "integrations/"),
+    "rollkeel_doctor": ("api", "cli/", "report/", "board/", "diagnose/", "integrations/"),
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

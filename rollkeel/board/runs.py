@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +26,7 @@ from rollkeel_doctor.traces.folder import ended
 
 DEPTH = 4
 """Folders below the one that was named in which runs are looked for."""
-_GLANCE = 2**17
+_GLANCE = 2**16
 """Bytes at the end of the metrics that a list of runs reads."""
 _SHOWN = ("reward/mean", "eval/*/avg@k")
 
@@ -59,27 +61,24 @@ class Run:
             n = len(self._steps)
             found = {key: self._columns[key] for key in keys if key in self._columns}
             for column in found.values():
-                column.extend([np.nan] * (n - len(column)))
+                column.extend([math.nan] * (n - len(column)))
             return np.array(self._steps), {key: np.array(column) for key, column in found.items()}
 
     def _follow_metrics(self) -> None:
         anew, lines = self._metrics.read()
         if anew:
             self._steps, self._columns, self._damaged = array("d"), {}, 0
-        for line in lines:
-            self._add(json_object(line), line)
-
-    def _add(self, row: dict[str, Any] | None, line: bytes) -> None:
-        if row is None or not is_number(row.get("step")):
-            self._damaged += bool(line.strip())
-            return
+        rows = [row for line in lines if (row := json_object(line)) and is_number(row.get("step"))]
+        self._damaged += sum(bool(line.strip()) for line in lines) - len(rows)
         n = len(self._steps)
-        self._steps.append(row["step"])
-        for key, value in row.items():
-            if key != "step" and is_number(value):
+        self._steps.extend([row["step"] for row in rows])
+        # Metric by metric and not row by row: fifty runs have millions of values.
+        for key in dict.fromkeys(itertools.chain.from_iterable(rows)):
+            values = _numbers([row.get(key) for row in rows])
+            if key != "step" and (key in self._columns or not all(map(math.isnan, values))):
                 column = self._columns.setdefault(key, array("d"))
-                column.extend([np.nan] * (n - len(column)))
-                column.append(value)
+                column.extend([math.nan] * (n - len(column)))
+                column.extend(values)
 
     def summary(self) -> dict[str, Any]:
         """What a list of runs says; `rows` changes when there are new rows."""
@@ -150,6 +149,14 @@ class Run:
         except (OSError, yaml.YAMLError):
             return {}
         return leaves_of(tree) if isinstance(tree, dict) else {}
+
+
+def _numbers(values: list[Any]) -> array[float]:
+    """The numbers among the values, NaN for the others."""
+    try:
+        return array("d", values)
+    except (TypeError, OverflowError):
+        return array("d", [value if is_number(value) else math.nan for value in values])
 
 
 class Runs:
@@ -250,7 +257,7 @@ def thin(values: np.ndarray, most: int) -> np.ndarray:
         return np.arange(n)
     edges = np.linspace(0, n, max(most // 4, 1) + 1).astype(int)
     kept = set[int]()
-    for a, b in zip(edges[:-1], edges[1:], strict=True):
+    for a, b in itertools.pairwise(edges):
         part = values[a:b]
         kept |= {int(a), int(b) - 1, int(a + part.argmin()), int(a + part.argmax())}
     return np.array(sorted(kept))

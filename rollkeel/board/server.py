@@ -93,15 +93,21 @@ class Board:
         return [self.runs.get(int(n) if n.isdecimal() else -1) for n in asked.all("run")]
 
     def _list(self, asked: Asked) -> Any:
+        for run in self._of(asked):
+            self.doctor.ask(run)
         each = []
         for run in self.runs.look():
             known = self.doctor.known(run)
-            each.append({**run.summary(), "doctor": known.get("healthy") if known.get("state") == "said" else "unknown"})
+            each.append(
+                {**run.summary(), "doctor": known.get("healthy") if known.get("state") == "said" else "unknown"}
+            )
         return {"where": ", ".join(str(root) for root in self.runs.roots), "runs": each}
 
     def _curves(self, asked: Asked) -> Any:
         points = max(asked.count("points", 600, MOST_POINTS), 8)
-        return curves(self._of(asked), asked.all("key"), points, asked.number("from", -math.inf), asked.number("to", math.inf))
+        return curves(
+            self._of(asked), asked.all("key"), points, asked.number("from", -math.inf), asked.number("to", math.inf)
+        )
 
     def _verdict(self, asked: Asked) -> Any:
         run = self.runs.get(asked.count("run"))
@@ -131,7 +137,10 @@ class Board:
         if asked.text("id", ""):
             row = tokens.file(step).row_of(asked.count("id"))
         count = max(asked.count("count", 1000, MOST_TOKENS), 1)
-        return tokens.page(Place(step, row, asked.count("token", 0)), count)
+        start = Place(step, row, asked.count("token", 0))
+        if asked.text("before", ""):
+            start = tokens.before(start, count) or start
+        return tokens.page(start, count)
 
 
 def allowed(host: str | None, named: str) -> bool:
@@ -158,7 +167,11 @@ def handler(board: Board, named: str) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             status, kind, body = self._answer()
             self.send_response(status)
-            for name, value in {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": len(body), **HEADERS}.items():
+            for name, value in {
+                "Content-Type": f"{kind}; charset=utf-8",
+                "Content-Length": len(body),
+                **HEADERS,
+            }.items():
                 self.send_header(name, str(value))
             self.end_headers()
             self.wfile.write(body)
@@ -226,7 +239,10 @@ def serve(roots: Sequence[Path], host: str, port: int) -> None:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
             shown = f"[{host}]" if ":" in host else host
             count = len(board.runs.look())
-            print(f"board http://{shown}:{server.server_address[1]}/ of {count} run{'' if count == 1 else 's'}; Ctrl-C ends it", flush=True)
+            print(
+                f"board http://{shown}:{server.server_address[1]}/ of {count} run{'' if count == 1 else 's'}; Ctrl-C ends it",
+                flush=True,
+            )
             server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:
         pass

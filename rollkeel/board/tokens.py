@@ -118,7 +118,7 @@ class StepFile:
 
     def _read(self, group: int, names: Sequence[str]) -> pa.Table:
         try:
-            with pq.ParquetFile(self.path, memory_map=True, read_dictionary=["pieces.list.element"]) as file:
+            with pq.ParquetFile(self.path) as file:
                 return file.read_row_group(group, [name for name in names if name in self._schema.names])
         except (pa.ArrowException, OSError) as error:
             reason = " ".join(str(error).split())[:200]
@@ -201,7 +201,7 @@ class Tokens:
         return {"count": n, "tokens": int(ranked["length"].sum()) if n else 0, "rollouts": rows}
 
     def page(self, start: Place, count: int) -> dict[str, Any]:
-        """`count` tokens of a step from `start` on, over as many rollouts as that takes; and where its neighbours begin."""
+        """`count` tokens of a step from `start` on, over as many rollouts as that takes; and where the next page begins."""
         file = self.file(start.step)
         parts: list[dict[str, Any]] = []
         left = count
@@ -216,12 +216,12 @@ class Tokens:
                 break
             row, token = row + 1, 0
         following = Place(start.step, row, token) if row < file.rows else self._neighbour(start.step, 1)
-        before = self.before(start, count)
         return {
             "parts": parts,
             "rows": file.rows,
+            "start": start.to_json(),
             "next": following and following.to_json(),
-            "previous": before and before.to_json(),
+            "first": (start.row, start.token) == (0, 0) and self._neighbour(start.step, -1) is None,
         }
 
     def before(self, start: Place, count: int) -> Place | None:
@@ -280,9 +280,11 @@ def _slice(table: pa.Table, name: str, i: int, start: int, end: int, length: int
     if name not in table.column_names:
         return None
     values = getattr(table[name][i], "values", None)
-    return [plain(v) for v in values.slice(start, end - start).to_pylist()] if values is not None and len(
-        values
-    ) == length else None
+    return (
+        [plain(v) for v in values.slice(start, end - start).to_pylist()]
+        if values is not None and len(values) == length
+        else None
+    )
 
 
 def plain(value: Any) -> Any:

@@ -36,7 +36,7 @@ function choose(numbers) { // a run that stays chosen keeps its colour, another 
 function list() {
   const word = at("find").value.toLowerCase();
   const shown = state.runs.filter((one) => one.name.toLowerCase().includes(word));
-  at("chosen").textContent = `${state.chosen.size} of ${state.runs.length} chosen`;
+  at("chosen").textContent = `${state.chosen.size} of ${state.runs.length}`;
   at("runs").replaceChildren(...shown.map(item));
   if (!state.runs.length) at("runs").append(make("li", { className: "muted" }, "", "No runs yet."));
 }
@@ -176,7 +176,7 @@ async function settings() {
   const numbers = [...state.chosen.keys()];
   const rows = numbers.length > 1 ? await ask("settings", { run: numbers }) : [];
   const head = make("tr", {}, make("th", {}, "setting"), ...numbers.map((n) => make("th", {}, run(n).name)));
-  const body = rows.map((row) => make("tr", {}, make("td", {}, row.key), ...row.values.map((value) => make("td", { title: value }, value))));
+  const body = rows.map((row) => make("tr", {}, make("td", {}, row.key), ...row.values.map((value) => make("td", {}, value))));
   const empty = make("p", { className: "empty" }, numbers.length > 1 ? "The chosen runs have the same settings." : "Choose two runs or more to see where their settings differ.");
   at("settings").replaceChildren(rows.length ? make("div", { className: "panel" }, make("table", {}, head, ...body)) : empty);
 }
@@ -195,7 +195,7 @@ function show(view) {
 function broken(error) { at("live").className = "off"; at("live").textContent = error.message === "Failed to fetch" ? "board has ended" : error.message; }
 
 async function follow() {
-  const { where, runs } = await ask("runs");
+  const { where, runs } = await ask("runs", { run: [...state.chosen.keys()].slice(0, FIRST) });
   const text = JSON.stringify(runs), first = !state.seen, changed = text !== state.seen;
   const names = runs.map((one) => one.run).join() !== state.runs.map((one) => one.run).join();
   state.runs = runs; state.seen = text;

@@ -101,7 +101,7 @@ export class Chart {
     context.font = "11px system-ui, sans-serif"; context.fillStyle = ink; context.lineWidth = 1;
     const line = (x0, y0, x1, y1) => { context.beginPath(); context.moveTo(x0, y0); context.lineTo(x1, y1); context.stroke(); };
     context.textAlign = "right"; context.textBaseline = "middle";
-    for (const at of this.log ? decades(this.y0, this.y1) : ticks(this.y0 * this.scale, this.y1 * this.scale, 4).map((v) => v / this.scale)) {
+    for (const at of this.log ? decades(this.y0, this.y1) : ticks(this.y0 * this.scale, this.y1 * this.scale, 5).map((v) => v / this.scale)) {
       const value = this.log ? 10 ** at : at, y = this.py(value);
       context.strokeStyle = this.colors("--grid"); context.globalAlpha = 0.35; line(LEFT, y, this.width - RIGHT, y); context.globalAlpha = 1;
       context.fillText(short(value * this.scale), LEFT - 6, y);

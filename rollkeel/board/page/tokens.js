@@ -5,7 +5,7 @@ import { ask, hideTip, make, tip } from "./dom.js";
 const PAGE = 1000, LISTED = 100;
 const FAR = Math.log(2), NATS = 2; // what gets the full colour: ρ of 2 or ½, an entropy of 2 nats
 const MODES = {
-  ratio: ["log ratio", "sampler likelier", "trainer likelier", "log ρ = log o − log q; full colour at ρ ≥ 2 and ρ ≤ ½"],
+  ratio: ["log ratio", "sampler likelier", "trainer likelier", "log ρ = log o − log q, full colour at ρ ≥ 2 or ≤ ½"],
   mask: ["mask", "kept", "dropped by a mask", "amber: cut by the clip; pale: written by the environment; grey: not trained on"],
   version: ["version", "fresh", "oldest of the page", "weights that sampled the token, against those that train on it"],
   entropy: ["entropy", "0", "≥ 2 nats", "of the trainer's distribution at the token"],
@@ -40,14 +40,14 @@ export class TokenView {
     this.number.addEventListener("change", () => this.go({ step: this.steps.reduce((a, b) => Math.abs(b - this.number.value) < Math.abs(a - this.number.value) ? b : a, this.steps[0]), row: 0, token: 0 }));
     this.newest.addEventListener("change", () => this.follow());
     this.sort.addEventListener("change", () => { this.first = 0; this.ranking(); });
-    this.back.addEventListener("click", () => this.go(this.page?.previous));
+    this.back.addEventListener("click", () => this.go(this.page && !this.page.first && { ...this.page.start, before: 1 }));
     this.on.addEventListener("click", () => this.go(this.page?.next));
     this.parts.addEventListener("pointermove", (event) => this.hover(event));
     this.parts.addEventListener("pointerleave", hideTip);
     document.addEventListener("keydown", (event) => {
       if (!this.seen || ["INPUT", "SELECT"].includes(event.target.tagName)) return;
       if (event.key === "ArrowRight") this.go(this.page?.next);
-      if (event.key === "ArrowLeft") this.go(this.page?.previous);
+      if (event.key === "ArrowLeft") this.go(this.page && !this.page.first && { ...this.page.start, before: 1 });
     });
   }
 
@@ -79,14 +79,14 @@ export class TokenView {
     const begin = { ...place, token: place.id === undefined ? place.token : Math.max(place.token - 200, 0) };
     const found = await ask("tokens", { run: this.run, count: PAGE, ...begin }).catch(error);
     if (turn !== this.turn) return;
-    const other = place.step !== this.step;
-    this.step = place.step;
-    this.slider.value = this.steps.indexOf(place.step); this.number.value = place.step;
+    const step = found?.start.step ?? place.step, other = step !== this.step;
+    this.step = step;
+    this.slider.value = this.steps.indexOf(step); this.number.value = step;
     if (found) {
       this.page = found; this.target = place.id === undefined ? null : place;
       this.paint();
       this.root.dataset.drawn = `${performance.now() - started}`; // for whoever measures
-      this.moved({ step: place.step, row: found.parts[0]?.row ?? 0, token: found.parts[0]?.start ?? 0 });
+      this.moved(found.start);
     }
     if (other || !this.ranked) { this.first = 0; await this.ranking(); } else this.select();
   }
@@ -125,7 +125,7 @@ export class TokenView {
     if (!this.page) return;
     const { parts, rows } = this.page;
     this.oldest = Math.max(1, ...parts.flatMap((part) => part.versions ? part.versions.map((v) => (part.train_version ?? v) - v) : []));
-    this.back.disabled = !this.page.previous; this.on.disabled = !this.page.next;
+    this.back.disabled = this.page.first; this.on.disabled = !this.page.next;
     const [, low, high, about] = MODES[this.mode];
     const scale = make("span", { className: "scale" });
     const full = (name) => `rgb(var(${name})/.75)`, faint = (name) => `rgb(var(${name})/.34)`;
@@ -155,9 +155,10 @@ export class TokenView {
       box.append(span);
     });
     const article = make("article", { className: "panel part" }, make("h3", {}, `Rollout ${part.id} `, make("span", { className: "muted" }, facts)));
-    if (part.prompt_text) article.append(make("div", { className: "prompt" }, part.prompt_text));
+    const same = at > 0 && this.page.parts[at - 1].group === part.group; // which has shown it
+    if (part.prompt_text && !same) article.append(make("div", { className: "prompt" }, part.prompt_text));
     article.append(box);
-    const more = [part.answer && `gold answer: ${part.answer}`, part.detail && `grader: ${part.detail}`].filter(Boolean).join(" · ");
+    const more = [!same && part.answer && `gold answer: ${part.answer}`, part.detail && `grader: ${part.detail}`].filter(Boolean).join(" · ");
     if (more) article.append(make("p", { className: "muted" }, more));
     return article;
   }
