@@ -7,7 +7,6 @@ import math
 import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ import yaml
 from rollkeel.board.tail import Tail, json_object
 from rollkeel.errors import BadInput
 from rollkeel.record.glossary import meaning
-from rollkeel.record.lock import is_locked
 from rollkeel.record.run_config import leaves_of
 from rollkeel.record.runfolder import CONFIG, EVENTS, METRICS
 from rollkeel.report.charts import is_number, matching, smooth
 from rollkeel.report.panels import SPECS
-from rollkeel_doctor.traces.folder import ended
+from rollkeel.report.run_files import status_of
 
 DEPTH = 4
 """Folders below the one that was named in which runs are looked for."""
@@ -68,7 +66,7 @@ class Run:
         anew, lines = self._metrics.read()
         if anew:
             self._steps, self._columns, self._damaged = array("d"), {}, 0
-        rows = [row for line in lines if (row := json_object(line)) and is_number(row.get("step"))]
+        rows = _rows(lines)
         self._damaged += sum(bool(line.strip()) for line in lines) - len(rows)
         n = len(self._steps)
         self._steps.extend([row["step"] for row in rows])
@@ -87,25 +85,34 @@ class Run:
             size = self._metrics.size()
             if self._glanced[0] != size:
                 self._glanced = (size, self._glance(size))
-            first: Mapping[str, Any] = next((e for e in self._events if e.get("event") == "run_created"), {})
-            steps = first.get("steps")
-            for event in self._events:
-                changed = event.get("changed")
-                if isinstance(changed, Mapping) and isinstance(changed.get("run.steps"), list):
-                    steps = changed["run.steps"][-1]
-            damaged = [f"{METRICS}: {self._damaged} damaged lines left out"] if self._damaged else []
-            status, detail = self._status()
+            problems = [self._metrics.problem, self._log.problem]
+            if self._damaged:
+                problems.append(f"{METRICS}: {self._damaged} damaged lines left out")
+            status, detail = "trace", "no events.jsonl: written by save_batch, or by an older version"
+            if self._events:
+                status, detail = status_of(self._events, self.path)
             return {
                 "run": self.number,
                 "name": self.name,
                 "status": status,
                 "detail": detail,
-                "steps": steps,
+                "steps": self._planned(),
                 "rows": size,
                 "alarms": sum(event.get("event") in ("alarm", "check") for event in self._events),
-                "problems": [p for p in (self._metrics.problem, self._log.problem, *damaged) if p],
+                "problems": [problem for problem in problems if problem],
                 **self._glanced[1],
             }
+
+    def _planned(self) -> int | None:
+        """Steps that the run is to do; None where its log does not say."""
+        steps = None
+        for event in self._events:
+            if event.get("event") == "run_created":
+                steps = event.get("steps")
+            changed = event.get("changed")
+            if isinstance(changed, Mapping) and isinstance(changed.get("run.steps"), list):
+                steps = changed["run.steps"][-1]
+        return steps
 
     def _follow_events(self) -> None:
         anew, lines = self._log.read()
@@ -115,29 +122,14 @@ class Run:
         found = (json_object(line) for line in lines if b'"event": "stage"' not in line)
         self._events += [event for event in found if event is not None]
 
-    def _status(self) -> tuple[str, str]:
-        if end := ended(self._events):
-            return str(end["status"]), str(end.get("detail", ""))
-        if not self._events:
-            return "trace", "no events.jsonl: written by save_batch, or by an older version"
-        locked = is_locked(self.path)
-        if locked is None:
-            return "unknown", "the run recorded no end: it is running or was killed"
-        return ("running", "") if locked else ("killed", "the process ended without recording why")
-
     def _glance(self, size: int) -> dict[str, Any]:
         """Last step and last values of `_SHOWN`, from the end of the file."""
-        path, lines = self._metrics.path, list[bytes]()
-        with suppress(OSError):
-            if size and path.resolve().is_relative_to(self.root):
-                with path.open("rb") as file:
-                    file.seek(max(size - _GLANCE, 0))
-                    lines = file.read().split(b"\n")
-        rows = [row for line in lines if (row := json_object(line)) and is_number(row.get("step"))]
-        last = {
-            key: next(row[key] for row in reversed(rows) if is_number(row.get(key))) for key in matching(rows, _SHOWN)
-        }
-        return {"step": rows[-1]["step"] if rows else 0, "last": last, "changed": self._metrics.changed()}
+        rows = _rows(self._metrics.end(_GLANCE) if size else [])
+        last = {}
+        for key in matching(rows, _SHOWN):
+            last[key] = next(row[key] for row in reversed(rows) if is_number(row.get(key)))
+        step = rows[-1]["step"] if rows else 0
+        return {"step": step, "last": last, "changed": self._metrics.changed()}
 
     def settings(self) -> dict[str, Any]:
         """Every leaf of the run's config by its dotted name; empty where there is none that can be read."""
@@ -149,6 +141,12 @@ class Run:
         except (OSError, yaml.YAMLError):
             return {}
         return leaves_of(tree) if isinstance(tree, dict) else {}
+
+
+def _rows(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    """The lines that are rows of metrics."""
+    found = map(json_object, lines)
+    return [row for row in found if row is not None and is_number(row.get("step"))]
 
 
 def _numbers(values: list[Any]) -> array[float]:
@@ -179,11 +177,16 @@ class Runs:
                 for path in _runs_below(root, root.resolve(), DEPTH):
                     real = path.resolve()
                     if real not in self._by_path:
-                        inside = path.relative_to(root) if path != root else Path(root.resolve().name)
-                        name = str(inside if len(self.roots) == 1 or path == root else Path(root.name) / inside)
-                        self._by_path[real] = Run(len(self._by_path), name, path)
+                        number = len(self._by_path)
+                        self._by_path[real] = Run(number, self._name(path, root), path)
                     there.append(self._by_path[real])
             return sorted(dict.fromkeys(there), key=lambda run: run.name)
+
+    def _name(self, path: Path, root: Path) -> str:
+        if path == root:
+            return root.resolve().name
+        inside = str(path.relative_to(root))
+        return inside if len(self.roots) == 1 else f"{root.name}/{inside}"
 
     def get(self, number: int) -> Run:
         """Raises `BadInput` for a number that no run has."""
@@ -199,10 +202,12 @@ def _runs_below(folder: Path, root: Path, depth: int) -> Iterator[Path]:
         yield folder
         return
     try:
-        below = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")) if depth else []
+        below = sorted(folder.iterdir()) if depth else []
     except OSError:
         return
     for path in below:
+        if not path.is_dir() or path.name.startswith("."):
+            continue
         if not path.is_symlink() or path.resolve().is_relative_to(root):
             yield from _runs_below(path, root, depth - 1)
 
@@ -241,9 +246,12 @@ def curves(
             mean = smooth(y)
             low = max(int(np.searchsorted(x, start)) - 1, 0)
             high = int(np.searchsorted(x, end, side="right")) + 1
-            x, y, mean = x[low:high], y[low:high], mean[low:high]
-            kept = thin(y, points)
-            out[key][str(run.number)] = {"x": x[kept].tolist(), "y": y[kept].tolist(), "m": mean[kept].tolist()}
+            kept = low + thin(y[low:high], points)
+            out[key][str(run.number)] = {
+                "x": x[kept].tolist(),
+                "y": y[kept].tolist(),
+                "m": mean[kept].tolist(),
+            }
     return out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,15 @@ class Tail:
     def changed(self) -> float:
         """Seconds since the epoch of the last write, 0 where there is none."""
         return self.path.stat().st_mtime if self.path.is_file() else 0.0
+
+    def end(self, size: int) -> list[bytes]:
+        """Lines of the last `size` bytes, the first and the last of which may be parts."""
+        with suppress(OSError):
+            if self.path.resolve().is_relative_to(self.root):
+                with self.path.open("rb") as file:
+                    file.seek(max(self.size() - size, 0))
+                    return file.read().split(b"\n")
+        return []
 
     def read(self) -> tuple[bool, list[bytes]]:
         """Whether the file was replaced or cut, so that these are its lines from the first; and the new lines."""

@@ -25,8 +25,19 @@ pc: Any = compute  # its functions are made at import time
 
 _ROW = ("id", "group", "member", "reward", "status", "train_version")
 _TEXTS = ("prompt_text", "answer", "detail")
-_EACH = ("logprobs", "train_logprobs", "entropy", "advantages", "versions", "keep", "cut", "sampled", "pieces")
-_RANKED = ("id", "group", "member", "reward", "status", "token_ids", "logprobs", "train_logprobs", "keep")
+_EACH = (
+    "token_ids",
+    "logprobs",
+    "train_logprobs",
+    "entropy",
+    "advantages",
+    "versions",
+    "keep",
+    "cut",
+    "sampled",
+    "pieces",
+)
+_RANKED = ("id", "group", "member", "reward", "token_ids", "logprobs", "train_logprobs", "keep")
 SORTS = ("order", "gap", "dropped", "reward", "length")
 MOST_ROLLOUTS = 64
 """Rollouts on a page, however short."""
@@ -95,7 +106,7 @@ class StepFile:
     def row(self, at: int) -> tuple[pa.Table, int]:
         """The decoded row group that holds row `at`, and its place there."""
         number = int(np.searchsorted(self._ends, at, side="right"))
-        table = _groups.get((self, number), lambda: self._read(number, ("token_ids", *_ROW, *_TEXTS, *_EACH)))
+        table = _groups.get((self, number), lambda: self._read(number, (*_ROW, *_TEXTS, *_EACH)))
         return table, at - (int(self._ends[number - 1]) if number else 0)
 
     def length(self, at: int) -> int:
@@ -129,21 +140,16 @@ def _ranks(table: pa.Table) -> dict[str, np.ndarray]:
     lengths = pc.fill_null(pc.list_value_length(table["token_ids"]), 0).to_numpy().astype(np.int64)
     gap = np.abs(_flat(table, "train_logprobs", lengths) - _flat(table, "logprobs", lengths))
     dropped = 1 - _flat(table, "keep", lengths)
-    number = {
-        name: pc.cast(table[name], pa.float64()).to_numpy(zero_copy_only=False)
-        if name in table.column_names
-        else np.full(len(table), np.nan)
-        for name in ("id", "group", "member", "reward")
-    }
-    status = table["status"].to_pylist() if "status" in table.column_names else [""] * len(table)
-    starts = np.cumsum(lengths) - lengths
-    return {
-        **number,
-        "status": np.array([text or "" for text in status], object),
+    found = {
         "length": lengths,
-        "gap": _means(gap, starts, lengths),
-        "dropped": _means(dropped, starts, lengths),
+        "gap": _means(gap, lengths),
+        "dropped": _means(dropped, lengths),
     }
+    for name in ("id", "group", "member", "reward"):
+        found[name] = np.full(len(table), np.nan)
+        if name in table.column_names:
+            found[name] = pc.cast(table[name], pa.float64()).to_numpy(zero_copy_only=False)
+    return found
 
 
 def _flat(table: pa.Table, name: str, lengths: np.ndarray) -> np.ndarray:
@@ -156,13 +162,18 @@ def _flat(table: pa.Table, name: str, lengths: np.ndarray) -> np.ndarray:
     return out
 
 
-def _means(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def _means(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Mean of the known values of each row; NaN where there are none."""
     known = np.isfinite(values)
-    sums, counts = (np.concatenate([[0], np.cumsum(x, dtype=np.float64)]) for x in (np.where(known, values, 0), known))
     with np.errstate(invalid="ignore"):
-        ends = starts + lengths
-        return (sums[ends] - sums[starts]) / (counts[ends] - counts[starts])
+        return _sums(np.where(known, values, 0), lengths) / _sums(known, lengths)
+
+
+def _sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Sum of the values of each row, which may have none."""
+    ends = np.cumsum(lengths)
+    running = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+    return running[ends] - running[ends - lengths]
 
 
 class Tokens:
@@ -194,10 +205,9 @@ class Tokens:
         order = np.arange(n)
         if sort != "order" and n:
             order = np.argsort(-np.nan_to_num(ranked[sort].astype(float), nan=-np.inf), kind="stable")
-        names = ("id", "group", "member", "reward", "status", "length", "gap", "dropped")
-        rows = [
-            {"row": int(i), **{name: plain(ranked[name][i]) for name in names}} for i in order[first : first + count]
-        ]
+        rows = []
+        for i in order[first : first + count]:
+            rows.append({"row": int(i)} | {name: plain(values[i]) for name, values in ranked.items()})
         return {"count": n, "tokens": int(ranked["length"].sum()) if n else 0, "rollouts": rows}
 
     def page(self, start: Place, count: int) -> dict[str, Any]:
@@ -208,14 +218,17 @@ class Tokens:
         row, token = start.row, start.token
         while left > 0 and row < file.rows and len(parts) < MOST_ROLLOUTS:
             length = file.length(row)
+            token = min(token, length)
             end = min(token + left, length)
-            parts.append(self._part(file, row, min(token, end), end, length))
-            left -= max(end - token, 0)
+            parts.append(self._part(file, row, token, end, length))
+            left -= end - token
             if end < length:
                 token = end
                 break
             row, token = row + 1, 0
-        following = Place(start.step, row, token) if row < file.rows else self._neighbour(start.step, 1)
+        following = self._neighbour(start.step, 1)
+        if row < file.rows:
+            following = Place(start.step, row, token)
         return {
             "parts": parts,
             "rows": file.rows,
@@ -253,22 +266,19 @@ class Tokens:
     def _part(self, file: StepFile, row: int, start: int, end: int, length: int) -> dict[str, Any]:
         """Tokens `start` to `end` of a rollout, a list for each column that has a value for every token."""
         table, i = file.row(row)
-        names = table.column_names
-        told = {name: plain(table[name][i].as_py()) for name in _ROW if name in names}
-        if start == 0:
-            told |= {name: (table[name][i].as_py() or "")[:_MAX_TEXT] for name in _TEXTS if name in names}
-        ids = _slice(table, "token_ids", i, start, end, length) or []
-        each = {name: _slice(table, name, i, start, end, length) for name in _EACH}
-        pieces = each.pop("pieces") or [self._text(token) for token in ids]
-        return {
-            "row": row,
-            "start": start,
-            "length": length,
-            **told,
-            "token_ids": ids,
-            "texts": [visible(piece if piece is not None else "") for piece in pieces],
-            **{name: values for name, values in each.items() if values is not None},
-        }
+        part: dict[str, Any] = {"row": row, "start": start, "length": length, "token_ids": []}
+        for name in table.column_names:
+            if name in _ROW:
+                part[name] = plain(table[name][i].as_py())
+            elif name in _TEXTS and start == 0:
+                text = table[name][i].as_py() or ""
+                part[name] = text[:_MAX_TEXT]
+            elif name in _EACH:
+                values = _slice(table[name][i], start, end, length)
+                part |= {} if values is None else {name: values}
+        pieces = part.pop("pieces", None) or map(self._text, part["token_ids"])
+        part["texts"] = [visible(piece or "") for piece in pieces]
+        return part
 
     def _text(self, token: int) -> str:
         if self._texts is None:
@@ -276,15 +286,13 @@ class Tokens:
         return self._texts(token)
 
 
-def _slice(table: pa.Table, name: str, i: int, start: int, end: int, length: int) -> list[Any] | None:
-    if name not in table.column_names:
+def _slice(cell: pa.Scalar, start: int, end: int, length: int) -> list[Any] | None:
+    """Part of a list that has a value for each of `length` tokens; None for another."""
+    values = getattr(cell, "values", None)
+    if values is None or len(values) != length:
         return None
-    values = getattr(table[name][i], "values", None)
-    return (
-        [plain(v) for v in values.slice(start, end - start).to_pylist()]
-        if values is not None and len(values) == length
-        else None
-    )
+    shown = values.slice(start, end - start)
+    return list(map(plain, shown.to_pylist()))
 
 
 def plain(value: Any) -> Any:

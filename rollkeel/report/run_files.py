@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def read_run(run_dir: str | Path) -> RunFiles:
         from rollkeel.renamed import upgraded
 
         config = upgraded(config, to_go_on=False)
-    status, detail = _status(folder)
+    status, detail = status_of(folder.events, folder.path)
     about: dict[str, Any] = vars(folder) | {"problems": problems, "config": config}
     return RunFiles(**about, status=status, detail=detail, duration_s=_duration(folder.events, folder.path / METRICS))
 
@@ -74,10 +75,11 @@ def finished(run_dir: str | Path, steps: int) -> str:
     return nothing_to_do(step, steps) if whole and (run.path / REPORT).is_file() else ""
 
 
-def _status(folder: Folder) -> tuple[str, str]:
-    if end := ended(folder.events):
+def status_of(events: Sequence[Mapping[str, Any]], path: Path) -> tuple[str, str]:
+    """`RunFiles.status` and `detail` of the run in folder `path`, from its log and its lock."""
+    if end := ended(events):
         return str(end["status"]), str(end.get("detail", ""))
-    locked = is_locked(folder.path)
+    locked = is_locked(path)
     if locked is None:
         return "unknown", "the run recorded no end: it is running or was killed"
     return ("running", "") if locked else ("killed", "the process ended without recording why")
