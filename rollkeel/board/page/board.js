@@ -1,6 +1,6 @@
 // What the board shows now, and how it follows the runs: one question a second, and curves of the runs that have new rows.
 import { Chart, short } from "./chart.js";
-import { ask, hideTip, make } from "./dom.js";
+import { ask, bullets, button, div, empty, hideTip, make, span } from "./dom.js";
 import { TokenView } from "./tokens.js";
 
 const EVERY_MS = 1000, FIRST = 8;
@@ -11,7 +11,11 @@ const charts = new Map(); // metric → {chart, visible, data: run → curve, ro
 const tokens = new TokenView(at("tokens"), (place) => write({ step: place.step, row: place.row, token: place.token }));
 
 const run = (number) => state.runs.find((one) => one.run === number);
-const look = (number) => { const slot = state.chosen.get(number); return { color: `--s${slot % 8 + 1}`, dash: DASHES[Math.floor(slot / 8) % 4] }; };
+const newest = () => [...state.runs].sort((a, b) => b.changed - a.changed);
+function look(number) {
+  const slot = state.chosen.get(number);
+  return { color: `--s${slot % 8 + 1}`, dash: DASHES[Math.floor(slot / 8) % DASHES.length] };
+}
 
 // -- the address: #view=tokens&run=NAME&step=12&row=3&token=0 ------------------------------------------------------------
 const read = () => Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
@@ -43,17 +47,18 @@ function list() {
 
 function item(one) {
   const on = state.chosen.has(one.run);
-  const swatch = make("button", { className: "swatch", ariaPressed: String(on), title: "Show its curves", ariaLabel: `curves of ${one.name}` });
-  if (on) { swatch.style.background = swatch.style.borderColor = `var(${look(one.run).color})`; }
-  swatch.addEventListener("click", (event) => {
-    event.stopPropagation();
-    choose(on ? [...state.chosen.keys()].filter((n) => n !== one.run) : [...state.chosen.keys(), one.run]);
-  });
+  const others = [...state.chosen.keys()].filter((number) => number !== one.run);
+  const press = (event) => { event.stopPropagation(); choose(on ? others : [...others, one.run]); };
+  const about = { className: "swatch", ariaPressed: String(on), title: "Show its curves", ariaLabel: `curves of ${one.name}` };
+  const swatch = button("", press, about);
+  if (on) swatch.style.background = swatch.style.borderColor = `var(${look(one.run).color})`;
   const doctor = { true: " · healthy", false: " · sick" }[one.doctor] ?? "";
-  const last = Object.entries(one.last).map(([key, value]) => `${key === "reward/mean" ? "reward" : key.split("/")[1]} ${value.toFixed(3)}`);
+  const named = (key) => key === "reward/mean" ? "reward" : key.split("/")[1];
+  const last = Object.entries(one.last).map(([key, value]) => `${named(key)} ${value.toFixed(3)}`);
   const steps = one.steps ? `${one.step}/${one.steps}` : `step ${one.step}`;
-  const facts = make("div", { className: "facts" }, make("span", { className: `dot ${one.status}` }), [steps, ...last.slice(0, 1)].join(" · ") + doctor);
-  const line = make("li", { className: one.run === state.focus ? "focus" : "", title: [one.name, one.status, one.detail, ...last].filter(Boolean).join("\n") }, swatch, make("div", { className: "name" }, one.name), facts);
+  const facts = div("facts", span(`dot ${one.status}`), [steps, ...last.slice(0, 1)].join(" · ") + doctor);
+  const title = [one.name, one.status, one.detail, ...last].filter(Boolean).join("\n");
+  const line = make("li", { className: one.run === state.focus ? "focus" : "", title }, swatch, div("name", one.name), facts);
   line.addEventListener("click", () => focus(one.run));
   return line;
 }
@@ -77,32 +82,35 @@ function arrange() {
   const word = at("metric").value.toLowerCase(), rest = at("rest").checked || word;
   const shown = state.metrics.filter((m) => (m.title || rest) && `${m.key} ${m.title ?? ""}`.toLowerCase().includes(word));
   for (const metric of shown) if (!charts.has(metric.key)) {
-    const chart = new Chart(metric, { zoom, hover: (step, from) => charts.forEach((one) => one.visible && one.chart !== from && one.chart.mark(step)) });
+    const others = (step, from) => charts.forEach((one) => one.visible && one.chart !== from && one.chart.mark(step));
+    const chart = new Chart(metric, { zoom, hover: others });
     charts.set(metric.key, { chart, visible: false, data: new Map(), rows: new Map() });
     watcher.observe(chart.element);
   }
   const elements = shown.map((metric) => charts.get(metric.key).chart.element);
-  if (elements.length !== at("charts").children.length || elements.some((one, i) => one !== at("charts").children[i])) at("charts").replaceChildren(...elements);
-  if (!elements.length) at("charts").append(make("p", { className: "empty" }, state.chosen.size ? "No metric fits." : "Choose runs on the left."));
+  const there = at("charts").children, same = elements.length === there.length && elements.every((one, i) => one === there[i]);
+  if (!same) at("charts").replaceChildren(...elements);
+  if (!elements.length) at("charts").append(empty(state.chosen.size ? "No metric fits." : "Choose runs on the left."));
   draw(); load();
 }
 
 const watcher = new IntersectionObserver((entries) => {
-  for (const entry of entries) { const one = charts.get(entry.target.dataset.key); if (one) one.visible = entry.isIntersecting; }
+  for (const entry of entries) charts.get(entry.target.dataset.key).visible = entry.isIntersecting;
   load();
 }, { root: document.querySelector("main"), rootMargin: "200px" });
 
 let loading = null, again = false;
 async function load() { // curves that are seen and of which there is more than is known: one request at a time
   if (loading) { again = true; return; }
-  const stale = new Map();
+  const stamps = new Map(), keys = new Set();
   for (const [key, one] of charts) if (one.visible && one.chart.element.isConnected)
-    for (const number of state.chosen.keys()) if (one.rows.get(number) !== stamp(number)) (stale.get(number) ?? stale.set(number, []).get(number)).push(key);
-  if (!stale.size) return;
-  const stamps = new Map([...stale.keys()].map((number) => [number, stamp(number)]));
-  const keys = [...new Set([...stale.values()].flat())];
+    for (const number of state.chosen.keys()) if (one.rows.get(number) !== stamp(number)) {
+      stamps.set(number, stamp(number));
+      keys.add(key);
+    }
+  if (!keys.size) return;
   const range = state.range ? { from: state.range[0], to: state.range[1] } : {};
-  loading = ask("curves", { run: [...stale.keys()], key: keys, points: 600, ...range });
+  loading = ask("curves", { run: [...stamps.keys()], key: [...keys], points: 600, ...range });
   try {
     const found = await loading;
     for (const key of keys) for (const [number, rows] of stamps) {
@@ -120,7 +128,8 @@ function draw(keys = [...charts.keys()]) {
   for (const key of keys) {
     const { chart, data, visible } = charts.get(key);
     if (!visible) continue;
-    const lines = [...state.chosen.keys()].filter((n) => data.has(n) && run(n)).map((n) => ({ name: run(n).name, ...look(n), ...data.get(n) }));
+    const drawn = [...state.chosen.keys()].filter((number) => data.has(number) && run(number));
+    const lines = drawn.map((number) => ({ name: run(number).name, ...look(number), ...data.get(number) }));
     chart.set(lines, state.range, at("smooth").checked);
   }
 }
@@ -135,22 +144,24 @@ function zoom(range) {
 // -- verdict and settings -----------------------------------------------------------------------------------------------
 async function judge() {
   const one = run(state.focus);
-  if (!one) { at("verdict").replaceChildren(make("p", { className: "empty" }, "Choose a run to see what is known of it.")); return; }
+  if (!one) return at("verdict").replaceChildren(empty("Choose a run to see what is known of it."));
   const { words, problems, doctor } = await ask("verdict", { run: one.run });
   if (state.focus !== one.run) return;
-  const parts = [make("h2", {}, one.name), make("p", { className: "muted" }, make("span", { className: `dot ${one.status}` }), one.detail ? `${one.status}: ${one.detail}` : one.status)];
+  const ended = [one.status, one.detail].filter(Boolean).join(": ");
+  const parts = [make("h2", {}, one.name), make("p", { className: "muted" }, span(`dot ${one.status}`), ended)];
   parts.push(...words.map((word) => told(word.about, word.tone, word.text, word.more)), told("Doctor", ...opinion(doctor)));
   for (const cause of doctor.causes ?? []) {
-    const box = told(cause.id, "bad", `${cause.kind}, score ${cause.score.toFixed(2)}. ${cause.evidence}`, [`Do: ${cause.advice}`]);
-    for (const place of cause.positions.slice(0, 6)) {
-      const link = make("button", {}, `step ${place.step} · rollout ${place.id} · token ${place.token}`);
-      link.addEventListener("click", () => { show("tokens"); tokens.go({ step: place.step, id: place.id, token: place.token }); });
-      box.append(link);
+    const evidence = `${cause.kind}, score ${cause.score.toFixed(2)}. ${cause.evidence}`;
+    const box = told(cause.id, "bad", evidence, [`Do: ${cause.advice}`]);
+    for (const { step, id, token } of cause.positions.slice(0, 6)) {
+      const go = () => { show("tokens"); tokens.go({ step, id, token }); };
+      box.append(button(`step ${step} · rollout ${id} · token ${token}`, go));
     }
     parts.push(box);
   }
-  const lists = { Observed: doctor.observed, "Not examined": reasons(doctor.not_examined), "Cannot be read": [...new Set([...problems, ...one.problems, ...(doctor.notes ?? [])])] };
-  for (const [title, lines] of Object.entries(lists)) if (lines?.length) parts.push(make("h3", {}, title), make("ul", {}, ...lines.map((line) => make("li", {}, line))));
+  const unread = [...new Set([...problems, ...one.problems, ...(doctor.notes ?? [])])];
+  const lists = { Observed: doctor.observed, "Not examined": reasons(doctor.not_examined), "Cannot be read": unread };
+  for (const [title, lines] of Object.entries(lists)) if (lines?.length) parts.push(make("h3", {}, title), bullets(lines));
   at("verdict").replaceChildren(...parts);
 }
 
@@ -161,7 +172,9 @@ function opinion(doctor) {
   const part = doctor.part ? ` Of the last ${doctor.part} steps; rollkeel doctor RUN reads all.` : "";
   const size = ` ${doctor.tokens.toLocaleString("en")} tokens, to step ${doctor.newest}.${part}`;
   if (doctor.healthy === null) return ["warn", `Too little could be examined.${size}`];
-  return doctor.healthy ? ["good", `Healthy as far as was examined.${size}`] : ["bad", `${doctor.causes.length === 1 ? "One cause" : `${doctor.causes.length} causes`} found.${size}`];
+  if (doctor.healthy) return ["good", `Healthy as far as was examined.${size}`];
+  const count = doctor.causes.length === 1 ? "One cause" : `${doctor.causes.length} causes`;
+  return ["bad", `${count} found.${size}`];
 }
 
 function reasons(missing = {}) { // one line for each reason
@@ -170,15 +183,16 @@ function reasons(missing = {}) { // one line for each reason
   return [...by].map(([reason, causes]) => `${causes.join(", ")}: ${reason}`);
 }
 
-const told = (about, tone, text, more = []) => make("div", { className: `word ${tone}` }, make("b", {}, `${about} `), text, more.length ? make("ul", {}, ...more.map((line) => make("li", {}, line))) : "");
+const told = (about, tone, text, more = []) =>
+  div(`word ${tone}`, make("b", {}, `${about} `), text, more.length ? bullets(more) : "");
 
 async function settings() {
   const numbers = [...state.chosen.keys()];
   const rows = numbers.length > 1 ? await ask("settings", { run: numbers }) : [];
   const head = make("tr", {}, make("th", {}, "setting"), ...numbers.map((n) => make("th", {}, run(n).name)));
   const body = rows.map((row) => make("tr", {}, make("td", {}, row.key), ...row.values.map((value) => make("td", {}, value))));
-  const empty = make("p", { className: "empty" }, numbers.length > 1 ? "The chosen runs have the same settings." : "Choose two runs or more to see where their settings differ.");
-  at("settings").replaceChildren(rows.length ? make("div", { className: "panel" }, make("table", {}, head, ...body)) : empty);
+  const none = numbers.length > 1 ? "The chosen runs have the same settings." : "Choose two runs to see how they differ.";
+  at("settings").replaceChildren(rows.length ? div("panel", make("table", {}, head, ...body)) : empty(none));
 }
 
 // -- following ----------------------------------------------------------------------------------------------------------
@@ -192,7 +206,10 @@ function show(view) {
   write({});
 }
 
-function broken(error) { at("live").className = "off"; at("live").textContent = error.message === "Failed to fetch" ? "board has ended" : error.message; }
+function broken(error) {
+  at("live").className = "off";
+  at("live").textContent = error.message;
+}
 
 async function follow() {
   const { where, runs } = await ask("runs", { run: [...state.chosen.keys()].slice(0, FIRST) });
@@ -212,13 +229,14 @@ async function follow() {
 }
 
 async function begin() { // what the address says, or the newest runs
-  const asked = read(), newest = [...state.runs].sort((a, b) => b.changed - a.changed);
-  state.focus = (state.runs.find((one) => one.name === asked.run) ?? newest[0])?.run ?? null;
-  const chosen = newest.slice(0, FIRST).map((one) => one.run);
+  const asked = read();
+  state.focus = (state.runs.find((one) => one.name === asked.run) ?? newest()[0])?.run ?? null;
+  const chosen = newest().slice(0, FIRST).map((one) => one.run);
   if (state.focus !== null && !chosen.includes(state.focus)) chosen.push(state.focus);
   show(["curves", "tokens", "settings"].includes(asked.view) ? asked.view : "curves");
   choose(chosen);
-  if (state.focus !== null) await tokens.open(state.focus, asked.step ? { step: +asked.step, row: +(asked.row || 0), token: +(asked.token || 0) } : null).catch(broken);
+  const place = asked.step ? { step: +asked.step, row: +(asked.row || 0), token: +(asked.token || 0) } : null;
+  if (state.focus !== null) await tokens.open(state.focus, place).catch(broken);
 }
 
 at("find").addEventListener("input", list);
@@ -228,7 +246,7 @@ at("smooth").addEventListener("change", () => draw());
 at("whole").addEventListener("click", () => zoom(null));
 at("every").addEventListener("click", () => choose(state.runs.map((one) => one.run)));
 at("none").addEventListener("click", () => choose([]));
-at("some").addEventListener("click", () => choose([...state.runs].sort((a, b) => b.changed - a.changed).slice(0, FIRST).map((one) => one.run)));
+at("some").addEventListener("click", () => choose(newest().slice(0, FIRST).map((one) => one.run)));
 for (const button of document.querySelectorAll("nav button")) button.addEventListener("click", () => show(button.dataset.view));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw());
 

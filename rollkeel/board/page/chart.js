@@ -1,5 +1,5 @@
 // One metric of several runs over steps, on a canvas: hover, zoom, light and dark.
-import { make, tip, hideTip } from "./dom.js";
+import { div, hideTip, make, span, tip } from "./dom.js";
 
 const LEFT = 52, RIGHT = 8, TOP = 8, BOTTOM = 20;
 const MANY = 8; // lines above which the raw values are not drawn behind their means
@@ -9,17 +9,23 @@ export class Chart {
   // hooks: zoom([from, to] or null), hover(step or null, chart)
   constructor(metric, hooks) {
     this.metric = metric; this.hooks = hooks; this.lines = []; this.range = null; this.smooth = true;
-    const title = make("h3", { title: metric.meaning }, metric.key);
-    if (metric.unit) title.append(make("span", { className: "unit" }, metric.unit));
+    const title = make("h3", { title: metric.meaning }, metric.key, metric.unit ? span("unit", metric.unit) : "");
     this.base = make("canvas", { role: "img", ariaLabel: `${metric.key} over steps` });
     this.over = make("canvas", { ariaHidden: "true" });
-    this.plot = make("div", { className: "plot" }, this.base, this.over);
+    this.plot = div("plot", this.base, this.over);
     this.element = make("figure", {}, title, this.plot);
     this.element.dataset.key = metric.key;
     new ResizeObserver(() => this.draw()).observe(this.plot);
     this.plot.addEventListener("pointermove", (event) => this.move(event));
-    this.plot.addEventListener("pointerleave", () => { if (this.from === undefined) { hideTip(); this.hooks.hover(null, this); } });
-    this.plot.addEventListener("pointerdown", (event) => { if (event.button === 0) { this.from = event.offsetX; this.plot.setPointerCapture(event.pointerId); } });
+    this.plot.addEventListener("pointerleave", () => {
+      if (this.from !== undefined) return; // a drag may leave the chart
+      hideTip(); this.mark(null); this.hooks.hover(null, this);
+    });
+    this.plot.addEventListener("pointerdown", (event) => {
+      if (event.button !== 0) return;
+      this.from = event.offsetX;
+      this.plot.setPointerCapture(event.pointerId);
+    });
     this.plot.addEventListener("pointerup", (event) => this.release(event));
     this.plot.addEventListener("pointercancel", () => { this.from = undefined; this.mark(null); });
     this.plot.addEventListener("dblclick", () => this.hooks.zoom(null));
@@ -81,7 +87,10 @@ export class Chart {
   }
 
   px(x) { return LEFT + (x - this.x0) / (this.x1 - this.x0) * (this.width - LEFT - RIGHT); }
-  py(y) { const v = this.log ? Math.log10(Math.max(y, 1e-300)) : y; return this.height - BOTTOM - (v - this.y0) / (this.y1 - this.y0) * (this.height - TOP - BOTTOM); }
+  py(y) {
+    const at = this.log ? Math.log10(Math.max(y, 1e-300)) : y;
+    return this.height - BOTTOM - (at - this.y0) / (this.y1 - this.y0) * (this.height - TOP - BOTTOM);
+  }
   step(px) { return this.x0 + (px - LEFT) / (this.width - LEFT - RIGHT) * (this.x1 - this.x0); }
 
   stroke(context, line, values, width, alpha) {
@@ -92,25 +101,36 @@ export class Chart {
     line.x.forEach((x, i) => context.lineTo(this.px(x), this.py(values[i])));
     context.stroke();
     context.setLineDash([]);
-    if (line.x.length < 3) line.x.forEach((x, i) => { context.beginPath(); context.arc(this.px(x), this.py(values[i]), 3, 0, 7); context.fill(); });
+    if (line.x.length < 3) line.x.forEach((x, i) => this.dot(context, x, values[i]));
     context.globalAlpha = 1;
+  }
+
+  dot(context, x, y) {
+    context.beginPath();
+    context.arc(this.px(x), this.py(y), 3, 0, 7);
+    context.fill();
   }
 
   axes(context) {
     const ink = this.colors("--muted");
     context.font = "11px system-ui, sans-serif"; context.fillStyle = ink; context.lineWidth = 1;
-    const line = (x0, y0, x1, y1) => { context.beginPath(); context.moveTo(x0, y0); context.lineTo(x1, y1); context.stroke(); };
+    const line = (...ends) => stroke(context, ...ends);
     context.textAlign = "right"; context.textBaseline = "middle";
-    for (const at of this.log ? decades(this.y0, this.y1) : ticks(this.y0 * this.scale, this.y1 * this.scale, 5).map((v) => v / this.scale)) {
-      const value = this.log ? 10 ** at : at, y = this.py(value);
-      context.strokeStyle = this.colors("--grid"); context.globalAlpha = 0.35; line(LEFT, y, this.width - RIGHT, y); context.globalAlpha = 1;
-      context.fillText(short(value * this.scale), LEFT - 6, y);
+    context.strokeStyle = this.colors("--grid");
+    const labels = this.log ? decades(this.y0, this.y1).map((at) => 10 ** at * this.scale)
+      : ticks(this.y0 * this.scale, this.y1 * this.scale, 5);
+    for (const label of labels) {
+      const y = this.py(label / this.scale);
+      context.globalAlpha = 0.35;
+      line(LEFT, y, this.width - RIGHT, y);
+      context.globalAlpha = 1;
+      context.fillText(short(label), LEFT - 6, y);
     }
     context.textAlign = "center"; context.textBaseline = "top";
     for (const at of ticks(this.x0, this.x1, Math.max(Math.floor(this.width / 90), 2)).filter((v) => Number.isInteger(v)))
       context.fillText(short(at), Math.min(this.px(at), this.width - 16), this.height - BOTTOM + 5);
-    context.strokeStyle = this.colors("--grid");
-    line(LEFT, TOP, LEFT, this.height - BOTTOM); line(LEFT, this.height - BOTTOM, this.width - RIGHT, this.height - BOTTOM);
+    line(LEFT, TOP, LEFT, this.height - BOTTOM);
+    line(LEFT, this.height - BOTTOM, this.width - RIGHT, this.height - BOTTOM);
   }
 
   move(event) {
@@ -122,31 +142,29 @@ export class Chart {
     this.mark(near);
     const found = this.at(near).sort((a, b) => b.value - a.value);
     if (!found.length) return hideTip();
-    const closest = found.reduce((a, b) => Math.abs(this.py(a.value) - event.offsetY) <= Math.abs(this.py(b.value) - event.offsetY) ? a : b);
+    const far = (one) => Math.abs(this.py(one.value) - event.offsetY);
+    const closest = found.reduce((a, b) => far(a) <= far(b) ? a : b);
     const from = Math.max(Math.min(found.indexOf(closest) - LISTED / 2, found.length - LISTED), 0);
     const rows = found.slice(from, from + LISTED).map((one) => {
       const swatch = make("i"); swatch.style.background = this.colors(one.line.color);
-      return make("div", { className: one === closest ? "near" : "" }, make("span", {}, swatch, one.line.name), make("span", {}, short(one.value * this.scale, 5)));
+      const value = short(one.value * this.scale, 5);
+      return div(one === closest ? "near" : "", span("", swatch, one.line.name), span("", value));
     });
     const more = found.length - rows.length;
-    tip(event, make("b", {}, `step ${near}`), ...rows, more > 0 ? make("div", { className: "muted" }, `${more} more`) : "");
+    tip(event, make("b", {}, `step ${near}`), ...rows, more > 0 ? div("muted", `${more} more`) : "");
   }
 
   nearest(at) { // the step of a value of some line that is nearest
-    let best = null;
-    for (const line of this.lines) {
-      const i = search(line.x, at);
-      for (const x of [line.x[i - 1], line.x[i]])
-        if (x !== undefined && x >= this.x0 && x <= this.x1 && (best === null || Math.abs(x - at) < Math.abs(best - at))) best = x;
-    }
-    return best;
+    const near = this.lines.flatMap((line) => around(line.x, at).map((i) => line.x[i]));
+    return closest(near.filter((x) => x >= this.x0 && x <= this.x1), at);
   }
 
   at(step) { // the values of the lines at the step; of a line that was thinned, the nearest one
     const far = (this.x1 - this.x0) / 100;
     return this.lines.flatMap((line) => {
-      const i = search(line.x, step), near = [i - 1, i].filter((k) => line.x[k] !== undefined && Math.abs(line.x[k] - step) <= far);
-      return near.sort((a, b) => Math.abs(line.x[a] - step) - Math.abs(line.x[b] - step)).slice(0, 1).map((k) => ({ line, value: line.y[k] }));
+      const near = around(line.x, step).filter((i) => Math.abs(line.x[i] - step) <= far);
+      const x = closest(near.map((i) => line.x[i]), step);
+      return near.filter((i) => line.x[i] === x).slice(0, 1).map((i) => ({ line, value: line.y[i] }));
     });
   }
 
@@ -157,8 +175,11 @@ export class Chart {
       context.fillRect(Math.min(...drag), TOP, Math.abs(drag[0] - drag[1]), this.height - TOP - BOTTOM);
     } else if (step !== null && step >= this.x0 && step <= this.x1) {
       context.strokeStyle = this.colors("--muted");
-      context.beginPath(); context.moveTo(this.px(step), TOP); context.lineTo(this.px(step), this.height - BOTTOM); context.stroke();
-      for (const { line, value } of this.at(step)) { context.fillStyle = this.colors(line.color); context.beginPath(); context.arc(this.px(step), this.py(value), 3, 0, 7); context.fill(); }
+      stroke(context, this.px(step), TOP, this.px(step), this.height - BOTTOM);
+      for (const { line, value } of this.at(step)) {
+        context.fillStyle = this.colors(line.color);
+        this.dot(context, step, value);
+      }
     }
   }
 
@@ -173,17 +194,30 @@ export class Chart {
 
 function clear(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1, context = canvas.getContext("2d");
-  if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) { canvas.width = Math.round(width * ratio); canvas.height = Math.round(height * ratio); }
+  const [wide, high] = [width, height].map((size) => Math.round(size * ratio));
+  if (canvas.width !== wide || canvas.height !== high) Object.assign(canvas, { width: wide, height: high });
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   context.clearRect(0, 0, width, height);
   return context;
 }
 
-function search(x, at) { // the first place whose value is not below `at`
-  let [low, high] = [0, x.length];
-  while (low < high) { const middle = (low + high) >> 1; if (x[middle] < at) low = middle + 1; else high = middle; }
-  return low;
+function stroke(context, x0, y0, x1, y1) {
+  context.beginPath();
+  context.moveTo(x0, y0);
+  context.lineTo(x1, y1);
+  context.stroke();
 }
+
+function around(x, at) { // the places of the last value below `at` and of the first that is not
+  let [low, high] = [0, x.length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (x[middle] < at) low = middle + 1; else high = middle;
+  }
+  return [low - 1, low].filter((i) => i >= 0 && i < x.length);
+}
+
+const closest = (values, at) => values.reduce((a, b) => a !== null && Math.abs(a - at) <= Math.abs(b - at) ? a : b, null);
 
 export function ticks(low, high, count) { // round numbers from `low` to `high`, about `count`
   const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
@@ -194,11 +228,13 @@ export function ticks(low, high, count) { // round numbers from `low` to `high`,
 
 function decades(low, high) { // exponents of the labels of a logarithmic axis
   const whole = ticks(low, high, Math.min(4, Math.max(Math.floor(high - low), 1))).filter(Number.isInteger);
-  return high - low > 2 ? whole : [1, 2, 5].flatMap((n) => [-1, 0, 1, 2].map((d) => Math.floor(low) + d + Math.log10(n))).filter((v) => v >= low && v <= high);
+  if (high - low > 2) return whole;
+  const near = [0, 1, 2].flatMap((d) => [1, 2, 5].map((n) => Math.floor(low) + d + Math.log10(n)));
+  return near.filter((at) => at >= low && at <= high);
 }
 
 export function short(value, digits = 4) { // as a person writes it
   const size = Math.abs(value);
-  if (size && (size < 1e-3 || size >= 1e6)) return value.toExponential(digits > 4 ? 3 : 1).replace(/\.?0+e/, "e").replace("e+", "e");
+  if (size && (size < 1e-3 || size >= 1e6)) return value.toExponential(digits > 4 ? 3 : 1).replace(/\.?0*e\+?/, "e");
   return Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 8, useGrouping: size >= 1e4 });
 }

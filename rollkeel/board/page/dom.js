@@ -5,6 +5,18 @@ export function make(tag, props = {}, ...children) {
   return element;
 }
 
+export const div = (className, ...children) => make("div", { className }, ...children);
+export const span = (className, ...children) => make("span", { className }, ...children);
+export const empty = (text) => make("p", { className: "empty" }, text);
+export const problem = (text) => make("p", { className: "problem" }, text);
+export const bullets = (lines) => make("ul", {}, ...lines.map((line) => make("li", {}, line)));
+
+export function button(text, act, props = {}) {
+  const element = make("button", props, ...[text].flat());
+  element.addEventListener("click", act);
+  return element;
+}
+
 let box = null;
 export function tip(event, ...children) {
   box ??= document.body.appendChild(make("div", { className: "tip", role: "tooltip" }));
@@ -19,8 +31,9 @@ export function hideTip() { if (box) box.hidden = true; }
 
 // The answer; throws an Error with the server's line. Values may be lists.
 export async function ask(what, values = {}) {
-  const query = new URLSearchParams(Object.entries(values).flatMap(([name, value]) => [value].flat().map((one) => [name, one])));
-  const answer = await fetch(`/api/${what}?${query}`);
+  const pairs = Object.entries(values).flatMap(([name, value]) => [value].flat().map((one) => [name, one]));
+  const answer = await fetch(`/api/${what}?${new URLSearchParams(pairs)}`).catch(() => null);
+  if (!answer) throw new Error("the board does not answer");
   const found = await answer.json();
   if (!answer.ok) throw new Error(found.error);
   return found;
