@@ -1,6 +1,7 @@
 """A headless Chromium, steered over DevTools' pipe: nothing is installed for it but the browser.
 
-Source: https://chromedevtools.github.io/devtools-protocol (`--remote-debugging-pipe`: file descriptors 3 and 4, messages end in a zero byte).
+Source: https://chromedevtools.github.io/devtools-protocol (with
+`--remote-debugging-pipe`: file descriptors 3 and 4, messages end in a zero byte).
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Browser:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
+        self.pid = self._process.pid
         os.close(theirs_in)
         os.close(theirs_out)
         self._session = ""

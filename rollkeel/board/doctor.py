@@ -30,17 +30,19 @@ class Doctor:
         self._changed = threading.Condition()
         self._process: subprocess.Popen[str] | None = None
         self._closed = False
+        self._at_work: int | None = None
         threading.Thread(target=self._work, daemon=True, name="doctor").start()
 
     def ask(self, run: Run) -> dict[str, Any]:
-        """What is known of the run: `state` is `none` (no rollouts), `waiting`, `said` or `failed`; a new diagnosis follows if there are
-        new steps. Beside `said` stand the fields of `rollkeel doctor --json`."""
+        """What is known of the run: `state` is `none` (no rollouts), `waiting`, `said` or `failed`; beside `said` stand the
+        fields of `rollkeel doctor --json`. A new diagnosis follows if there are new steps."""
         files = rollout_files(run.path)
         if not files:
             return {"state": "none"}
         with self._changed:
             said = self._said.get(run.number, {"state": "waiting"})
-            if said.get("newest") != files[-1][0] and time.monotonic() >= self._due.get(run.number, 0.0):
+            new = said.get("newest") != files[-1][0] and run.number != self._at_work
+            if new and time.monotonic() >= self._due.get(run.number, 0.0):
                 self._asked.pop(run.number, None)
                 self._asked[run.number] = run
                 self._changed.notify()
@@ -65,9 +67,11 @@ class Doctor:
                 if self._closed:
                     return
                 number, run = self._asked.popitem()  # the last asked for: it is the one that is looked at
+                self._at_work = number
             began = time.monotonic()
             said = self._diagnose(run)
             with self._changed:
+                self._at_work = None
                 self._said[number] = said
                 self._due[number] = time.monotonic() + max(AGAIN_S, 5 * (time.monotonic() - began))
 

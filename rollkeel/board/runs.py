@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -168,10 +169,14 @@ class Runs:
         self.roots = roots
         self._lock = threading.Lock()
         self._by_path: dict[Path, Run] = {}
+        self._there: list[Run] = []
+        self._looked = -math.inf
 
-    def look(self) -> list[Run]:
-        """The runs that are there now, by name."""
+    def look(self, every_s: float = 0.0) -> list[Run]:
+        """The runs that are there now, by name; those of the last look if it was less than `every_s` seconds ago."""
         with self._lock:
+            if time.monotonic() < self._looked + every_s:
+                return self._there
             there = []
             for root in self.roots:
                 for path in _runs_below(root, root.resolve(), DEPTH):
@@ -180,7 +185,9 @@ class Runs:
                         number = len(self._by_path)
                         self._by_path[real] = Run(number, self._name(path, root), path)
                     there.append(self._by_path[real])
-            return sorted(dict.fromkeys(there), key=lambda run: run.name)
+            self._there = sorted(dict.fromkeys(there), key=lambda run: run.name)
+            self._looked = time.monotonic()
+            return self._there
 
     def _name(self, path: Path, root: Path) -> str:
         if path == root:

@@ -1,4 +1,4 @@
-"""The board's web server: files of the page and JSON, for this machine alone. Nothing is written, and no path comes from a request."""
+"""The board's web server: files of the page, and JSON. Nothing is written, and no path comes from a request."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+LOOK_S = 2.0
+"""Seconds between two looks for new run folders, at least."""
 MOST_TOKENS, MOST_ROLLOUTS, MOST_POINTS = 5000, 500, 5000
 
 
@@ -96,7 +98,7 @@ class Board:
         for run in self._of(asked):
             self.doctor.ask(run)
         each = []
-        for run in self.runs.look():
+        for run in self.runs.look(LOOK_S):
             known = self.doctor.known(run)
             each.append(
                 {**run.summary(), "doctor": known.get("healthy") if known.get("state") == "said" else "unknown"}

@@ -26,7 +26,8 @@ def step_file(
 ) -> Path:
     """Rollout i of step s has id 100 s + i and token ids 1000 s, 1000 s + 1, … over all rollouts of the step in order.
 
-    log q is −1 everywhere, log o −1 + 0.1 i; the first token of every odd rollout was dropped. Rollout 2 was not trained on.
+    log q is −1 everywhere, log o −1 + 0.1 i; the first token of every odd rollout was dropped.
+    Rollout 2 was not trained on.
     """
     ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
     ids = [list(range(1000 * step + end - n, 1000 * step + end)) for n, end in zip(lengths, ends, strict=True)]

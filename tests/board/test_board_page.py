@@ -1,6 +1,8 @@
-"""What a person sees: the page in a real browser, over runs made by hand. Canvases are asked what they were given, not what they look like.
+"""What a person sees: the page in a real browser, over runs made by hand. Canvases are asked what they were given, not how they
+look.
 
-Needs Chromium (on the path, or named by `ROLLKEEL_CHROMIUM`): `make test-browser`; without one these tests are skipped and say so.
+Needs Chromium, on the path or named by `ROLLKEEL_CHROMIUM` (`make test-browser`); without one these tests are skipped and
+say so.
 Not covered: other browsers; how long anything takes, which benchmarks/board.py measures.
 """
 
@@ -89,7 +91,7 @@ def test_runs_stand_side_by_side_and_a_click_takes_one_out(browser: Browser) -> 
     browser.run("document.getElementById('every').click()")
     browser.wait(f"{REWARD}.dataset.lines == 3")
     browser.run(
-        "document.getElementById('metric').value = 'entropy'; document.getElementById('metric').dispatchEvent(new Event('input'))"
+        "(() => { const m = document.getElementById('metric'); m.value = 'entropy'; m.dispatchEvent(new Event('input')); })()"
     )
     assert browser.run("[...document.querySelectorAll('#charts figure')].map((e) => e.dataset.key)") == [
         "policy/entropy"

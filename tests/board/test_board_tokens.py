@@ -1,11 +1,12 @@
 """A page of tokens must be the tokens that were recorded, each with its own numbers, however the file is cut into row groups.
 
-Truth is by hand (`board_kit.step_file`): token ids count on over a step. Not covered: speed, which benchmarks/board.py measures.
+Truth is by hand (`board_kit.step_file`): token ids count on over a step. Not covered: speed (benchmarks/board.py).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -30,11 +31,11 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Tokens:
     return Tokens(path)
 
 
-def ids(page: dict) -> list[int]:  # type: ignore[type-arg]
+def ids(page: dict[str, Any]) -> list[int]:
     return [token for part in page["parts"] for token in part["token_ids"]]
 
 
-def place(found: dict) -> Place:  # type: ignore[type-arg]
+def place(found: dict[str, Any]) -> Place:
     return Place(found["step"], found["row"], found["token"])
 
 
@@ -187,16 +188,14 @@ def test_the_values_asked_for_last_are_kept() -> None:
 def test_a_step_of_many_tokens_is_written_in_several_row_groups(tmp_path: Path) -> None:
     """What makes a page of a large file cheap: `write_step` cuts it so that about 2¹⁷ tokens are decoded together."""
     n = 2**15
-    span = TokenSpan(
-        token_ids=np.arange(n), logprobs=np.zeros(n, np.float32), kept_mass=np.ones(n, np.float32), versions=np.zeros(n, int), kv_versions=np.zeros(n, int)
-    )  # fmt: skip
+    ones, zeros = np.ones(n, np.float32), np.zeros(n, np.float32)
+    versions = np.zeros(n, np.int64)
+    span = TokenSpan(token_ids=np.arange(n), logprobs=zeros, kept_mass=ones, versions=versions, kv_versions=versions)
     prompt = Prompt(
         id="p", index=0, text="", token_ids=np.arange(2), answer="", grader=GraderSpec(name="exact"), task="t"
     )
-    made = [
-        Rollout(id=i, group=i, member=0, prompt=prompt, span=span, status=Status.FINISHED, sampling=SamplingParams(), engine="local", dtype="fp32")
-        for i in range(9)
-    ]  # fmt: skip
+    shared: dict[str, Any] = {"prompt": prompt, "span": span, "status": Status.FINISHED, "sampling": SamplingParams()}
+    made = [Rollout(id=i, group=i, member=0, engine="local", dtype="fp32", **shared) for i in range(9)]
     write_step(tmp_path / "a.parquet", made, step=1)
     meta = pq.read_metadata(tmp_path / "a.parquet")
     assert [meta.row_group(i).num_rows for i in range(meta.num_row_groups)] == [4, 4, 1]

@@ -1,12 +1,12 @@
-// What the board shows now, and how it follows the runs: one question a second, and curves of the runs that have new rows.
+// What the board shows now, and how it follows the runs: a question twice a second, and curves of the runs that have new rows.
 import { Chart, short } from "./chart.js";
 import { ask, bullets, button, div, empty, hideTip, make, span } from "./dom.js";
 import { TokenView } from "./tokens.js";
 
-const EVERY_MS = 1000, FIRST = 8;
+const EVERY_MS = 500, JUDGED_MS = 5000, FIRST = 8;
 const DASHES = [[], [6, 3], [2, 2], [8, 3, 2, 3]];
 const at = (id) => document.getElementById(id);
-const state = { runs: [], chosen: new Map(), focus: null, view: "curves", range: null, metrics: [], seen: "", known: "" };
+const state = { runs: [], chosen: new Map(), focus: null, view: "curves", range: null, metrics: [], seen: "", known: "", judged: 0 };
 const charts = new Map(); // metric → {chart, visible, data: run → curve, rows: run → rows it is of}
 const tokens = new TokenView(at("tokens"), (place) => write({ step: place.step, row: place.row, token: place.token }));
 
@@ -52,11 +52,11 @@ function item(one) {
   const about = { className: "swatch", ariaPressed: String(on), title: "Show its curves", ariaLabel: `curves of ${one.name}` };
   const swatch = button("", press, about);
   if (on) swatch.style.background = swatch.style.borderColor = `var(${look(one.run).color})`;
-  const doctor = { true: " · healthy", false: " · sick" }[one.doctor] ?? "";
+  const doctor = { true: span("good", " · healthy"), false: span("bad", " · sick") }[one.doctor] ?? "";
   const named = (key) => key === "reward/mean" ? "reward" : key.split("/")[1];
   const last = Object.entries(one.last).map(([key, value]) => `${named(key)} ${value.toFixed(3)}`);
   const steps = one.steps ? `${one.step}/${one.steps}` : `step ${one.step}`;
-  const facts = div("facts", span(`dot ${one.status}`), [steps, ...last.slice(0, 1)].join(" · ") + doctor);
+  const facts = div("facts", span(`dot ${one.status}`), [steps, ...last.slice(0, 1)].join(" · "), doctor);
   const title = [one.name, one.status, one.detail, ...last].filter(Boolean).join("\n");
   const line = make("li", { className: one.run === state.focus ? "focus" : "", title }, swatch, div("name", one.name), facts);
   line.addEventListener("click", () => focus(one.run));
@@ -167,7 +167,7 @@ async function judge() {
 
 function opinion(doctor) {
   if (doctor.state === "none") return ["plain", "No rollouts were recorded: nothing to examine."];
-  if (doctor.state === "waiting") return ["plain", "Examining…"];
+  if (doctor.state === "waiting") return ["plain waiting", "Examining…"];
   if (doctor.state === "failed") return ["warn", `Could not say: ${doctor.reason}`];
   const part = doctor.part ? ` Of the last ${doctor.part} steps; rollkeel doctor RUN reads all.` : "";
   const size = ` ${doctor.tokens.toLocaleString("en")} tokens, to step ${doctor.newest}.${part}`;
@@ -223,8 +223,11 @@ async function follow() {
   if (first) await begin();
   if (names && !first) choose([...state.chosen.keys()].filter(run));
   else if (changed && !first) { list(); if (state.metrics.length) load(); else fresh(); }
-  const known = JSON.stringify(run(state.focus) ?? null);
-  if (known !== state.known || document.querySelector("#verdict .plain")) { state.known = known; await judge(); }
+  const known = JSON.stringify(run(state.focus) ?? null), waits = document.querySelector("#verdict .waiting");
+  if (!state.known || ((waits || known !== state.known) && performance.now() > state.judged + JUDGED_MS)) {
+    Object.assign(state, { known, judged: performance.now() });
+    await judge();
+  }
   if (changed) await tokens.follow();
 }
 

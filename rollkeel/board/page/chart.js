@@ -118,7 +118,7 @@ export class Chart {
     context.textAlign = "right"; context.textBaseline = "middle";
     context.strokeStyle = this.colors("--grid");
     const labels = this.log ? decades(this.y0, this.y1).map((at) => 10 ** at * this.scale)
-      : ticks(this.y0 * this.scale, this.y1 * this.scale, 5);
+      : ticks(this.y0 * this.scale, this.y1 * this.scale, 6);
     for (const label of labels) {
       const y = this.py(label / this.scale);
       context.globalAlpha = 0.35;
@@ -127,7 +127,7 @@ export class Chart {
       context.fillText(short(label), LEFT - 6, y);
     }
     context.textAlign = "center"; context.textBaseline = "top";
-    for (const at of ticks(this.x0, this.x1, Math.max(Math.floor(this.width / 90), 2)).filter((v) => Number.isInteger(v)))
+    for (const at of ticks(this.x0, this.x1, Math.max(Math.floor(this.width / 60), 2)).filter((v) => Number.isInteger(v)))
       context.fillText(short(at), Math.min(this.px(at), this.width - 16), this.height - BOTTOM + 5);
     line(LEFT, TOP, LEFT, this.height - BOTTOM);
     line(LEFT, this.height - BOTTOM, this.width - RIGHT, this.height - BOTTOM);

@@ -6,7 +6,7 @@ const PAGE = 1000, LISTED = 100, BEFORE = 200; // tokens, rollouts, tokens shown
 const FAR = Math.log(2), NATS = 2; // what gets the full colour: ρ of 2 or ½, an entropy of 2 nats
 const MODES = { // name, ends of the scale, what it shows, colour
   ratio: ["log ratio", "sampler likelier", "trainer likelier", "log ρ = log o − log q, full colour at ρ ≥ 2 or ≤ ½"],
-  mask: ["mask", "kept", "dropped", "amber: cut by the clip; pale: written by the environment; grey: not trained on", "--bad"],
+  mask: ["mask", "kept", "dropped", "amber: clipped; pale: the environment's; grey: not trained on", "--bad"],
   version: ["version", "fresh", "oldest of the page", "weights that sampled, against those that train", "--s4"],
   entropy: ["entropy", "0", "≥ 2 nats", "of the trainer's distribution at the token", "--s3"],
 };
@@ -126,7 +126,7 @@ export class TokenView {
 
   item(one) {
     const facts = [reward(one), `${one.length} tokens`, isNumber(one.gap) ? `|log ρ| ${short(one.gap, 2)}` : "not trained on"];
-    if (one.dropped) facts.push(`${short(100 * one.dropped, 2)} % dropped`);
+    if (one.dropped) facts.push(`${short(100 * one.dropped, 2)}% dropped`);
     const name = make("b", {}, span("id", `id ${one.id}`), `group ${one.group ?? "?"}, member ${one.member ?? "?"}`);
     const go = () => this.go({ step: this.step, row: one.row, token: 0 });
     const item = button([name, span("", facts.join(" · "))], go, { className: "item" });
