@@ -29,7 +29,12 @@ BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_w
 
 
 FILES = {
-    "rollkeel": {"rollkeel/recipes/default.yaml", "rollkeel/report/template.html.j2", "rollkeel/py.typed"},
+    "rollkeel": {
+        "rollkeel/recipes/default.yaml",
+        "rollkeel/report/template.html.j2",
+        "rollkeel/board/page/tokens.js",
+        "rollkeel/py.typed",
+    },
     "rollkeel_sandbox": {"rollkeel_sandbox/agent.py", "rollkeel_sandbox/py.typed"},
     "rollkeel_doctor": {"rollkeel_doctor/traces/verl.py", "rollkeel_doctor/py.typed"},
 }

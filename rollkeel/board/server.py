@@ -8,6 +8,7 @@ import math
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -80,6 +81,7 @@ class Board:
         self.runs = Runs(roots)
         self.doctor = Doctor()
         self._tokens: dict[int, Tokens] = {}
+        self._began = time.time_ns()
         self.answers: Mapping[str, Callable[[Asked], Any]] = {
             "/api/runs": self._list,
             "/api/metrics": lambda asked: metrics_of(self._of(asked)),
@@ -103,7 +105,7 @@ class Board:
             each.append(
                 {**run.summary(), "doctor": known.get("healthy") if known.get("state") == "said" else "unknown"}
             )
-        return {"where": ", ".join(str(root) for root in self.runs.roots), "runs": each}
+        return {"board": self._began, "where": ", ".join(map(str, self.runs.roots)), "runs": each}
 
     def _curves(self, asked: Asked) -> Any:
         points = max(asked.count("points", 600, MOST_POINTS), 8)

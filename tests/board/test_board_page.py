@@ -9,6 +9,8 @@ Not covered: other browsers; how long anything takes, which benchmarks/board.py 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -215,6 +217,31 @@ def test_new_steps_are_followed(browser: Browser, root: Path) -> None:
     assert refused  # a browser notes on its console what the page shows
     assert browser.errors == refused
     browser.errors.clear()
+
+
+def test_a_board_that_ends_is_missed_and_one_that_begins_anew_is_read_anew(root: Path) -> None:
+    assert PROGRAM is not None
+
+    def begin(port: int) -> tuple[subprocess.Popen[str], str]:
+        words = [sys.executable, "-m", "rollkeel", "board", str(root), "--port", str(port)]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        return process, process.stdout.readline().split()[1]
+
+    process, url = begin(0)
+    try:
+        with Browser(PROGRAM) as browser:
+            browser.open(url)
+            browser.wait(f"{REWARD}?.dataset.lines == 3")
+            browser.run("window.before = true")
+            process.kill()
+            process.wait()
+            browser.wait("document.getElementById('live').textContent === 'the board does not answer'")
+            process, _ = begin(urlsplit(url).port or 0)
+            browser.wait("window.before === undefined && document.querySelectorAll('#runs .name').length === 3")
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -212,7 +212,9 @@ function broken(error) {
 }
 
 async function follow() {
-  const { where, runs } = await ask("runs", { run: [...state.chosen.keys()].slice(0, FIRST) });
+  const { board, where, runs } = await ask("runs", { run: [...state.chosen.keys()].slice(0, FIRST) });
+  if (state.board && board !== state.board) location.reload(); // it was started anew and may number the runs otherwise
+  state.board = board;
   const text = JSON.stringify(runs), first = !state.seen, changed = text !== state.seen;
   const names = runs.map((one) => one.run).join() !== state.runs.map((one) => one.run).join();
   state.runs = runs; state.seen = text;
