@@ -100,6 +100,10 @@ def test_a_resumed_run_drops_the_rows_that_its_files_dropped(tmp_path: Path) -> 
     kept = (path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:3]
     write_atomic(path / "metrics.jsonl", b"".join(kept))
     assert rewards(run)[0] == [1, 2, 3]
+    write_atomic(
+        path / "metrics.jsonl", b"".join([kept[0], *(json.dumps(row(i)).encode() + b"\n" for i in range(12, 19))])
+    )
+    assert rewards(run)[0] == [1, 12, 13, 14, 15, 16, 17, 18]  # longer than what was read, and another file
     with (path / "metrics.jsonl").open("r+b") as file:
         file.truncate(len(kept[0]))
     assert rewards(run)[0] == [1]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from board_kit import HOSTILE, run_folder, step_file
@@ -157,6 +158,20 @@ def test_an_older_file_shows_what_it_has(tmp_path: Path) -> None:
     assert part["texts"] == ["⟨1000⟩", "⟨1001⟩", "⟨1002⟩"]
     assert "keep" not in part
     assert found.rollouts(1, "gap", 0, 1)["rollouts"][0]["gap"] is None
+
+
+def test_a_list_of_another_length_than_its_tokens_counts_as_missing(tmp_path: Path) -> None:
+    file = step_file(run_folder(tmp_path / "a"), 1, LENGTHS, group_rows=9)
+    table = pq.read_table(file)
+    columns = table["train_logprobs"].to_pylist()
+    columns[0] = [-7.0]
+    at = table.column_names.index("train_logprobs")
+    pq.write_table(table.set_column(at, "train_logprobs", pa.array(columns, pa.list_(pa.float32()))), file)
+    found = Tokens(tmp_path / "a")
+    gaps = [one["gap"] for one in found.rollouts(1, "order", 0, 9)["rollouts"]]
+    assert gaps == pytest.approx([None, 0.1, None, None, 0.4], abs=1e-6)
+    parts = found.page(Place(1, 0, 0), 8)["parts"]
+    assert ["train_logprobs" in part for part in parts] == [False, True]
 
 
 def test_a_file_that_is_written_anew_is_read_anew(tmp_path: Path) -> None:
