@@ -39,6 +39,8 @@ class Doctor:
         files = rollout_files(run.path)
         if not files:
             return {"state": "none"}
+        if problem := run.leads_out():
+            return {"state": "failed", "reason": problem}
         with self._changed:
             said = self._said.get(run.number, {"state": "waiting"})
             new = said.get("newest") != files[-1][0] and run.number != self._at_work

@@ -117,6 +117,8 @@ class Board:
         run = self.runs.get(asked.count("run"))
         words, problems = [], list[str]()
         try:
+            if problem := run.leads_out():
+                raise BadInput(problem)
             files = read_run(run.path)
             words = [vars(word) for word in (of_metrics(files) if files.rows else [])]
             problems = files.problems[:20]
