@@ -333,7 +333,6 @@ def test_no_verdict_on_files_that_lie_elsewhere(tmp_path: Path) -> None:
         (tmp_path / "runs" / "a" / link).unlink(missing_ok=True)
         (tmp_path / "runs" / "a" / link).symlink_to(target)
         board = Board([tmp_path / "runs"])
-        board.runs.look()
         found = board.answers["/api/verdict"](Asked("run=0"))
         board.doctor.close()
         told = f"{Path(link).name} is a link out of the run folder: not read"
