@@ -39,6 +39,8 @@ class Doctor:
         files = rollout_files(run.path)
         if not files:
             return {"state": "none"}
+        if problem := run.leads_out():
+            return {"state": "failed", "reason": problem}
         with self._changed:
             said = self._said.get(run.number, {"state": "waiting"})
             new = said.get("newest") != files[-1][0] and run.number != self._at_work
@@ -92,14 +94,12 @@ class Doctor:
         with self._changed:
             if self._closed:
                 raise OSError("the board was closed")
-            # A session of its own: Ctrl-C in the terminal is for the board, which ends it.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                start_new_session=True,
             )
         with suppress(OSError):  # it may have ended
             os.setpriority(os.PRIO_PROCESS, self._process.pid, 10)

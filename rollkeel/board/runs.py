@@ -18,7 +18,7 @@ from rollkeel.board.tail import Tail, json_object
 from rollkeel.errors import BadInput
 from rollkeel.record.glossary import meaning
 from rollkeel.record.run_config import leaves_of
-from rollkeel.record.runfolder import CONFIG, EVENTS, METRICS
+from rollkeel.record.runfolder import CONFIG, EVENTS, METRICS, ROLLOUTS, rollout_files
 from rollkeel.report.charts import is_number, matching, smooth
 from rollkeel.report.panels import SPECS
 from rollkeel.report.run_files import status_of
@@ -131,6 +131,15 @@ class Run:
             last[key] = next(row[key] for row in reversed(rows) if is_number(row.get(key)))
         step = rows[-1]["step"] if rows else 0
         return {"step": step, "last": last, "changed": self._metrics.changed()}
+
+    def leads_out(self) -> str:
+        """What is wrong with a file of the run that is a link to somewhere else, one line; empty if there is none."""
+        paths = [self.path / name for name in (CONFIG, METRICS, EVENTS, ROLLOUTS)]
+        paths += [file for _, file in rollout_files(self.path) if file.is_symlink()]
+        for path in paths:
+            if not path.resolve().is_relative_to(self.root):
+                return f"{path.name} is a link out of the run folder: not read"
+        return ""
 
     def settings(self) -> dict[str, Any]:
         """Every leaf of the run's config by its dotted name; empty where there is none that can be read."""

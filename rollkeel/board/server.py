@@ -79,6 +79,7 @@ class Board:
     def __init__(self, roots: Sequence[Path]) -> None:
         """Raises `BadInput` for a folder that is not there."""
         self.runs = Runs(roots)
+        self.runs.look()
         self.doctor = Doctor()
         self._tokens: dict[int, Tokens] = {}
         self._began = time.time_ns()
@@ -117,6 +118,8 @@ class Board:
         run = self.runs.get(asked.count("run"))
         words, problems = [], list[str]()
         try:
+            if problem := run.leads_out():
+                raise BadInput(problem)
             files = read_run(run.path)
             words = [vars(word) for word in (of_metrics(files) if files.rows else [])]
             problems = files.problems[:20]
@@ -242,7 +245,7 @@ def serve(roots: Sequence[Path], host: str, port: int) -> None:
         with listen(board, host, port) as server:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
             shown = f"[{host}]" if ":" in host else host
-            count = len(board.runs.look())
+            count = len(board.runs.look(LOOK_S))
             print(
                 f"board http://{shown}:{server.server_address[1]}/ of {count} run{'' if count == 1 else 's'}; Ctrl-C ends it",
                 flush=True,

@@ -25,7 +25,7 @@ from tiny_run import cli, files
 
 from rollkeel.board.doctor import Doctor
 from rollkeel.board.runs import Run
-from rollkeel.board.server import FILES, HEADERS, Board, allowed, listen
+from rollkeel.board.server import FILES, HEADERS, Asked, Board, allowed, listen
 from rollkeel_doctor import diagnose, read_trace
 from rollkeel_doctor.traces.own import save_batch
 
@@ -319,6 +319,24 @@ def test_the_doctor_names_a_planted_fault_and_notices_new_steps(tmp_path: Path) 
             time.sleep(0.05)
     finally:
         doctor.close()
+
+
+def test_no_verdict_on_files_that_lie_elsewhere(tmp_path: Path) -> None:
+    outside = step_file(
+        run_folder(tmp_path / "outside", [{"step": i, "reward/mean": 1.0} for i in range(1, 9)]), 1, (2,)
+    )
+    (run_folder(tmp_path / "runs" / "a") / "rollouts").mkdir()
+    for link, target in (
+        ("rollouts/step_000001.parquet", outside),
+        ("metrics.jsonl", tmp_path / "outside" / "metrics.jsonl"),
+    ):
+        (tmp_path / "runs" / "a" / link).unlink(missing_ok=True)
+        (tmp_path / "runs" / "a" / link).symlink_to(target)
+        board = Board([tmp_path / "runs"])
+        found = board.answers["/api/verdict"](Asked("run=0"))
+        board.doctor.close()
+        told = f"{Path(link).name} is a link out of the run folder: not read"
+        assert found == {"words": [], "problems": [told], "doctor": {"state": "failed", "reason": told}}
 
 
 def test_a_run_that_the_doctor_cannot_read_is_one_line(tmp_path: Path) -> None:
