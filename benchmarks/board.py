@@ -1,7 +1,7 @@
 """`rollkeel board` in a headless Chromium: first view, turning pages, following a run, and where requests go.
 
     python -m benchmarks.board                              # 50 runs, 10⁷ tokens: two minutes and 0.5 GB of disk
-    python -m benchmarks.board --out benchmarks/results/board.json
+    python -m benchmarks.board --out board.json
     python -m benchmarks.board --runs 3 --tokens 20000      # a quick look
 
 Half of the tokens lie in sixty files, the other half in two large ones. Every round starts a board of its own, so that
