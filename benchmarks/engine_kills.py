@@ -79,11 +79,13 @@ def measured(run: Path, process: subprocess.Popen[Any], args: argparse.Namespace
     return windows
 
 
-def accounted(seen: Sequence[Mapping[str, Any]], kills: Sequence[Kill], share: float) -> tuple[float, list[float]]:
-    """Seconds of the whole run that the kills account for, and how long each engine was away."""
+def accounted(
+    seen: Sequence[Mapping[str, Any]], windows: Sequence[Mapping[str, Any]], share: float
+) -> tuple[float, list[float]]:
+    """Seconds of these windows that their kills account for, and how long each engine was away."""
     end, lost = seen[-1]["time"], list[tuple[float, float, float]]()
     away = list[float]()
-    for at, name in kills:
+    for at, name in (one for w in windows for one in w["kills"]):
         served = [e["time"] for e in seen if e["event"] in ("engine_renewed", "engine_joined") and e["name"] == name]
         back = min((time for time in served if time > at), default=end)
         began = [e["time"] for e in seen if e["event"] == "stage" and e["stage"] == "rollout" and e["time"] <= at]
@@ -92,7 +94,7 @@ def accounted(seen: Sequence[Mapping[str, Any]], kills: Sequence[Kill], share: f
     for gone in (e["time"] for e in seen if e["event"] == "restarted"):  # behind the last engine: nothing goes on
         stages = [e["time"] for e in seen if e["event"] == "stage" and e["time"] > gone]
         lost.append((gone, min(stages, default=end), 1.0))
-    grid = np.arange(seen[0]["time"], end, TICK_S)
+    grid = np.concatenate([np.arange(w["begin"], w["end"], TICK_S) for w in windows])
     total = sum(part * ((grid >= first) & (grid < last)) for first, last, part in lost)
     return TICK_S * float(np.minimum(total, 1.0).sum()), away
 
@@ -126,18 +128,17 @@ def main() -> None:
             finally:
                 process.send_signal(signal.SIGINT)
     steps = trained(seen)
-    rates, spans, kills = dict[bool, float](), dict[bool, float](), list[Kill]()
+    rates, spans = dict[bool, float](), dict[bool, float]()
     for disturbed in (False, True):
         some = [w for w in windows if w["disturbed"] == disturbed]
         spans[disturbed] = sum(w["end"] - w["begin"] for w in some)
         rates[disturbed] = sum(w["begin"] <= t < w["end"] for w in some for t in steps) / spans[disturbed]
-        kills += [at for w in some for at in w["kills"]]
     engines = next(int(w.split("=")[1]) for w in reversed(words) if w.startswith("cluster.engines="))
     alone = any(w == "run.loop=async" for w in [w for w in words if w.startswith("run.loop=")][-1:])
-    total, away = accounted(seen, kills, 1 / engines if alone else 1.0)
+    total, away = accounted(seen, [w for w in windows if w["disturbed"]], 1 / engines if alone else 1.0)
     lost = 1 - rates[True] / rates[False]
     print(
-        f"{len(kills)} kills in {spans[True]:.0f} s; {rates[False]:.3f} steps/s without, {rates[True]:.3f} with: {lost:.1%} lost, the log"
+        f"{len(away)} kills in {spans[True]:.0f} s; {rates[False]:.3f} steps/s without, {rates[True]:.3f} with: {lost:.1%} lost, the log"
         f" accounts for {total / spans[True]:.1%}; an engine was away for {sum(away) / max(1, len(away)):.1f} s (mean), {max(away, default=0):.1f} s"
         " at most"
     )

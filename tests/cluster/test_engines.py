@@ -231,10 +231,10 @@ def test_deaths_are_reported_by_name_and_close_leaves_nothing(actors: ActorEngin
     own = OwnWeights(weights, bucket_bytes=BUCKET, deadline_s=2)
     with pytest.raises(EngineFailure, match=r"waited 2 s for engine actor 2 .* to take weights"):
         StreamPublisher(actors, own).publish(None, 81)
-    with pytest.raises(EngineFailure, match=r"actor 2 .*: waited 3 s for it to await weights"):
-        publish(actors, models[1], 82)
-    with pytest.raises(EngineFailure, match="no engine actor is left"):
-        publish(actors, models[1], 83)
+    with pytest.raises(
+        EngineFailure, match=r"no engine actor is left .*actor 2 .* said nothing for .* was stopped by a signal"
+    ):
+        publish(actors, models[1], 82)  # it did not answer either, when the sender despaired of it
     assert [s.status for s in actors.poll(0.0)] == [Status.ENGINE_FAILURE] * 2
     actors.close()
     actors.close()
