@@ -20,8 +20,8 @@ from rollkeel.host import signals_blocked
 
 MOST_SHARED = 200
 """Tensors in shared memory that the arguments of a fork may have: each is a file, and more than 250 cannot be sent at a time."""
-SLOW = ("rollkeel.engines.local", "rollkeel.train.parallel", "rollkeel.loop.job")
-"""What takes long to import."""
+SLOW = ("rollkeel.engines.local", "rollkeel.train.parallel")
+"""What takes long to import, and starts no thread: a fork would lack it."""
 
 
 def context(*imports: str, forks: bool = True) -> BaseContext:

@@ -41,10 +41,26 @@ OVER = {"test_every_stage_runs_at_toy_size_without_what_a_bare_machine_lacks": 6
 BEGUN = pytest.StashKey[float]()
 
 
+OF_ALL = [0.0]
+"""CPU seconds that no single test has used: those of a fork server of many tests."""
+
+
 def _cpu_s() -> float:
     """Of this process and of those that it started and that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    return sum(one.ru_utime + one.ru_stime for one in used) - OF_ALL[0]
+
+
+def _stop_fork_server() -> None:
+    """The next process that is forked has a new one."""
+    before = _cpu_s()
+    forkserver._forkserver._stop()  # pyright: ignore[reportAttributeAccessIssue]
+    OF_ALL[0] += _cpu_s() - before
+
+
+@pytest.fixture
+def no_fork_server() -> None:
+    _stop_fork_server()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -126,7 +142,7 @@ def interrupted_at_birth() -> Iterator[list[int]]:
         os.kill(process.pid, signal.SIGINT)
 
     resource_tracker.ensure_running()
-    forkserver._forkserver._stop()  # pyright: ignore[reportAttributeAccessIssue]
+    _stop_fork_server()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing.util, "spawnv_passfds", spawned)
         patch.setattr(BaseProcess, "start", begun)

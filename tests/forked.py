@@ -20,6 +20,7 @@ CONTEXT.set_forkserver_preload(["rollkeel.cli", "rollkeel.loop.job"])
 def _enter(words: list[str], err: str, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # blocked where `rollkeel.warm` started the server
     for number, path in ((0, os.devnull), (1, os.devnull), (2, err)):
         os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), number)
     sys.argv[0] = "rollkeel"

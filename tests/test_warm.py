@@ -5,11 +5,11 @@ Not covered: that Ctrl-C at their birth is the caller's (tests/engines/test_work
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
 from collections.abc import Iterator
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,8 @@ def told() -> Iterator[Any]:
 
 
 def test_each_has_the_environment_of_its_start_and_finds_everything_imported(
-    told: Any, monkeypatch: pytest.MonkeyPatch
+    told: Any, no_fork_server: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forkserver._forkserver._stop()  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setenv("ROLLKEEL_TEST", "first")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     (value, threads, began, *_), _, _ = told(threads=3)
@@ -62,7 +61,9 @@ def test_each_has_the_environment_of_its_start_and_finds_everything_imported(
     assert told()[0][0] is None
 
 
-def test_the_server_has_one_thread_so_that_a_fork_is_whole(told: Any) -> None:
+def test_the_server_has_one_thread_so_that_a_fork_is_whole(told: Any, no_fork_server: None) -> None:
+    for name in warm.SLOW:
+        importlib.import_module(name)  # so that the server does, too
     (*_, parent), _, _ = told()
     assert parent != os.getpid()
     status = dict(line.split(":", 1) for line in Path(f"/proc/{parent}/status").read_text().splitlines())

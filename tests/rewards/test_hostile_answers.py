@@ -118,7 +118,7 @@ KINDS = [
     {"kind": "length_constraints:nth_paragraph_first_word", "num_paragraphs": 1, "nth_paragraph": 1, "first_word": "a"},
 ]  # fmt: skip
 TASKS = [
-    name for name in tasks.names() if name not in ("gym", "programs", "repo", "terminal")
+    name for name in tasks.names() if name not in ("gym", "gymnasium", "programs", "repo", "terminal", "verifiers")
 ]  # those are graded elsewhere
 QUICK: dict[str, tuple[GraderSpec, str]] = {
     "exact": (spec("exact"), "7"),
