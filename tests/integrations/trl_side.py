@@ -188,11 +188,11 @@ def rollkeels(
     kept: dict[str, torch.Tensor] = {}
     step = side._stepper.step
 
-    def looked() -> dict[str, float]:
+    def looked(*sound: Any) -> dict[str, float]:
         kept.update(
             {n: p.grad.clone() / side._stepper.scale for n, p in side.model.named_parameters() if p.grad is not None}
         )
-        return step()
+        return step(*sound)
 
     side._stepper.step = looked
     done = side.update(batch, objective, old_logprobs=torch.cat(old))
