@@ -121,10 +121,8 @@ class Intake:
     def take(self, slices: Sequence[WeightSlice]) -> None:
         """Write these slices, rounded, and prove that they are there."""
         for piece in slices:
-            room, starts = self._place(piece)
+            room, starts, view = self._place(piece)
             self._enter(piece, starts)
-            inside = tuple(slice(a - b, a - b + n) for a, b, n in zip(starts, room.starts, _shape(piece), strict=True))
-            view = self._held[piece.name][inside]
             self._write(piece, view, room, starts)
             self._total += piece.checksum
             if piece.name in self._waiting and not self._missing[piece.name]:
@@ -141,16 +139,14 @@ class Intake:
     def live(self, piece: WeightSlice) -> torch.Tensor | None:
         """Where the bytes of such a slice may be written before it is taken: the engine's own memory, if it is in one piece and holds
         just these bytes. Of `piece` only the tensor's shape and dtype count, so it may be on the meta device."""
-        room, starts = self._place(piece)
-        view = self._held[piece.name]
+        _, _, view = self._place(piece)
         rounds = weight_rounder(self._mode) is not None and is_quantised(piece.name, view) and not piece.rounded
         if self._head.kind == "delta" or isinstance(view, Packed) or rounds or view.dtype != piece.tensor.dtype:
             return None
-        inside = tuple(slice(a - b, a - b + n) for a, b, n in zip(starts, room.starts, _shape(piece), strict=True))
-        return view[inside] if view[inside].is_contiguous() else None
+        return view if view.is_contiguous() else None
 
-    def _place(self, piece: WeightSlice) -> tuple[Room, tuple[int, ...]]:
-        """The room of the engine's weight, and the first index of the slice in the whole of it."""
+    def _place(self, piece: WeightSlice) -> tuple[Room, tuple[int, ...], torch.Tensor]:
+        """The room of the engine's weight, the first index of the slice in the whole of it, and the memory that it is for."""
         view, shape = self._held.get(piece.name), _shape(piece)
         if view is None or len(shape) != view.dim() or not view.numel() or not piece.tensor.numel():
             raise misfit(piece, view, self._head.version)
@@ -165,7 +161,8 @@ class Intake:
         ends = zip(room.starts, starts, shape, room.stops, strict=True)
         if not all(a <= b and b + n <= c for a, b, n, c in ends):
             raise misfit(piece, view, self._head.version)
-        return room, starts
+        inside = tuple(slice(a - b, a - b + n) for a, b, n in zip(starts, room.starts, shape, strict=True))
+        return room, starts, view[inside]
 
     def _enter(self, piece: WeightSlice, starts: tuple[int, ...]) -> None:
         """Raises `EngineFailure` for a box that has arrived already, all of it or in part."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from rollkeel.errors import BadInput
+from rollkeel.record.runfolder import rollout_files
 from rollkeel_doctor.traces.own import save_batch
 
 
@@ -35,8 +35,7 @@ def before(thing: Any, method: str, save: Callable[..., Any]) -> None:
 
 def next_step(folder: str | Path) -> int:
     """The step behind the last one of a trace, 1 for a new one."""
-    names = [path.name for path in (folder_of(folder) / "rollouts").glob("step_*.parquet")]
-    return 1 + max((int(re.sub(r"\D", "", name)) for name in names), default=0)
+    return 1 + max((step for step, _ in rollout_files(folder_of(folder))), default=0)
 
 
 def save_sequences(folder: str | Path, step: int, ids: torch.Tensor, mask: torch.Tensor, **columns: Any) -> Path:
