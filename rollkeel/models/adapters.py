@@ -15,6 +15,7 @@ from rollkeel.errors import BadInput
 from rollkeel.models.experts import by_expert, by_expert_there, plain_experts
 from rollkeel.models.lora import ADAPTER, STACKS, adapter_names, low_rank
 from rollkeel.models.numerics import stays_precise
+from rollkeel.models.products import mm
 from rollkeel.models.routers import expert_layers
 
 Split = torch.Tensor | list[tuple[int, int, int]]
@@ -61,7 +62,7 @@ class _Grouped(torch.autograd.Function):
         ctx.bounds = bounds
         out = rows.new_empty(len(rows), weight.shape[1])
         for expert, a, b in bounds:
-            torch.mm(rows[a:b], weight[expert].t(), out=out[a:b])
+            mm(rows[a:b], weight[expert].t(), out[a:b])
         return out
 
     @staticmethod
@@ -72,9 +73,9 @@ class _Grouped(torch.autograd.Function):
         d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for expert, a, b in ctx.bounds:
             if d_rows is not None:
-                torch.mm(d_out[a:b], weight[expert], out=d_rows[a:b])
+                mm(d_out[a:b], weight[expert], d_rows[a:b])
             if d_weight is not None:
-                torch.mm(d_out[a:b].t(), rows[a:b], out=d_weight[expert])
+                mm(d_out[a:b].t(), rows[a:b], d_weight[expert])
         return d_rows, d_weight, None
 
 

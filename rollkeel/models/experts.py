@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate, grouped_mm_experts_forward
 
 from rollkeel.models.fused import swiglu_backward
+from rollkeel.models.products import mm
 
 SORTED_EXPERTS = "rollkeel_sorted"
 """Name of the implementation in transformers' experts interface."""
@@ -37,11 +38,11 @@ class SortedExperts(torch.autograd.Function):
         rows = x.index_select(0, order // top_k)
         hidden = rows.new_empty(rows.shape[0], 2 * width)
         for expert, a, b in bounds:
-            torch.mm(rows[a:b], gate_up[expert].t(), out=hidden[a:b])
+            mm(rows[a:b], gate_up[expert].t(), hidden[a:b])
         active = F.silu(hidden[:, :width]).mul_(hidden[:, width:])
         out = torch.empty_like(rows)
         for expert, a, b in bounds:
-            torch.mm(active[a:b], down[expert].t(), out=out[a:b])
+            mm(active[a:b], down[expert].t(), out[a:b])
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.numel(), device=order.device)
         ctx.save_for_backward(rows, weights, order, inverse, hidden, active, out, gate_up, down)
@@ -60,17 +61,17 @@ class SortedExperts(torch.autograd.Function):
         learnt = ctx.needs_input_grad[4]  # with its down projection
         d_down, d_gate_up = (torch.zeros_like(w) if learnt else None for w in (down, gate_up))
         for expert, a, b in ctx.bounds:
-            torch.mm(d_out[a:b], down[expert], out=d_active[a:b])
+            mm(d_out[a:b], down[expert], d_active[a:b])
             if d_down is not None:
-                torch.mm(d_out[a:b].t(), active[a:b], out=d_down[expert])
+                mm(d_out[a:b].t(), active[a:b], d_down[expert])
         d_hidden = swiglu_backward(d_active, hidden)
         if d_hidden is None:
             d_hidden = _swiglu_backward(d_active, hidden)
         d_rows = torch.empty_like(rows)
         for expert, a, b in ctx.bounds:
-            torch.mm(d_hidden[a:b], gate_up[expert], out=d_rows[a:b])
+            mm(d_hidden[a:b], gate_up[expert], d_rows[a:b])
             if d_gate_up is not None:
-                torch.mm(d_hidden[a:b].t(), rows[a:b], out=d_gate_up[expert])
+                mm(d_hidden[a:b].t(), rows[a:b], d_gate_up[expert])
         d_x = d_rows.index_select(0, inverse).view(-1, top_k, rows.shape[1]).sum(1)
         return d_x, d_weights, None, None, d_gate_up, d_down
 

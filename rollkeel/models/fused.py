@@ -15,6 +15,7 @@ import torch
 
 from rollkeel.models import jit, kernels_training
 from rollkeel.models.forward import supports
+from rollkeel.models.products import linear_of, quick
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 """Queries `[N, H, d]`, keys and values `[N, KV, d]`, scale → `[N, H * d]`."""
@@ -104,6 +105,7 @@ def fused(backbone: Any, attend: Attend) -> AbstractContextManager[None]:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
             parts.append((norm, _norm_of(norm)))
         parts.append((layer.self_attn, _attention_of(layer.self_attn, attend)))
+        parts += [(m, linear_of(m)) for m in layer.modules() if quick(m)]
     return lent(parts)
 
 

@@ -18,6 +18,7 @@ from rollkeel.errors import BadInput
 from rollkeel.models import gpu
 from rollkeel.models.numerics import logits_of, product
 from rollkeel.models.packed import PackedModel
+from rollkeel.models.products import mm
 from rollkeel.train.head import head_of
 from rollkeel.train.scores import Scores
 
@@ -137,7 +138,7 @@ class _TokenLogprobs(torch.autograd.Function):
             ids = None if topk_ids is None else topk_ids[part]
             room = normaliser[part], logprobs[part], entropies[part], topk[part]
             z = (
-                logits_of(hidden[part], weight, bias)
+                _logits(hidden[part], weight, bias)
                 if options.parity is None
                 else _scores(hidden[part], weight, options)
             )
@@ -192,6 +193,11 @@ class _TokenLogprobs(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    plain = weight.dtype == torch.float32 and bias is None
+    return mm(hidden, weight.t()) if plain else logits_of(hidden, weight, bias)
 
 
 def _scores(hidden: torch.Tensor, weight: torch.Tensor, options: _Options) -> torch.Tensor:
@@ -262,7 +268,7 @@ def _logit_gradient(
     if options.kernels:
         from rollkeel.models.gpu.logprobs import gradient
 
-        z = logits_of(hidden, weight, bias) if kept is None else kept
+        z = _logits(hidden, weight, bias) if kept is None else kept
         out = z if kept is None else torch.empty_like(z)
         about = targets, normaliser, entropies, d_logprobs, d_entropy
         return gradient(z, *about, *options.scale_and_cap, out)
@@ -275,7 +281,7 @@ def _logit_gradient(
         assert own is not None
         dz = kept * -(d_logprobs * factor).unsqueeze(1)
         return dz.scatter_add_(1, targets[:, None], (own * factor).unsqueeze(1))
-    z = _tempered(logits_of(hidden, weight, bias), options)
+    z = _tempered(_logits(hidden, weight, bias), options)
     dtanh = None if options.softcap is None else _dtanh(z, options)
     log_p = torch.log_softmax(z, -1) if options.vocabulary is None else z - normaliser[:, None]
     del z
@@ -304,14 +310,14 @@ def _dtanh(z: torch.Tensor, options: _Options) -> torch.Tensor:
 
 def _add_product(total: torch.Tensor, dz: torch.Tensor, hidden: torch.Tensor) -> None:
     if hidden.dtype == torch.float32:
-        total.addmm_(dz.t(), hidden)
+        total += mm(dz.t(), hidden)
     else:
         total += product(dz.t(), hidden)
 
 
 def _set_product(out: torch.Tensor, dz: torch.Tensor, weight: torch.Tensor) -> None:
     if weight.dtype == torch.float32:
-        torch.mm(dz, weight, out=out)
+        mm(dz, weight, out)
     else:
         out.copy_(product(dz, weight))
 
