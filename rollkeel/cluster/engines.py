@@ -55,6 +55,8 @@ class _Actor(Part):
     patience: Patience = field(default_factory=lambda: Patience(float("inf")))
     ping: ray.ObjectRef | None = None
     pinged: float = 0.0
+    looked: float = 0.0
+    """When it was last seen whether the ping is answered."""
     pings: Patience = field(default_factory=lambda: Patience(SILENT_S))
     end: str = "was killed"
     place: tuple[str, int] = ("", 0)
@@ -105,6 +107,8 @@ class _Actor(Part):
             return True
         if not self.calls:
             self.listen()
+        if time.monotonic() - self.looked >= BEAT_S:
+            self.lives()  # how long it takes is to be known before anybody waits for long
         end = time.monotonic() + timeout_s
         while not ray.wait(self.calls, num_returns=1, timeout=max(0.0, min(end - time.monotonic(), BEAT_S)))[0]:
             if time.monotonic() >= end or not self.lives():
@@ -118,7 +122,9 @@ class _Actor(Part):
         now = time.monotonic()
         if self.ping is not None and ray.wait([self.ping], timeout=0)[0]:
             self.ping = None
-            self.pings.heard(now - self.pinged)
+            if now - self.looked <= 2 * BEAT_S:  # else it answered long ago
+                self.pings.heard(now - self.pinged)
+        self.looked = now
         if self.ping is None:
             self.ping, self.pinged = self.handle.lives.remote(), now
         return now - self.pinged <= self.pings.limit_s
