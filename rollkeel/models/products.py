@@ -39,8 +39,10 @@ def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> tor
     if not FASTER or work < LEAST or not (a.dtype == b.dtype == torch.float32) or a.device.type != "cpu":
         return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
     if across:
-        main = _by_onednn(a[:, :whole], b[:whole])
-        out = main if out is None else out.copy_(main)
+        # oneDNN copies a transposed first factor: that is to be the smaller one.
+        turned = len(a) > b.shape[1]
+        main = _by_onednn(b[:whole].t(), a[:, :whole].t()).t() if turned else _by_onednn(a[:, :whole], b[:whole])
+        out = main.contiguous() if out is None else out.copy_(main)
         return out if whole == tokens else out.addmm_(a[:, whole:], b[whole:])
     main = _by_onednn(a[:whole], b)
     if out is None and whole == tokens:
