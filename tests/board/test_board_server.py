@@ -243,7 +243,13 @@ def test_bad_input_of_the_command_is_one_line(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_without_a_word(root: Path, number: signal.Signals) -> None:
     words = [sys.executable, "-m", "rollkeel", "board", str(root), "--port", "0"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # where the tests run in the background it is ignored
+    try:
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert process.stdout is not None
     line = process.stdout.readline()
     found = re.fullmatch(r"board http://127\.0\.0\.1:(\d+)/ of 2 runs; Ctrl-C ends it\n", line)
