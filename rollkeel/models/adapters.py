@@ -15,7 +15,7 @@ from rollkeel.errors import BadInput
 from rollkeel.models.experts import by_expert, by_expert_there, plain_experts
 from rollkeel.models.lora import ADAPTER, STACKS, adapter_names, low_rank
 from rollkeel.models.numerics import stays_precise
-from rollkeel.models.products import mm
+from rollkeel.models.products import add_mm, mm
 from rollkeel.models.routers import expert_layers
 
 Split = torch.Tensor | list[tuple[int, int, int]]
@@ -75,7 +75,7 @@ class _Grouped(torch.autograd.Function):
             if d_rows is not None:
                 mm(d_out[a:b], weight[expert], d_rows[a:b])
             if d_weight is not None:
-                mm(d_out[a:b].t(), rows[a:b], d_weight[expert])
+                add_mm(d_weight[expert], d_out[a:b], rows[a:b])
         return d_rows, d_weight, None
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate, grouped_mm_experts_forward
 
 from rollkeel.models.fused import swiglu_backward
-from rollkeel.models.products import mm
+from rollkeel.models.products import add_mm, mm
 
 SORTED_EXPERTS = "rollkeel_sorted"
 """Name of the implementation in transformers' experts interface."""
@@ -63,7 +63,7 @@ class SortedExperts(torch.autograd.Function):
         for expert, a, b in ctx.bounds:
             mm(d_out[a:b], down[expert], d_active[a:b])
             if d_down is not None:
-                mm(d_out[a:b].t(), active[a:b], d_down[expert])
+                add_mm(d_down[expert], d_out[a:b], active[a:b])
         d_hidden = swiglu_backward(d_active, hidden)
         if d_hidden is None:
             d_hidden = _swiglu_backward(d_active, hidden)
@@ -71,7 +71,7 @@ class SortedExperts(torch.autograd.Function):
         for expert, a, b in ctx.bounds:
             mm(d_hidden[a:b], gate_up[expert], d_rows[a:b])
             if d_gate_up is not None:
-                mm(d_hidden[a:b].t(), rows[a:b], d_gate_up[expert])
+                add_mm(d_gate_up[expert], d_hidden[a:b], rows[a:b])
         d_x = d_rows.index_select(0, inverse).view(-1, top_k, rows.shape[1]).sum(1)
         return d_x, d_weights, None, None, d_gate_up, d_down
 

@@ -18,7 +18,7 @@ from rollkeel.errors import BadInput
 from rollkeel.models import gpu
 from rollkeel.models.numerics import logits_of, product
 from rollkeel.models.packed import PackedModel
-from rollkeel.models.products import mm
+from rollkeel.models.products import add_mm, mm
 from rollkeel.train.head import head_of
 from rollkeel.train.scores import Scores
 
@@ -196,8 +196,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    plain = weight.dtype == torch.float32 and bias is None
-    return mm(hidden, weight.t()) if plain else logits_of(hidden, weight, bias)
+    return mm(hidden, weight.t()) if bias is None and weight.dtype == torch.float32 else logits_of(hidden, weight, bias)
 
 
 def _scores(hidden: torch.Tensor, weight: torch.Tensor, options: _Options) -> torch.Tensor:
@@ -309,8 +308,10 @@ def _dtanh(z: torch.Tensor, options: _Options) -> torch.Tensor:
 
 
 def _add_product(total: torch.Tensor, dz: torch.Tensor, hidden: torch.Tensor) -> None:
-    if hidden.dtype == torch.float32:
-        total += mm(dz.t(), hidden)
+    if hidden.dtype == torch.float32 and total.numel() <= dz.numel():
+        add_mm(total, dz, hidden)
+    elif hidden.dtype == torch.float32:
+        total.addmm_(dz.t(), hidden)  # which takes no other [V, D]
     else:
         total += product(dz.t(), hidden)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rollkeel.models import products
 from rollkeel.models.packed import PackedModel
 from rollkeel.models.presets import build_preset
-from rollkeel.models.products import LEAST, ROWS, linear_of, mm, quick
+from rollkeel.models.products import LEAST, ROWS, add_mm, linear_of, mm, quick
 from rollkeel.train.logprobs import token_logprobs
 
 BOTH = pytest.mark.parametrize("faster", [True, False], ids=["onednn", "blas"])
@@ -25,20 +25,26 @@ BOTH = pytest.mark.parametrize("faster", [True, False], ids=["onednn", "blas"])
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of what went to oneDNN, which is forced on for products of every size."""
     seen: list[tuple[int, ...]] = []
-    own = products._by_onednn
+    own = products._linear
 
-    def counted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        seen.append((*a.shape, b.shape[1]))
-        return own(a, b)
+    def counted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        seen.append((*x.shape, len(weight)))
+        return own(x, weight)
 
     monkeypatch.setattr(products, "FASTER", True)
     monkeypatch.setattr(products, "LEAST", 1)
-    monkeypatch.setattr(products, "_by_onednn", counted)
+    monkeypatch.setattr(products, "_linear", counted)
     return seen
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def product(a: torch.Tensor, b: torch.Tensor, _: torch.Tensor | None = None) -> torch.Tensor:
+    total = torch.zeros(a.shape[1], b.shape[1])
+    add_mm(total, a, b)
+    return total
 
 
 def close(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -61,22 +67,45 @@ def close(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 def test_every_arrangement_is_the_product(
     tokens: int, width: int, other: int, across: bool, turned: bool, given_out: bool
 ) -> None:
-    a = drawn(tokens, width).t() if across else drawn(tokens, width)
+    left = drawn(tokens, width)
+    a = left.t() if across else left
     inner = a.shape[1]
     b = drawn(other, inner, seed=1).t() if turned else drawn(inner, other, seed=1)
     out = torch.full((a.shape[0], other), float("nan")) if given_out else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "FASTER", True)
         patch.setattr(products, "LEAST", 1)
-        got = mm(a, b, out)
-        assert out is None or got is out
+        got = product(left, b, out) if across else mm(a, b, out)
+        assert out is None or across or got is out
         close(got, a, b)
-        assert torch.equal(got, mm(a, b))
+        assert torch.equal(got, product(left, b) if across else mm(a, b))
+
+
+@settings(max_examples=60, deadline=None)
+@given(tokens=st.integers(1, 3 * ROWS + 3), width=st.integers(2, 70), other=st.integers(2, 70))
+def test_a_product_is_added_to_what_is_there(tokens: int, width: int, other: int) -> None:
+    a, b, total = drawn(tokens, width), drawn(tokens, other, seed=1), drawn(width, other, seed=2)
+    before = total.clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "FASTER", True)
+        patch.setattr(products, "LEAST", 1)
+        add_mm(total, a, b)
+    close(total, torch.cat([a.t(), torch.eye(width)], 1), torch.cat([b, before]))
+
+
+def test_the_head_holds_no_second_gradient_of_its_weight(calls: list[tuple[int, ...]]) -> None:
+    """150,000 rows of 4,096 are 2.5 GB; a chunk's logits are promised to be the largest thing there is."""
+    for width, from_onednn in ((ROWS, 1), (2 * ROWS, 0)):
+        hidden, weight = drawn(ROWS, width), drawn(40, width).requires_grad_()
+        logprobs, _, _ = token_logprobs(hidden, weight, torch.arange(ROWS) % 40)
+        calls.clear()
+        logprobs.sum().backward()
+        assert len(calls) == from_onednn
 
 
 def test_only_whole_blocks_of_tokens_go_to_onednn(calls: list[tuple[int, ...]]) -> None:
     mm(drawn(2 * ROWS + 5, 16), drawn(16, 8))
-    mm(drawn(3 * ROWS + 1, 16).t(), drawn(3 * ROWS + 1, 8))
+    product(drawn(3 * ROWS + 1, 16), drawn(3 * ROWS + 1, 8))
     mm(drawn(ROWS - 1, 16), drawn(16, 8))
     assert calls == [(2 * ROWS, 16, 8), (8, 3 * ROWS, 16)]  # of the second, the smaller factor first
 
