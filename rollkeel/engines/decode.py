@@ -100,6 +100,22 @@ def widened(blocks: int, most: int) -> int:
     return min(8 << ((blocks - 1) // 8).bit_length(), most)
 
 
+class InCache:
+    """How one forward pass attends, and where it may write keys and values itself; see `models.forward.Paged`."""
+
+    def __init__(self, cache: PagedCache, step: Step, scale: float) -> None:
+        self._cache, self._step, self._scale = cache, step, scale
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        return self._cache.attend(self._step, layer, q, k, v, **{"scale": self._scale, **options})
+
+    def places(self, layer: int, kv_heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return *self._cache.room(layer, kv_heads, width), self._step.slots
+
+    def look_up(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        return self._cache.look_up(self._step, layer, q, self._scale)
+
+
 class Decode:
     """Decode steps of one engine."""
 
@@ -176,11 +192,7 @@ class Decode:
         self, ids: torch.Tensor, positions: torch.Tensor, step: Step, experts: list[torch.Tensor] | None = None
     ) -> torch.Tensor:
         """Final-norm hidden states of `ids`, which attend in the cache as `step` says."""
-        cache, scale = self._cache, getattr(self._forward, "scale", 1.0)
-
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-            return cache.attend(step, layer, q, k, v, **{"scale": scale, **options})
-
+        attend = InCache(self._cache, step, getattr(self._forward, "scale", 1.0))
         return self._forward.hidden(ids, positions, attend, experts)
 
     def draw(

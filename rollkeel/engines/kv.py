@@ -151,10 +151,13 @@ class PagedCache:
 
     def arrays(self, layer: int, kv_heads: int, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Key and value blocks of a layer as float32 arrays that share its memory (CPU only)."""
-        for store in (self._keys, self._values):
-            if layer not in store:
-                store[layer] = torch.zeros(self.num_blocks * kv_heads, self.block_size, width)
-        return self._keys[layer].numpy(), self._values[layer].numpy()
+        keys, values = self.room(layer, kv_heads, width)
+        return keys.numpy(), values.numpy()
+
+    def room(self, layer: int, kv_heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where keys and values of a layer lie, for who writes them there."""
+        first, second = (self._held(s, layer, kv_heads, width, self._dtype) for s in (self._keys, self._values))
+        return first, second
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block in every layer: the last, half-filled block of a shared prompt."""
@@ -218,11 +221,7 @@ class PagedCache:
                 start += len(owned) * self.block_size
             parts = rows.view(layers, heads, len(blocks), self.block_size, width).transpose(1, 2).to(self._device)
             for layer in range(layers):
-                if layer not in store:
-                    shape = (self.num_blocks * heads, self.block_size, width)
-                    with self.region():
-                        store[layer] = torch.zeros(shape, dtype=self._dtype, device=self._device)
-                cache = store[layer]
+                cache = self._held(store, layer, heads, width, self._dtype)
                 if cache.shape[0] != self.num_blocks * heads or cache.shape[-1] != width:
                     raise BadInput(
                         f"engine.kv=keep: expected {cache.shape[0] // self.num_blocks} heads of {cache.shape[-1]} in layer"
@@ -245,11 +244,18 @@ class PagedCache:
 
         `sinks [H]` are extra logits that take probability and give no value (GPT-OSS).
         """
-        heads, kv_heads = query.shape[1], key.shape[1]
+        written = step.written(key.shape[1], self.block_size)
+        self._store(self._keys, layer, key, written)
+        self._store(self._values, layer, value, written)
+        return self.look_up(step, layer, query, scale, window, sinks)
+
+    def look_up(
+        self, step: Step, layer: int, query: torch.Tensor, scale: float, window: int | None = None, sinks: Any = None
+    ) -> torch.Tensor:
+        """`attend`, once keys and values are written."""
+        keys, values = self._keys[layer], self._values[layer]
+        heads, kv_heads = query.shape[1], len(keys) // self.num_blocks
         sequences, per_sequence = step.query_positions.shape
-        written = step.written(kv_heads, self.block_size)
-        keys = self._store(self._keys, layer, key, written)
-        values = self._store(self._values, layer, value, written)
         if per_sequence == 1 and step.scatter is None and gpu.taken(query):
             from rollkeel.models.gpu.attention import decode_attention
 
@@ -266,8 +272,8 @@ class PagedCache:
             )
         gathered = step.gathered(kv_heads)
         keys, values = self._gather(0, keys, gathered), self._gather(1, values, gathered)
-        keys = keys.view(sequences * kv_heads, -1, key.shape[-1])
-        values = values.view(sequences * kv_heads, -1, value.shape[-1])
+        keys = keys.view(sequences * kv_heads, -1, keys.shape[-1])
+        values = values.view(sequences * kv_heads, -1, values.shape[-1])
         length, group = keys.shape[1], heads // kv_heads
         if step.scatter is None:
             q = query.reshape(sequences, per_sequence, kv_heads, group, -1)
@@ -301,14 +307,17 @@ class PagedCache:
         return torch.index_select(cache, 0, rows, out=buffer[:size].view(-1, *cache.shape[1:]))
 
     def _store(self, store: dict[int, torch.Tensor], layer: int, new: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        if layer not in store:
-            shape = (self.num_blocks * new.shape[1], self.block_size, new.shape[-1])
-            # Zeros, not empty: masked keys are multiplied by probability 0, and 0 * NaN would spread.
-            with self.region():
-                store[layer] = torch.zeros(shape, dtype=new.dtype, device=new.device)
-        cache = store[layer]
+        cache = self._held(store, layer, new.shape[1], new.shape[-1], new.dtype)
         cache.view(-1, new.shape[-1]).index_copy_(0, rows, new.reshape(-1, new.shape[-1]))
         return cache
+
+    def _held(self, store: dict[int, torch.Tensor], layer: int, heads: int, width: int, dtype: torch.dtype) -> Any:
+        if layer not in store:
+            # Zeros, not empty: masked keys are multiplied by probability 0, and 0 * NaN would spread.
+            with self.region():
+                shape = (self.num_blocks * heads, self.block_size, width)
+                store[layer] = torch.zeros(shape, dtype=dtype, device=self._device)
+        return store[layer]
 
 
 def kv_memory(asked: float | None, device: torch.device) -> float:

@@ -8,18 +8,37 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 
 from rollkeel.config import LoraConfig
+from rollkeel.models import gpu
 from rollkeel.models.lora import Part, add_by_expert, add_low_rank, beside
 from rollkeel.models.numerics import activation_rounder, compute_dtype, logits_of
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Gate = Callable[[torch.Tensor], torch.Tensor]
 Observe = Callable[[int | None, str, torch.Tensor], None]
 """Told layer (None outside of the layers), name and `[N, ...]` value of an operation. It must copy what it keeps."""
+
+
+@runtime_checkable
+class Paged(Protocol):
+    """An `Attend` whose keys and values lie where a kernel can write them."""
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor: ...
+
+    def places(self, layer: int, kv_heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys and values `[num_blocks * kv_heads, block_size, width]`, and block * block_size + offset of each token `[N]`."""
+        ...
+
+    def look_up(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Attention of `q [N, H, d]` once keys and values are written."""
+        ...
+
+
 FUSED = ("qkv", "out", "up", "down")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
@@ -62,6 +81,18 @@ def rotation(config: Any, head_dim: int) -> tuple[torch.Tensor, float]:
 
     inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return inverse, float(factor)
+
+
+def _gated(wide: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up `[N, W]` of `wide [N, 2 W]`, the gates first."""
+    gate, up = wide.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def _kernels() -> Any:
+    from rollkeel.models.gpu import decode
+
+    return decode
 
 
 class _Layer:
@@ -188,6 +219,8 @@ class FastForward:
         """
         see = self.observe
         x = self.embedding.index_select(0, ids)
+        exact = see is None and self._round is None
+        paged = attend if exact and isinstance(attend, Paged) and gpu.taken(x) else None
         if see:
             see(None, "embedding", x)
         angle = positions[:, None].float() * self.inverse_frequency
@@ -195,36 +228,56 @@ class FastForward:
         cos = torch.cat((cos, cos), -1).to(self.dtype)[:, None]
         # rotate_half as a roll: the sign lives in the sine.
         sin = torch.cat((-sin, sin), -1).to(self.dtype)[:, None]
-        for index, layer in enumerate(self.layers):
-            x = self._attention(x, layer, index, cos, sin, attend)
+        h = F.rms_norm(x, (x.shape[-1],), self.layers[0].norm1, self.eps)
+        following = [*(layer.norm1 for layer in self.layers[1:]), self.norm]
+        for index, (layer, norm) in enumerate(zip(self.layers, following, strict=True)):
+            qkv = self._project(h, layer, index)
+            if paged is None:
+                out = attend(index, *self._rotated(qkv, layer, index, cos, sin))
+            else:
+                out = self._rotate_into(paged, qkv, layer, index, cos, sin)
+            x = self._add_attention(x, out, layer, index)
             h = F.rms_norm(x, (x.shape[-1],), layer.norm2, self.eps)
             if see:
                 see(index, "attention_residual", x)
                 see(index, "post_norm", h)
-            y = self._mlp(h, layer) if layer.router is None else self._experts(h, layer, index, experts)
-            x = x + y
+            gate = _gated if paged is None else _kernels().gated
+            y = self._mlp(h, layer, gate) if layer.router is None else self._experts(h, layer, index, gate, experts)
+            if paged is None:
+                x = x + y
+                h = F.rms_norm(x, (x.shape[-1],), norm, self.eps)
+            else:
+                x, h = _kernels().add_norm(x, y, norm, self.eps)
             if see:
                 see(index, "mlp", y)
                 see(index, "mlp_residual", x)
-        x = F.rms_norm(x, (x.shape[-1],), self.norm, self.eps)
         if see:
-            see(None, "final_norm", x)
-        return x
+            see(None, "final_norm", h)
+        return h
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, V]` float32 logits of `hidden [N, D]`."""
         return logits_of(hidden, self.head)
 
-    def _attention(
-        self, x: torch.Tensor, layer: _Layer, index: int, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
-        see = self.observe
-        h = F.rms_norm(x, (x.shape[-1],), layer.norm1, self.eps)
-        if see:
-            see(index, "input_norm", h)
+    def _project(self, h: torch.Tensor, layer: _Layer, index: int) -> torch.Tensor:
+        if self.observe:
+            self.observe(index, "input_norm", h)
         if self._round:
             h = self._round(h)
-        qkv = self._beside(F.linear(h, layer.qkv, layer.qkv_bias), h, layer, "qkv").view(len(x), -1, self.head_dim)
+        return self._beside(F.linear(h, layer.qkv, layer.qkv_bias), h, layer, "qkv").view(len(h), -1, self.head_dim)
+
+    def _rotate_into(
+        self, paged: Paged, qkv: torch.Tensor, layer: _Layer, index: int, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """`_rotated` and its attention, with keys and values written by the kernel that rotates."""
+        keys, values, slots = paged.places(index, self.kv_heads, self.head_dim)
+        q = _kernels().rotate(qkv, layer.qk_norm, cos, sin, slots, keys, values, self.heads, self.eps)
+        return paged.look_up(index, q)
+
+    def _rotated(
+        self, qkv: torch.Tensor, layer: _Layer, index: int, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        see = self.observe
         qk = qkv[:, : self.heads + self.kv_heads]
         if see:
             see(index, "q_proj", qkv[:, : self.heads])
@@ -239,7 +292,10 @@ class FastForward:
         if see:
             see(index, "q_rope", qk[:, : self.heads])
             see(index, "k_rope", qk[:, self.heads :])
-        out = attend(index, qk[:, : self.heads], qk[:, self.heads :], qkv[:, self.heads + self.kv_heads :])
+        return qk[:, : self.heads], qk[:, self.heads :], qkv[:, self.heads + self.kv_heads :]
+
+    def _add_attention(self, x: torch.Tensor, out: torch.Tensor, layer: _Layer, index: int) -> torch.Tensor:
+        see = self.observe
         if see:
             see(index, "attention", out)
         if self._round:
@@ -255,16 +311,17 @@ class FastForward:
     def _beside(self, y: torch.Tensor, x: torch.Tensor, layer: _Layer, weight: str) -> torch.Tensor:
         return add_low_rank(y, x, layer.lora[weight], self.lora_scale)
 
-    def _mlp(self, h: torch.Tensor, layer: _Layer) -> torch.Tensor:
+    def _mlp(self, h: torch.Tensor, layer: _Layer, gate: Gate) -> torch.Tensor:
         if self._round:
             h = self._round(h)
-        gate, up = self._beside(h @ layer.up_t[0], h, layer, "up").chunk(2, -1)
-        a = F.silu(gate) * up
+        a = gate(self._beside(h @ layer.up_t[0], h, layer, "up"))
         if self._round:
             a = self._round(a)
         return self._beside(a @ layer.down_t[0], a, layer, "down")
 
-    def _experts(self, h: torch.Tensor, layer: _Layer, index: int, experts: list[torch.Tensor] | None) -> torch.Tensor:
+    def _experts(
+        self, h: torch.Tensor, layer: _Layer, index: int, gate: Gate, experts: list[torch.Tensor] | None
+    ) -> torch.Tensor:
         assert layer.router is not None
         logits = F.linear(h, layer.router)
         weights, chosen = torch.topk(logits.float().softmax(-1), self.top_k, dim=-1)
@@ -279,18 +336,17 @@ class FastForward:
             h = self._round(h)
         by_expert, order = chosen.flatten().sort(stable=True)
         x = h.index_select(0, order // self.top_k if self.top_k > 1 else order)
-        y = self._by_expert(x, by_expert, layer)
+        y = self._by_expert(x, by_expert, layer, gate)
         y = torch.empty_like(y).index_copy_(0, order, y).view(len(h), self.top_k, -1)
         return torch.bmm(weights.to(y.dtype)[:, None], y)[:, 0]
 
-    def _by_expert(self, x: torch.Tensor, by_expert: torch.Tensor, layer: _Layer) -> torch.Tensor:
+    def _by_expert(self, x: torch.Tensor, by_expert: torch.Tensor, layer: _Layer, gate: Gate) -> torch.Tensor:
         """What each row's expert makes of it; `by_expert [rows]` ascends."""
         if x.device.type != "cpu":  # how many rows an expert has stays on the device
             ends = torch.searchsorted(by_expert, self._expert_ids, right=True).int()
             wide = F.grouped_mm(x, layer.up.transpose(1, 2), offs=ends)
             add_by_expert(wide, x, layer.lora["up"], self.lora_scale, ends)
-            gate, up = wide.chunk(2, -1)
-            a = F.silu(gate) * up
+            a = gate(wide)
             a = self._round(a) if self._round else a
             y = F.grouped_mm(a, layer.down.transpose(1, 2), offs=ends)
             add_by_expert(y, a, layer.lora["down"], self.lora_scale, ends)
@@ -300,8 +356,7 @@ class FastForward:
         for rows, out, weight in zip(x.split(counts), wide.split(counts), layer.up_t, strict=True):
             torch.mm(rows, weight, out=out)
         add_by_expert(wide, x, layer.lora["up"], self.lora_scale, counts)
-        gate, up = wide.chunk(2, -1)
-        a = F.silu(gate).mul_(up)
+        a = gate(wide)
         if self._round:
             a = self._round(a)
         for rows, out, weight in zip(a.split(counts), y.split(counts), layer.down_t, strict=True):
