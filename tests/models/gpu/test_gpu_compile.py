@@ -54,6 +54,18 @@ def merge(dtype: str) -> tuple[str, str, dict[str, str], dict[str, Any]]:
     return "attention", "_merge", types, {"HEADS": 32, "VALUES": 96, "WINDOW": 128, "SPLIT": 512, "VALUES_2": 128}
 
 
+def rotate(dtype: str, width: int, norm: bool) -> tuple[str, str, dict[str, str], dict[str, Any]]:
+    types = dict.fromkeys(("qkv", "norms", "cos", "sin", "query", "keys", "values"), "*" + dtype)
+    constants = {"Q": 14, "KV": 2, "SIZE": 16, "WIDTH": width, "NORM": norm, "HEADS": 8, "WIDTH_2": 128}
+    return "decode", "_rotate", {**types, "slots": "*i64", "eps": "fp32"}, constants
+
+
+def add_norm(dtype: str, width: int) -> tuple[str, str, dict[str, str], dict[str, Any]]:
+    types = dict.fromkeys(("x", "y", "weight", "total", "normed"), "*" + dtype)
+    constants = {"WIDTH": width, "WIDTH_2": 1 << (width - 1).bit_length()}
+    return "decode", "_add_norm", {**types, "eps": "fp32"}, constants
+
+
 def statistics(vocabulary: int, cap: float) -> tuple[str, str, dict[str, str], dict[str, Any]]:
     types = dict.fromkeys(("logits", "normaliser", "logprobs", "entropies", "topk"), "*fp32")
     types |= {"targets": "*i64", "ids": "*i64", "scale": "fp32", "cap": "fp32"}
@@ -81,6 +93,11 @@ KERNELS = {
     "attention fp16, one split": attention("fp16", 64, True),
     "attention fp32, wide": attention("fp32", 256, False),
     "merge": merge("bf16"),
+    "rotation bf16": rotate("bf16", 128, True),
+    "rotation fp32, no power of two": rotate("fp32", 96, False),
+    "gate": ("decode", "_gate", {"wide": "*bf16", "out": "*bf16", "stride": "i32"}, {"WIDTH": 3072, "BLOCK": 1024}),
+    "sum and norm bf16": add_norm("bf16", 1024),
+    "sum and norm fp32, wide": add_norm("fp32", 5120),
     "log-probs": statistics(151_936, 0.0),
     "log-probs, capped": statistics(1001, 30.0),
     "their gradient": gradient(151_936, 30.0),
