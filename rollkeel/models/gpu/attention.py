@@ -12,27 +12,31 @@ import torch
 import triton
 import triton.language as tl
 
-SPLIT = 512
+SPLIT = 256
 """Keys of one program: a few long sequences still fill a GPU."""
-TILE_BYTES = 2**14
-"""Most bytes of the keys of one step of a program."""
-NO_WINDOW = 2**60
+TILE_BYTES, WARPS, STAGES = 2**13, 1, 3
+"""Bytes of the keys of one step of a program, its warps, and how many steps are on their way to it. One warp waits for no other."""
+EXACT = 2**14, 4, 2
+"""The same in float32, whose products have no tensor cores."""
+MERGED = 8
+"""Splits that are added up at once."""
+NO_WINDOW = 2**30
 LOWEST = tl.constexpr(-3.0e38)
 """Instead of −inf, which subtracted from itself is NaN."""
 
 
 @triton.jit(do_not_specialize=["table_row", "splits"])
 def _attend(
-    query, keys, values, table, positions, sinks, out, parts, scale, table_row, splits, query_row, query_head,
+    query, keys, values, table, positions, sinks, out, parts, sums, scale, table_row, splits, query_row, query_head,
     KV: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, SINGLE: tl.constexpr, WIDEN: tl.constexpr, SPLIT: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH_2: tl.constexpr, VALUES_2: tl.constexpr,
+    TILE: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, WIDTH_2: tl.constexpr, VALUES_2: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys of one sequence and key head; the group's queries are the rows of its products."""
-    row = tl.program_id(0).to(tl.int64)
-    kv = tl.program_id(1)
+    kv = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
-    position = tl.maximum(tl.load(positions + row), 0)
+    position = tl.maximum(tl.load(positions + row), 0).to(tl.int32)
     first = tl.maximum(position - WINDOW + 1, 0)
     start = split * SPLIT
     if (start > position) | (start + SPLIT <= first):
@@ -53,10 +57,23 @@ def _attend(
         top = tl.load(sinks + head, mask=r < GROUP, other=0.0).to(tl.float32)
         total += 1.0
     mixed = tl.zeros([ROWS, VALUES_2], tl.float32)
-    for offset in range(0, SPLIT, TILE):
-        at = start + offset + tl.arange(0, TILE)
+    lane = tl.arange(0, TILE)
+    blocks = table + row * table_row
+    begin, end = 0, SPLIT
+    if not WIDEN:  # the interpreter takes constants only
+        begin = tl.maximum(first - start, 0) // TILE * TILE
+        end = tl.minimum(position + 1 - start, SPLIT)
+    for offset in range(begin, end, TILE):
+        at = start + offset + lane
         seen = (at <= position) & (at >= first)
-        block = tl.load(table + row * table_row + at // SIZE, mask=seen, other=0).to(tl.int64)
+        if BLOCKS:  # a block is looked up once, not for each of its keys
+            of = (start + offset) // SIZE
+            block = tl.load(blocks + tl.minimum(of, position // SIZE)).to(tl.int64)
+            for i in tl.static_range(1, BLOCKS):
+                later = tl.load(blocks + tl.minimum(of + i, position // SIZE)).to(tl.int64)
+                block = tl.where(lane < i * SIZE, block, later)
+        else:
+            block = tl.load(blocks + at // SIZE, mask=seen, other=0).to(tl.int64)
         line = (block * KV + kv) * SIZE + at % SIZE
         k = tl.load(keys + line[None, :] * WIDTH + d[:, None], mask=seen[None, :] & (d < WIDTH)[:, None], other=0.0)
         v = tl.load(values + line[:, None] * VALUES + e[None, :], mask=seen[:, None] & (e < VALUES)[None, :], other=0.0)
@@ -74,10 +91,10 @@ def _attend(
     if SINGLE:
         tl.store(out + to[:, None] * VALUES + e[None, :], (mixed / total[:, None]).to(out.dtype.element_ty), mask=mask)
     else:
-        part = parts + (to * splits + split) * (VALUES + 2)
-        tl.store(part[:, None] + e[None, :], mixed, mask=mask)
-        tl.store(part + VALUES, top, mask=r < GROUP)
-        tl.store(part + VALUES + 1, total, mask=r < GROUP)
+        part = to * splits + split
+        tl.store(parts + part[:, None] * VALUES + e[None, :], mixed, mask=mask)
+        tl.store(sums + 2 * part, top, mask=r < GROUP)
+        tl.store(sums + 2 * part + 1, total, mask=r < GROUP)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -85,34 +102,41 @@ def _merge(
     positions,
     out,
     parts,
+    sums,
     splits,
     HEADS: tl.constexpr,
     VALUES: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
+    MERGED: tl.constexpr,
     VALUES_2: tl.constexpr,
 ):
-    """The splits of one sequence and head, from first to last."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    position = tl.maximum(tl.load(positions + row), 0)
-    split = tl.maximum(position - WINDOW + 1, 0) // SPLIT
+    """The splits of one sequence and head, `MERGED` at once, from first to last."""
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    position = tl.maximum(tl.load(positions + row), 0).to(tl.int32)
+    first, last = tl.maximum(position - WINDOW + 1, 0) // SPLIT, position // SPLIT
     to = row * HEADS + head
     e = tl.arange(0, VALUES_2)
     top = tl.full([1], LOWEST, tl.float32)
     total = tl.zeros([1], tl.float32)
     mixed = tl.zeros([VALUES_2], tl.float32)
-    while split * SPLIT <= position:
-        part = parts + (to * splits + split) * (VALUES + 2)
-        own = tl.load(part + VALUES + tl.arange(0, 1))
-        higher = tl.maximum(top, own)
+    start = first // MERGED * MERGED
+    while start <= last:
+        split = start + tl.arange(0, MERGED)
+        seen = (split >= first) & (split <= last)
+        part = to * splits + split
+        own = tl.load(sums + 2 * part, mask=seen, other=LOWEST)
+        own_total = tl.load(sums + 2 * part + 1, mask=seen, other=0.0)
+        mask = seen[:, None] & (e < VALUES)[None, :]
+        own_mixed = tl.load(parts + part[:, None] * VALUES + e[None, :], mask=mask, other=0.0)
+        higher = tl.maximum(top, tl.max(own, 0))
         fade = tl.exp(top - higher)
         share = tl.exp(own - higher)
-        total = total * fade + share * tl.load(part + VALUES + 1)
-        own_mixed = tl.load(part + e, mask=e < VALUES, other=0.0)
-        mixed = mixed * fade + own_mixed * share
+        total = total * fade + tl.sum(share * own_total, 0)
+        mixed = mixed * fade + tl.sum(share[:, None] * own_mixed, 0)
         top = higher
-        split += 1
+        start += MERGED
     tl.store(out + to * VALUES + e, (mixed / total).to(out.dtype.element_ty), mask=e < VALUES)
 
 
@@ -139,11 +163,14 @@ def decode_attention(
     splits = -(-table.shape[1] * size // SPLIT)
     query = query if query.stride(2) == 1 else query.contiguous()
     out = query.new_empty(sequences, heads * value_width)
-    parts = query.new_empty((sequences, heads, splits if splits > 1 else 0, value_width + 2), dtype=torch.float32)
+    shape = sequences, heads, splits if splits > 1 else 0
+    parts, sums = (query.new_empty((*shape, each), dtype=torch.float32) for each in (value_width, 2))
     widths: Any = {"WIDTH_2": _power(width), "VALUES_2": _power(value_width)}
-    tile = max(16, min(64, TILE_BYTES // (max(widths.values()) * keys.element_size())))
+    rows, widest = _power(group), max(widths.values())
+    most, warps, stages = EXACT if keys.dtype == torch.float32 else (TILE_BYTES, WARPS, STAGES)
+    tile = max(16, min(64, most // (widest * keys.element_size())))
     common: Any = {"WINDOW": window or NO_WINDOW, "VALUES": value_width, "SPLIT": SPLIT}
-    attend: Any = _attend[(sequences, kv_heads, splits)]
+    attend: Any = _attend[(kv_heads, sequences, splits)]
     attend(
         query,
         keys,
@@ -153,6 +180,7 @@ def decode_attention(
         query if sinks is None else sinks,
         out,
         parts,
+        sums,
         scale,
         table.stride(0),
         splits,
@@ -166,15 +194,25 @@ def decode_attention(
         SINGLE=splits == 1,
         WIDEN=not query.is_cuda,
         TILE=tile,
-        ROWS=_power(group),
+        BLOCKS=_blocks(tile, size),
+        ROWS=rows,
         **common,
         **widths,
-        num_stages=2,
+        num_warps=min(8, warps * max(1, rows * widest // 2048)),
+        num_stages=stages,
     )
     if splits > 1:
-        merge: Any = _merge[(sequences, heads)]
-        merge(positions, out, parts, splits, HEADS=heads, VALUES_2=widths["VALUES_2"], **common)
+        merge: Any = _merge[(heads, sequences)]
+        several: Any = {"MERGED": MERGED, "VALUES_2": widths["VALUES_2"], "num_warps": 1}
+        merge(positions, out, parts, sums, splits, HEADS=heads, **several, **common)
     return out
+
+
+def _blocks(tile: int, size: int) -> int:
+    """Blocks that a tile lies in, if they are few and no other lies in them halfway; else 0."""
+    if size % tile == 0:
+        return 1
+    return tile // size if tile % size == 0 and tile // size <= 4 else 0
 
 
 def _power(count: int) -> int:

@@ -41,10 +41,10 @@ for place, name, types, constants in {kernels!r}:
 
 def attention(dtype: str, width: int, single: bool) -> tuple[str, str, dict[str, str], dict[str, Any]]:
     types = dict.fromkeys(("query", "keys", "values", "sinks", "out"), "*" + dtype)
-    types |= {"table": "*i64", "positions": "*i64", "parts": "*fp32", "scale": "fp32"}
+    types |= {"table": "*i64", "positions": "*i64", "parts": "*fp32", "sums": "*fp32", "scale": "fp32"}
     types |= dict.fromkeys(("table_row", "splits", "query_row", "query_head"), "i32")
     constants: dict[str, Any] = dict.fromkeys(("WIDTH", "VALUES", "WIDTH_2", "VALUES_2"), width)
-    constants |= {"KV": 8, "GROUP": 4, "SIZE": 16, "WINDOW": 2**60, "SINKS": single, "SINGLE": single, "WIDEN": False}
+    constants |= {"KV": 8, "GROUP": 4, "SIZE": 16, "WINDOW": NO_WINDOW, "SINKS": single, "SINGLE": single, "WIDEN": False}
     constants |= {"SPLIT": 512, "TILE": max(16, min(64, 2**14 // (width * TORCH[dtype]))), "ROWS": 16}
     return "attention", "_attend", types, constants
 
