@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 SPLIT = 256
-"""Keys of one program: a few long sequences still fill a GPU."""
+"""Keys of one program, a power of two: a few long sequences still fill a GPU."""
 TILE_BYTES, WARPS, STAGES = 2**13, 1, 3
 """Bytes of the keys of one step of a program, its warps, and how many steps are on their way to it. One warp waits for no other."""
 EXACT = 2**14, 4, 2
@@ -30,7 +30,8 @@ def _attend(
     query, keys, values, table, positions, sinks, out, parts, sums, scale, table_row, splits, query_row, query_head,
     KV: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, SINGLE: tl.constexpr, WIDEN: tl.constexpr, SPLIT: tl.constexpr,
-    TILE: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, WIDTH_2: tl.constexpr, VALUES_2: tl.constexpr,
+    TILE: tl.constexpr, BLOCKS: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, WIDTH_2: tl.constexpr,
+    VALUES_2: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys of one sequence and key head; the group's queries are the rows of its products."""
     kv = tl.program_id(0)
@@ -58,23 +59,24 @@ def _attend(
         total += 1.0
     mixed = tl.zeros([ROWS, VALUES_2], tl.float32)
     lane = tl.arange(0, TILE)
-    blocks = table + row * table_row
+    if BLOCKS:  # a key's address comes from no load of the same step: those ahead need not wait for one
+        near = start // SIZE + tl.arange(0, COUNT)
+        blocks = tl.load(table + row * table_row + near, mask=near <= position // SIZE, other=0).to(tl.int32)
     begin, end = 0, SPLIT
-    if not WIDEN:  # the interpreter takes constants only
+    if not WIDEN:  # in the interpreter only constants can be bounds
         begin = tl.maximum(first - start, 0) // TILE * TILE
         end = tl.minimum(position + 1 - start, SPLIT)
     for offset in range(begin, end, TILE):
         at = start + offset + lane
         seen = (at <= position) & (at >= first)
-        if BLOCKS:  # a block is looked up once, not for each of its keys
-            of = (start + offset) // SIZE
-            block = tl.load(blocks + tl.minimum(of, position // SIZE)).to(tl.int64)
+        if BLOCKS:
+            block = tl.sum(tl.where(tl.arange(0, COUNT) == offset // SIZE, blocks, 0), 0)
             for i in tl.static_range(1, BLOCKS):
-                later = tl.load(blocks + tl.minimum(of + i, position // SIZE)).to(tl.int64)
+                later = tl.sum(tl.where(tl.arange(0, COUNT) == offset // SIZE + i, blocks, 0), 0)
                 block = tl.where(lane < i * SIZE, block, later)
         else:
-            block = tl.load(blocks + at // SIZE, mask=seen, other=0).to(tl.int64)
-        line = (block * KV + kv) * SIZE + at % SIZE
+            block = tl.load(table + row * table_row + at // SIZE, mask=seen, other=0)
+        line = (block.to(tl.int64) * KV + kv) * SIZE + at % SIZE
         k = tl.load(keys + line[None, :] * WIDTH + d[:, None], mask=seen[None, :] & (d < WIDTH)[:, None], other=0.0)
         v = tl.load(values + line[:, None] * VALUES + e[None, :], mask=seen[:, None] & (e < VALUES)[None, :], other=0.0)
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
@@ -195,6 +197,7 @@ def decode_attention(
         WIDEN=not query.is_cuda,
         TILE=tile,
         BLOCKS=_blocks(tile, size),
+        COUNT=max(1, SPLIT // size),
         ROWS=rows,
         **common,
         **widths,
@@ -209,10 +212,10 @@ def decode_attention(
 
 
 def _blocks(tile: int, size: int) -> int:
-    """Blocks that a tile lies in, if they are few and no other lies in them halfway; else 0."""
-    if size % tile == 0:
-        return 1
-    return tile // size if tile % size == 0 and tile // size <= 4 else 0
+    """Blocks that a tile lies in, if they are few and neither tiles nor splits end within one; else 0."""
+    whole = SPLIT % size == 0 if size < SPLIT else size % SPLIT == 0
+    even = size % tile == 0 or tile % size == 0
+    return max(1, tile // size) if whole and even and tile <= 4 * size else 0
 
 
 def _power(count: int) -> int:

@@ -63,9 +63,17 @@ class Case(NamedTuple):
 
 
 def case(
-    device: str, dtype: torch.dtype, group: int, width: int, *, kv: int = 2, values: int | None = None, **options: Any
+    device: str,
+    dtype: torch.dtype,
+    group: int,
+    width: int,
+    *,
+    kv: int = 2,
+    values: int | None = None,
+    size: int = 16,
+    **options: Any,
 ) -> Case:
-    size, generator = 16, torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     most = -(-max(LENGTHS) // size)
     blocks = 3 + torch.randperm(len(LENGTHS) * most, generator=generator).view(-1, most)  # nobody has the first
     stores = list[Any]()
@@ -115,6 +123,20 @@ def test_a_row_is_the_same_alone_and_in_any_table(device: str, dtype: torch.dtyp
         for width in (blocks, blocks + 1, 10):
             assert torch.equal(given.run(slice(row, row + 1), width), whole[row : row + 1])
     assert torch.equal(given.run(slice(2, 5)), whole[2:5])
+
+
+@pytest.mark.parametrize("size", [4, 12, 32, 64, 128])
+def test_blocks_of_any_size(device: str, size: int) -> None:
+    """Many to a tile, halfway over its end, two to it, one to a split, and larger than a split."""
+    check(case(device, torch.float32, 2, 32, size=size))
+    check(case(device, torch.bfloat16, 2, 32, size=size, window=40))
+
+
+def test_many_splits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "SPLIT", 16)
+    monkeypatch.setattr(attention, "EXACT", (2**11, 4, 2))
+    check(case(device, torch.float32, 2, 32))
+    check(case(device, torch.float32, 2, 32, window=70))
 
 
 def test_a_row_that_only_pads_is_finite(device: str) -> None:

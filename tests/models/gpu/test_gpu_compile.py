@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rollkeel.models import checksum
+from rollkeel.models.gpu.attention import EXACT, MERGED, NO_WINDOW, SPLIT, STAGES, TILE_BYTES, WARPS, _blocks
 
 SHARED = 99 * 1024
 """Bytes of shared memory that a program has on the smallest of the cards."""
@@ -26,12 +27,13 @@ from triton.compiler import ASTSource
 
 for place, name, types, constants in {kernels!r}:
     kernel = getattr(import_module("rollkeel.models.gpu." + place), name)
+    options = {{each: constants.pop(each) for each in ("num_warps", "num_stages") if each in constants}}
     signature = {{each: "constexpr" if each in constants else types[each] for each in kernel.arg_names}}
     aligned = {{(i,): [["tt.divisibility", 16]] for i, each in enumerate(signature.values()) if each[0] == "*"}}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     for capability in (80, 90):
         try:
-            made = compile(source, target=GPUTarget("cuda", capability, 32))
+            made = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             print("compiled", made.metadata.shared, len(made.asm["cubin"]), end=" ")
         except Exception as error:
             print(" ".join(str(error).split()), end=" ")
@@ -39,19 +41,41 @@ for place, name, types, constants in {kernels!r}:
 """
 
 
-def attention(dtype: str, width: int, single: bool) -> tuple[str, str, dict[str, str], dict[str, Any]]:
+def attention(dtype: str, width: int, single: bool, size: int = 16) -> tuple[str, str, dict[str, str], dict[str, Any]]:
     types = dict.fromkeys(("query", "keys", "values", "sinks", "out"), "*" + dtype)
     types |= {"table": "*i64", "positions": "*i64", "parts": "*fp32", "sums": "*fp32", "scale": "fp32"}
     types |= dict.fromkeys(("table_row", "splits", "query_row", "query_head"), "i32")
     constants: dict[str, Any] = dict.fromkeys(("WIDTH", "VALUES", "WIDTH_2", "VALUES_2"), width)
-    constants |= {"KV": 8, "GROUP": 4, "SIZE": 16, "WINDOW": NO_WINDOW, "SINKS": single, "SINGLE": single, "WIDEN": False}
-    constants |= {"SPLIT": 512, "TILE": max(16, min(64, 2**14 // (width * TORCH[dtype]))), "ROWS": 16}
+    constants |= {
+        "KV": 8,
+        "GROUP": 4,
+        "SIZE": size,
+        "WINDOW": NO_WINDOW,
+        "SINKS": single,
+        "SINGLE": single,
+        "WIDEN": False,
+    }
+    most, warps, stages = EXACT if dtype == "fp32" else (TILE_BYTES, WARPS, STAGES)
+    tile = max(16, min(64, most // (width * TORCH[dtype])))
+    constants |= {
+        "SPLIT": SPLIT,
+        "TILE": tile,
+        "BLOCKS": _blocks(tile, size),
+        "COUNT": max(1, SPLIT // size),
+        "ROWS": 16,
+    }
+    constants |= {"num_warps": warps * max(1, width // 128), "num_stages": stages}
     return "attention", "_attend", types, constants
 
 
 def merge(dtype: str) -> tuple[str, str, dict[str, str], dict[str, Any]]:
-    types = {"positions": "*i64", "out": "*" + dtype, "parts": "*fp32", "splits": "i32"}
-    return "attention", "_merge", types, {"HEADS": 32, "VALUES": 96, "WINDOW": 128, "SPLIT": 512, "VALUES_2": 128}
+    types = {"positions": "*i64", "out": "*" + dtype, "parts": "*fp32", "sums": "*fp32", "splits": "i32"}
+    return (
+        "attention",
+        "_merge",
+        types,
+        {"HEADS": 32, "VALUES": 96, "WINDOW": 128, "SPLIT": SPLIT, "MERGED": MERGED, "VALUES_2": 128},
+    )
 
 
 def rotate(dtype: str, width: int, norm: bool) -> tuple[str, str, dict[str, str], dict[str, Any]]:
@@ -92,6 +116,8 @@ KERNELS = {
     "attention bf16": attention("bf16", 128, False),
     "attention fp16, one split": attention("fp16", 64, True),
     "attention fp32, wide": attention("fp32", 256, False),
+    "attention bf16, widest": attention("bf16", 512, False),
+    "attention bf16, odd blocks": attention("bf16", 128, False, 12),
     "merge": merge("bf16"),
     "rotation bf16": rotate("bf16", 128, True),
     "rotation fp32, no power of two": rotate("fp32", 96, False),
