@@ -25,6 +25,38 @@ LOWEST = tl.constexpr(-3.0e38)
 """Instead of −inf, which subtracted from itself is NaN."""
 
 
+@triton.jit
+def _lines(
+    blocks, row_blocks, at, offset, seen, kv,
+    KV: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Where the keys `at` lie, by the `blocks` of their split or, where these are not at hand, by those of the sequence."""
+    if BLOCKS:
+        block = tl.sum(tl.where(tl.arange(0, COUNT) == offset // SIZE, blocks, 0), 0)
+        for i in tl.static_range(1, BLOCKS):
+            later = tl.sum(tl.where(tl.arange(0, COUNT) == offset // SIZE + i, blocks, 0), 0)
+            block = tl.where(tl.arange(0, TILE) < i * SIZE, block, later)
+    else:
+        block = tl.load(row_blocks + at // SIZE, mask=seen, other=0)
+    return (block.to(tl.int64) * KV + kv) * SIZE + at % SIZE
+
+
+@triton.jit
+def _store(
+    out, parts, sums, to, part, top, total, mixed,
+    GROUP: tl.constexpr, VALUES: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr, VALUES_2: tl.constexpr,
+):  # fmt: skip
+    inside = tl.arange(0, ROWS) < GROUP
+    e = tl.arange(0, VALUES_2)[None, :]
+    mask = inside[:, None] & (e < VALUES)
+    if SINGLE:
+        tl.store(out + to[:, None] * VALUES + e, (mixed / total[:, None]).to(out.dtype.element_ty), mask=mask)
+    else:
+        tl.store(parts + part[:, None] * VALUES + e, mixed, mask=mask)
+        tl.store(sums + 2 * part, top, mask=inside)
+        tl.store(sums + 2 * part + 1, total, mask=inside)
+
+
 @triton.jit(do_not_specialize=["table_row", "splits"])
 def _attend(
     query, keys, values, table, positions, sinks, out, parts, sums, scale, table_row, splits, query_row, query_head,
@@ -58,25 +90,18 @@ def _attend(
         top = tl.load(sinks + head, mask=r < GROUP, other=0.0).to(tl.float32)
         total += 1.0
     mixed = tl.zeros([ROWS, VALUES_2], tl.float32)
-    lane = tl.arange(0, TILE)
-    if BLOCKS:  # a key's address comes from no load of the same step: those ahead need not wait for one
-        near = start // SIZE + tl.arange(0, COUNT)
-        blocks = tl.load(table + row * table_row + near, mask=near <= position // SIZE, other=0).to(tl.int32)
+    # A key's address comes from no load of the same step, so that a step ahead need not wait for one.
+    near = start // SIZE + tl.arange(0, COUNT)
+    row_blocks = table + row * table_row
+    blocks = tl.load(row_blocks + near, mask=near <= position // SIZE, other=0).to(tl.int32)
     begin, end = 0, SPLIT
     if not WIDEN:  # in the interpreter only constants can be bounds
         begin = tl.maximum(first - start, 0) // TILE * TILE
         end = tl.minimum(position + 1 - start, SPLIT)
     for offset in range(begin, end, TILE):
-        at = start + offset + lane
+        at = start + offset + tl.arange(0, TILE)
         seen = (at <= position) & (at >= first)
-        if BLOCKS:
-            block = tl.sum(tl.where(tl.arange(0, COUNT) == offset // SIZE, blocks, 0), 0)
-            for i in tl.static_range(1, BLOCKS):
-                later = tl.sum(tl.where(tl.arange(0, COUNT) == offset // SIZE + i, blocks, 0), 0)
-                block = tl.where(lane < i * SIZE, block, later)
-        else:
-            block = tl.load(table + row * table_row + at // SIZE, mask=seen, other=0)
-        line = (block.to(tl.int64) * KV + kv) * SIZE + at % SIZE
+        line = _lines(blocks, row_blocks, at, offset, seen, kv, KV, SIZE, TILE, BLOCKS, COUNT)
         k = tl.load(keys + line[None, :] * WIDTH + d[:, None], mask=seen[None, :] & (d < WIDTH)[:, None], other=0.0)
         v = tl.load(values + line[:, None] * VALUES + e[None, :], mask=seen[:, None] & (e < VALUES)[None, :], other=0.0)
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
@@ -89,14 +114,8 @@ def _attend(
         mixed = mixed * fade[:, None] + tl.dot(p, v.to(q.dtype), input_precision="ieee")
         top = higher
     to = row * KV * GROUP + head
-    mask = (r < GROUP)[:, None] & (e < VALUES)[None, :]
-    if SINGLE:
-        tl.store(out + to[:, None] * VALUES + e[None, :], (mixed / total[:, None]).to(out.dtype.element_ty), mask=mask)
-    else:
-        part = to * splits + split
-        tl.store(parts + part[:, None] * VALUES + e[None, :], mixed, mask=mask)
-        tl.store(sums + 2 * part, top, mask=r < GROUP)
-        tl.store(sums + 2 * part + 1, total, mask=r < GROUP)
+    part = to * splits + split
+    _store(out, parts, sums, to, part, top, total, mixed, GROUP, VALUES, SINGLE, ROWS, VALUES_2)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -167,11 +186,8 @@ def decode_attention(
     out = query.new_empty(sequences, heads * value_width)
     shape = sequences, heads, splits if splits > 1 else 0
     parts, sums = (query.new_empty((*shape, each), dtype=torch.float32) for each in (value_width, 2))
-    widths: Any = {"WIDTH_2": _power(width), "VALUES_2": _power(value_width)}
-    rows, widest = _power(group), max(widths.values())
-    most, warps, stages = EXACT if keys.dtype == torch.float32 else (TILE_BYTES, WARPS, STAGES)
-    tile = max(16, min(64, most // (widest * keys.element_size())))
-    common: Any = {"WINDOW": window or NO_WINDOW, "VALUES": value_width, "SPLIT": SPLIT}
+    wide, common = _power(width), dict[str, Any](WINDOW=window or NO_WINDOW, SPLIT=SPLIT)
+    common |= {"VALUES": value_width, "VALUES_2": _power(value_width)}
     attend: Any = _attend[(kv_heads, sequences, splits)]
     attend(
         query,
@@ -195,20 +211,22 @@ def decode_attention(
         SINKS=sinks is not None,
         SINGLE=splits == 1,
         WIDEN=not query.is_cuda,
-        TILE=tile,
-        BLOCKS=_blocks(tile, size),
-        COUNT=max(1, SPLIT // size),
-        ROWS=rows,
+        ROWS=_power(group),
+        WIDTH_2=wide,
         **common,
-        **widths,
-        num_warps=min(8, warps * max(1, rows * widest // 2048)),
-        num_stages=stages,
+        **_sizes(keys, size, _power(group), max(wide, _power(value_width))),
     )
     if splits > 1:
         merge: Any = _merge[(heads, sequences)]
-        several: Any = {"MERGED": MERGED, "VALUES_2": widths["VALUES_2"], "num_warps": 1}
-        merge(positions, out, parts, sums, splits, HEADS=heads, **several, **common)
+        merge(positions, out, parts, sums, splits, HEADS=heads, MERGED=MERGED, num_warps=1, **common)
     return out
+
+
+def _sizes(keys: torch.Tensor, size: int, rows: int, width: int) -> Any:
+    most, warps, stages = EXACT if keys.dtype == torch.float32 else (TILE_BYTES, WARPS, STAGES)
+    tile = max(16, min(64, most // (width * keys.element_size())))
+    launch = {"num_warps": min(8, warps * max(1, rows * width // 2048)), "num_stages": stages}
+    return {"TILE": tile, "BLOCKS": _blocks(tile, size), "COUNT": _power(SPLIT // size, 1), **launch}
 
 
 def _blocks(tile: int, size: int) -> int:
@@ -218,6 +236,6 @@ def _blocks(tile: int, size: int) -> int:
     return max(1, tile // size) if whole and even and tile <= 4 * size else 0
 
 
-def _power(count: int) -> int:
+def _power(count: int, least: int = 16) -> int:
     """Rows and columns of a product: at least what a tensor core takes."""
-    return max(16, 1 << (count - 1).bit_length())
+    return max(least, 1 << (count - 1).bit_length())

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rollkeel.models import checksum
-from rollkeel.models.gpu.attention import EXACT, MERGED, NO_WINDOW, SPLIT, STAGES, TILE_BYTES, WARPS, _blocks
+from rollkeel.models.gpu.attention import EXACT, MERGED, NO_WINDOW, SPLIT, STAGES, TILE_BYTES, WARPS, _blocks, _power
 
 SHARED = 99 * 1024
 """Bytes of shared memory that a program has on the smallest of the cards."""
@@ -61,7 +61,7 @@ def attention(dtype: str, width: int, single: bool, size: int = 16) -> tuple[str
         "SPLIT": SPLIT,
         "TILE": tile,
         "BLOCKS": _blocks(tile, size),
-        "COUNT": max(1, SPLIT // size),
+        "COUNT": _power(SPLIT // size, 1),
         "ROWS": 16,
     }
     constants |= {"num_warps": warps * max(1, width // 128), "num_stages": stages}
