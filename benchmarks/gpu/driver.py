@@ -29,6 +29,7 @@ STAGES: dict[str, tuple[str, float]] = {
     "sync": ("benchmarks.gpu.sync", 20),
     "step": ("benchmarks.gpu.step", 80),
     "parity": ("benchmarks.gpu.parity", 30),
+    "peer": ("benchmarks.gpu.peer", 60),
 }
 """Name → module with `run(bench)`, and its seconds when the suite has nine minutes."""
 MOST, LEAST, TABLE_S = 3.0, 0.3, 4.0
@@ -51,7 +52,9 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     for name in () if add else (ROWS, LOG, TABLE):
         (out / name).unlink(missing_ok=True)
-    context: Any = multiprocessing.get_context(start or ("fork" if device == "cpu" else "spawn"))
+    context: Any = multiprocessing.get_context(start or ("fork" if device == "cpu" else "forkserver"))
+    if device != "cpu":
+        context.set_forkserver_preload(["benchmarks.gpu.preload"])
     end = time.monotonic() + 60 * minutes - TABLE_S
     wished = sum(STAGES[name][1] for name in names)
     scale = max(1.0, min(MOST, (end - time.monotonic()) / wished))
