@@ -148,6 +148,21 @@ def test_a_low_precision_run_trains_on_the_gpu(model: str, engine: str, tmp_path
 
 
 @pytest.mark.parametrize(("model", "engine"), [("float32", "fp32"), ("bfloat16", "bf16")])
+@pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-qwen3-moe"])
+def test_under_parity_engine_and_trainer_have_the_same_bits(
+    preset: str, model: str, engine: str, tmp_path: Path
+) -> None:
+    words = ["run.steps=3", "sft.steps=20", "eval.items=4", f"model.dtype={model}", f"engine.dtype={engine}"]
+    from rollkeel.loop.job import train
+
+    words += ["run.parity=true", f"model.path=preset:{preset}", "run.device=cuda", f"run.dir={tmp_path / 'run'}"]
+    train(load("default", words))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["mismatch/ratio_std"] for row in rows[1:]] == [0.0] * 3
+    assert rows[-1]["optimizer/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(("model", "engine"), [("float32", "fp32"), ("bfloat16", "bf16")])
 @pytest.mark.parametrize("words", [[], ["model.path=preset:tiny-qwen3-tied"], ["train.lora.rank=4"]])
 def test_trainer_and_engine_hold_the_weights_once(model: str, engine: str, words: list[str], tmp_path: Path) -> None:
     """While the engine is opened they wait in host memory, so that the GPU never holds them twice."""
