@@ -25,7 +25,8 @@ import torch
 from rollkeel.config import EngineConfig, LoraConfig
 from rollkeel.engines.decode import Batch, Decode, Graphs, graphs_for
 from rollkeel.engines.forwards import Pieces, open_forward
-from rollkeel.engines.kv import BlockPool, Layout, affordable_blocks, prefill_passes, prefill_step
+from rollkeel.engines.kv import BlockPool, Layout, affordable_blocks
+from rollkeel.engines.prefill import prefill_passes, prefill_step
 from rollkeel.engines.prompts import Copy, Job, SharedPrompts, ordered
 from rollkeel.engines.requests import Running, check_requests, longest, room
 from rollkeel.engines.slots import LOOK, Slots
@@ -240,8 +241,7 @@ class LocalEngine:
             self._cache.write(brought)
         for _, running in entered:
             running.kv = None
-        for copy in copies:
-            self._cache.copy_block(copy.source, copy.target)
+        self._cache.copy_blocks([(copy.source, copy.target) for copy in copies])
         if not few:
             self._prefill(tails)
         if not entered:
@@ -281,7 +281,7 @@ class LocalEngine:
         if self._compiled is not None and jobs:
             self._compiled.prefill(jobs)
             return
-        for part in prefill_passes(jobs, self._forward.heads, *self._limits):
+        for part in prefill_passes(jobs, self._forward, *self._limits):
             ids, positions, step = prefill_step(part, self._block, self._padding_block, self._device)
             experts = list[torch.Tensor]()
             self._steps.hidden(ids, positions, step, experts)
