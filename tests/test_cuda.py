@@ -110,7 +110,7 @@ def test_prompts_without_padding_are_no_further_from_float32(
 ) -> None:
     """Than padded ones: the mean gap of log-probs over groups with shared prompts, answers that are resumed, and pieces of prompts."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    name = {"bf16": "bfloat16", "fp16": "float16"}[dtype]
+    name: Any = {"bf16": "bfloat16", "fp16": "float16"}[dtype]
     overrides = {"initializer_range": 0.2, "hidden_size": 128}
     policy = load_policy(ModelConfig(path="preset:tiny-qwen3", dtype=name, overrides=overrides), "cuda")
     calls, counts, gaps, kernel = list[varlen.Spans](), list[int](), list[float](), varlen.attend

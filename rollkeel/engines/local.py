@@ -232,12 +232,10 @@ class LocalEngine:
             entered.append((free.pop(0), running))
         few = self._compiled is not None and sum(len(ids) for _, ids, _ in (*prompts, *tails)) <= RIDERS
         if few:
-            # The next decode step does them on the way.
-            self._riding, copies = ordered(prompts, copies, tails)
+            self._riding, copies = ordered(prompts, copies, tails)  # the next decode step does them on the way
         else:
             self._prefill(prompts)
-        brought = [(r.blocks, r.kv) for _, r in entered if r.kv is not None]
-        if brought:
+        if brought := [(r.blocks, r.kv) for _, r in entered if r.kv is not None]:
             self._cache.write(brought)
         for _, running in entered:
             running.kv = None
@@ -344,6 +342,7 @@ class LocalEngine:
         size = self._block
         if self._batch is not None and self.steps < self._full:  # the step at which the first of them has no room
             return
+        grown: list[tuple[int, int, int]] = []
         for slot in list(self._active):
             running = self._active.get(slot)
             if running is None or running.position(self.steps) < len(running.blocks) * size:
@@ -355,7 +354,8 @@ class LocalEngine:
                 self._requeue(next(reversed(self._active)))
             if slot in self._active:
                 running.blocks.append(self._pool.take())
-                self._slots.table[slot, len(running.blocks) - 1] = running.blocks[-1]
+                grown.append((slot, len(running.blocks) - 1, running.blocks[-1]))
+        self._slots.grow(grown)
         self._full = min((r.since - r.first + len(r.blocks) * size for r in self._active.values()), default=0)
         self._lead = max((r.first - r.since for r in self._active.values()), default=0)
         self._until = max((r.since - r.first + r.last for r in self._active.values()), default=0)
