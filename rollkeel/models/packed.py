@@ -49,24 +49,23 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each sequence of the current layout: `[1, H, N, d]` (GQA allowed) → `[1, N, H, d_v]`."""
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    if q.shape[-1] == v.shape[-1] and dropout == 0 and varlen.suits(q.device, q.dtype, q.shape[-1]):
-        layout = _LAYOUT.get()
-
-        def flat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return _cuda_varlen(q, k, v, layout, scaling).flatten(1)
-
-        out = layout.attend(flat, q, k, v)
-    else:
-        out = _by_bucket(q, k, v, scaling, dropout)
+    out = _attend(q, k, v, scaling, dropout)
     return out.view(1, q.shape[0], q.shape[1], -1), None
 
 
-def _by_bucket(
+def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, dropout: float = 0.0
 ) -> torch.Tensor:
     """Queries `[n, H, d]`, keys `[n, KV, d]`, values `[n, KV, d_v]` of the tokens here → `[n, H * d_v]`."""
     layout = _LAYOUT.get()
-    return layout.attend(lambda q, k, v: attend_by_bucket(q, k, v, layout, scaling, dropout), q, k, v)
+    flash = q.shape[-1] == v.shape[-1] and dropout == 0 and varlen.suits(q.device, q.dtype, q.shape[-1])
+
+    def flat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if flash:
+            return _cuda_varlen(q, k, v, layout, scaling).flatten(1)
+        return attend_by_bucket(q, k, v, layout, scaling, dropout)
+
+    return layout.attend(flat, q, k, v)
 
 
 def attend_by_bucket(
@@ -283,7 +282,7 @@ class PackedModel:
             return
         token = _LAYOUT.set(layout)
         try:
-            passes = fused(self.backbone, _by_bucket) if self._fused else self._compiled()
+            passes = fused(self.backbone, _attend) if self._fused else self._compiled()
             with _implementations(self.model, self._attention, device), passes:
                 yield
         finally:

@@ -181,7 +181,7 @@ def on_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, _
 def kept_on_meta(config: Qwen3Config, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Bytes per token that autograd keeps of one sequence of 2,048 tokens as on a CUDA device, by `train.checkpointing`."""
     monkeypatch.setattr(packed_module, "_replaceable", lambda *_: False)  # its probe needs values
-    monkeypatch.setattr(packed_module, "_by_bucket", on_cuda)
+    monkeypatch.setattr(packed_module, "_attend", on_cuda)
     with torch.device("meta"):
         net = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         ids, positions = torch.zeros(2048, dtype=torch.int64), torch.zeros(2048, dtype=torch.int64)

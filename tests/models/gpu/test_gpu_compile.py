@@ -74,6 +74,13 @@ def sums(bits: str) -> tuple[str, str, dict[str, str], dict[str, Any]]:
     return "checksum", "_sum", types, {**numbers, "MASK": 2 ** int(bits[1:]) - 1, "BLOCK": 4096}
 
 
+def layer(name: str, **constants: int | bool) -> tuple[str, str, dict[str, str], dict[str, Any]]:
+    """Of the trainer's layers, in bfloat16."""
+    types = dict.fromkeys(("x", "weight", "out", "grad", "dx", "cos", "sin", "gate", "up", "d_gate", "d_up"), "*bf16")
+    types |= {"parts": "*fp32", "eps": "fp32", "rows": "i32", "count": "i32", "angle_row": "i32"}
+    return "layers", name, types, constants
+
+
 ROWS = {"logits": "*fp32", "tops": "*fp32", "totals": "*fp32", "uniform": "*fp64", "ids": "*i64", "logprobs": "*fp32"}
 
 KERNELS = {
@@ -87,6 +94,12 @@ KERNELS = {
     "checksum of 16 bits": sums("i16"),
     "checksum of 64 bits": sums("i64"),
     "sums of a draw": ("sampling", "_sums", {**ROWS, "blocks": "i32"}, {"V": 151_936, "BLOCK": 2048}),
+    "norm": layer("_norm", D=4096, D_2=4096),
+    "its gradient": layer("_norm_gradient", D=4096, D_2=4096, ROWS=16),
+    "rotary": layer("_rotary", COUNT=16, D=128, HALF_2=64, NORM=True, ROWS=32),
+    "the gradient of rotary": layer("_rotary_gradient", COUNT=16, D=128, HALF_2=64, NORM=True, ROWS=32),
+    "SwiGLU": layer("_swiglu", BLOCK=2048),
+    "the gradient of SwiGLU": layer("_swiglu_gradient", BLOCK=2048),
     "draw": ("sampling", "_draw", {**ROWS, "blocks": "i32"}, {"V": 151_936, "BLOCK": 2048, "BLOCKS_2": 128}),
 }
 
