@@ -200,7 +200,7 @@ def test_passes_hold_twice_the_tokens_without_padding() -> None:
     assert of([(0, 20), (0, 21)], 16) == [[(0, 16)], [(0, 4)], [(1, 16)], [(1, 5)]]
     # Keys that are read again are bounded too: eight times 16, as if all had those of the longest.
     assert of([(63, 1), (0, 1), (0, 1)], 16) == [[(0, 1), (1, 1)], [(2, 1)]]
-    assert of([(500, 1), (0, 1)], 16) == [[(0, 1)], [(1, 1)]]
+    assert of([(500, 1), (0, 1), (0, 1)], 16) == [[(0, 1)], [(1, 1), (2, 1)]]
     assert of([], 16) == []
 
 
