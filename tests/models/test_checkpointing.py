@@ -175,7 +175,7 @@ def test_selective_does_not_compute_attention_again(mode: str, runs: int) -> Non
 
 
 def on_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, _: float = 0.0) -> torch.Tensor:
-    return packed_module._cuda_varlen(q, k, v, packed_module._LAYOUT.get(), scaling, True).flatten(1)
+    return packed_module._cuda_varlen(q, k, v, packed_module._LAYOUT.get(), scaling).flatten(1)
 
 
 def kept_on_meta(config: Qwen3Config, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
