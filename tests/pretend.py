@@ -171,16 +171,23 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
     return target
 
 
-_setup_privateuseone_for_python_backend(DEVICE)
-_module: Any = getattr(torch, DEVICE)
-_module.get_rng_state = lambda *_: torch.get_rng_state()
-_module.set_rng_state = lambda state, *_: torch.set_rng_state(state)
-_module.get_amp_supported_dtype = lambda: [
-    torch.bfloat16,
-    torch.float16,
-]  # what checkpoints ask of a machine's accelerator
 _LIBRARY = torch.library.Library("aten", "IMPL")
-for _name in ("empty.memory_format", "empty_strided", "arange.start_step", "arange.start", "arange"):
-    _operation, _, _overload = _name.partition(".")
-    _LIBRARY.impl(_name, _made(getattr(getattr(torch.ops.aten, _operation), _overload or "default")), "PrivateUse1")
-_LIBRARY.impl("_copy_from", _copy_from, "PrivateUse1")
+
+
+def _register() -> None:
+    _setup_privateuseone_for_python_backend(DEVICE)
+    module: Any = getattr(torch, DEVICE)
+    module.get_rng_state = lambda *_: torch.get_rng_state()
+    module.set_rng_state = lambda state, *_: torch.set_rng_state(state)
+    module.get_amp_supported_dtype = lambda: [
+        torch.bfloat16,
+        torch.float16,
+    ]  # what checkpoints ask of a machine's accelerator
+    for name in ("empty.memory_format", "empty_strided", "arange.start_step", "arange.start", "arange"):
+        operation, _, overload = name.partition(".")
+        _LIBRARY.impl(name, _made(getattr(getattr(torch.ops.aten, operation), overload or "default")), "PrivateUse1")
+    _LIBRARY.impl("_copy_from", _copy_from, "PrivateUse1")
+
+
+if not torch.cuda.is_available():  # beside CUDA, autograd would take this device for the machine's accelerator
+    _register()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import pytest
 import torch
 
 from rollkeel.config import EngineConfig, ModelConfig, TrainConfig
+from rollkeel.engines.kv import Layout
 from rollkeel.engines.local import LocalEngine
 from rollkeel.loop import steps
+from rollkeel.models import varlen
 from rollkeel.models.loading import load_policy
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import product
@@ -100,6 +103,56 @@ def test_a_graph_is_the_step(preset: str, dtype: Any, asked: dict[str, Any]) -> 
             assert mine is theirs is None or np.array_equal(mine, theirs), (played.request_id, name)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("tokens", [64, 8192])
+def test_prompts_without_padding_are_no_further_from_float32(
+    dtype: Any, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Than padded ones: the mean gap of log-probs over groups with shared prompts, answers that are resumed, and pieces of prompts."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    name: Any = {"bf16": "bfloat16", "fp16": "float16"}[dtype]
+    overrides = {"initializer_range": 0.2, "hidden_size": 128}
+    policy = load_policy(ModelConfig(path="preset:tiny-qwen3", dtype=name, overrides=overrides), "cuda")
+    calls, counts, gaps, kernel = list[varlen.Spans](), list[int](), list[float](), varlen.attend
+    monkeypatch.setattr(varlen, "attend", lambda *given: calls.append(given[3]) or kernel(*given))
+    views = {n: w.clone() for n, w in checkpoint_views(policy.model).items()}
+    model = policy.model.float()
+    for flash in (True, False):
+        if not flash:
+            monkeypatch.setattr(varlen, "suits", lambda *_: False)
+        config = EngineConfig(slots=24, forward="fast", dtype=dtype)
+        layout = Layout(prefill_tokens=tokens)
+        engine = LocalEngine(policy.model.config, config, device="cuda", max_length=512, layout=layout)
+        DirectPublisher([engine]).publish(views.items(), 0)
+        rng = np.random.default_rng(0)
+        prompts = [rng.integers(8, 264, n) for n in (1, 2, 17, 40, 64, 65, 129, 333)]
+        sampling = SamplingParams(max_new_tokens=60, temperature=1.0)
+        asked = {i: Request(id=i, prompt_ids=prompts[i % 8], sampling=sampling) for i in range(32)}
+        engine.submit(list(asked.values()))
+        done = engine.advance(30)
+        engine.interrupt(range(0, 32, 2))
+        parts = [s for s in engine.poll(0) if s.request_id % 2 == 0]
+        engine.submit([replace(asked[s.request_id], prefix=s.span) for s in parts])
+        before = {s.request_id: s.span for s in parts}
+        while engine.busy:
+            done += engine.poll(60)
+        far = list[np.ndarray]()
+        for s in done:
+            span = before[s.request_id].append(s.span) if s.request_id in before else s.span
+            prompt = asked[s.request_id].prompt_ids
+            ids = torch.from_numpy(np.concatenate([prompt, span.token_ids])).cuda()[None]
+            with torch.no_grad():
+                p = model(ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+            far.append(np.abs(p.gather(1, ids[0, len(prompt) :, None])[:, 0].cpu().numpy() - span.logprobs))
+        assert sorted(map(len, far)) == [60] * 32
+        gaps.append(float(np.concatenate(far).mean()))
+        counts.append(len(calls))
+    assert counts[0] == counts[1]
+    assert any(len(spans.queries) > 2 for spans in calls)
+    assert {spans.keys is spans.queries for spans in calls} == {True, False}
+    assert gaps[0] < 1.3 * gaps[1] + 1e-4
+
+
 def test_a_run_trains_on_the_gpu(tmp_path: Path) -> None:
     from rollkeel.loop.job import train
 
@@ -145,6 +198,21 @@ def test_a_low_precision_run_trains_on_the_gpu(model: str, engine: str, tmp_path
     train(load("default", [*words, "run.device=cuda", f"run.dir={tmp_path / 'run'}"]))
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["step"] == 2
+
+
+@pytest.mark.parametrize(("model", "engine"), [("float32", "fp32"), ("bfloat16", "bf16")])
+@pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-qwen3-moe"])
+def test_under_parity_engine_and_trainer_have_the_same_bits(
+    preset: str, model: str, engine: str, tmp_path: Path
+) -> None:
+    words = ["run.steps=3", "sft.steps=20", "eval.items=4", f"model.dtype={model}", f"engine.dtype={engine}"]
+    from rollkeel.loop.job import train
+
+    words += ["run.parity=true", f"model.path=preset:{preset}", "run.device=cuda", f"run.dir={tmp_path / 'run'}"]
+    train(load("default", words))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["mismatch/ratio_std"] for row in rows[1:]] == [0.0] * 3
+    assert rows[-1]["optimizer/grad_norm"] > 0
 
 
 @pytest.mark.parametrize(("model", "engine"), [("float32", "fp32"), ("bfloat16", "bf16")])

@@ -77,6 +77,16 @@ def test_a_stage_may_begin_afresh_as_on_a_card(broken: Path, tmp_path: Path, mon
     assert [r["value"] for r in seen if r["row"] == "works"] == [2]
 
 
+def test_what_stages_are_forked_from_has_not_begun_to_use_a_card() -> None:
+    script = (
+        "import torch, sys; began = []; torch.cuda._lazy_init = torch.cuda.init = lambda *_: began.append(1)\n"
+        "import benchmarks.gpu.preload; from benchmarks.gpu.driver import STAGES\n"
+        "print(began, torch.cuda.is_initialized(), all(module in sys.modules for module, _ in STAGES.values()), sys.modules['numba'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.stdout.split() == ["[]", "False", "True", "None"], done.stderr
+
+
 def test_no_stage_begins_behind_the_time_that_is_left(broken: Path, tmp_path: Path) -> None:
     seen = driver.run(["hangs", "fine"], (driver.TABLE_S + 2) / 60, tmp_path / "out", "cpu", True)
     last = seen[-1]

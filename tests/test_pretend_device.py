@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from device_runs import LOOPS, MODELS, NUMBERS, RUNS, TINY, combined
 from pretend import DEVICE, JOURNAL
 
 from rollkeel import advantages, objectives
@@ -31,24 +32,6 @@ from rollkeel.sync.publish import DirectPublisher
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import GraderSpec, Prompt, Request, Rollout, SamplingParams, Segment, Status
 
-TINY = [
-    "run.steps=1",
-    "data.options.digits=2",
-    "sft.steps=0",
-    "sft.batch_size=8",
-    "model.overrides.hidden_size=32",
-    "sampling.max_new_tokens=32",
-    "reward.overlong.buffer=32",  # answers of random tokens get rewards that vary
-    "rollout.prompts=4",
-    "rollout.samples=2",
-    "train.updates_per_step=2",
-    "train.micro_batch_tokens=96",
-    "eval.every=0",
-    "eval.items=2",
-    "eval.samples=1",
-    "eval.greedy=false",
-    "report.samples=0",
-]
 ONCE = {
     "record/checks.py changeable",
     "models/packed.py PackedModel._padded",
@@ -141,38 +124,6 @@ def clean() -> None:
     assert {at: n for at, n in JOURNAL.reads.items() if at.split(":")[0] not in ALLOWED} == {}
 
 
-RUNS = {
-    "sync": ["sft.steps=1", "checkpoint.every=1"],
-    "lag": ["model.path=preset:tiny-qwen3", "experiment.lag=1", "engine.dtype=bf16", "run.steps=2"],
-    "budgeted": ["model.path=preset:tiny-qwen3-tied", "run.loop=budgeted", "rollout.budget={tokens: 40, capacity: 4}", "engine.dtype=fp8", "run.steps=2"],
-    "kept": ["model.path=preset:tiny-qwen3", "run.loop=budgeted", "rollout.budget={tokens: 40, capacity: 4}", "engine.kv=keep", "engine.dtype=int4", "run.steps=2"],
-    "async": ["run.loop=async", "engine.processes=1", "engine.dtype=int8", "run.steps=2"],
-    "replayed": ["rollout.routing=replay", "model.dtype=bfloat16", "engine.dtype=bf16", "train.updates_per_step=1"],
-    "truncated": ["objective.name=dppo_topk_kl", "sampling.top_p=0.9", "train.kl_coefficient=0.1", "train.kl_in=reward", "engine.dtype=int8"],
-    "half": ["model.path=preset:tiny-qwen3-tied", "model.dtype=float16", "engine.dtype=fp16", "sft.steps=1"],
-    "lora": ["train.lora.rank=4", "train.lora.experts=true", "run.steps=2", "checkpoint.every=1", "train.kl_coefficient=0.1"],
-    "offloaded": ["memory.offload=all", "engine.dtype=bf16", "train.kl_coefficient=0.1", "run.steps=2", "checkpoint.every=1", "eval.every=1"],
-    "rounded": ["experiment.rounding=int8", "engine.dtype=int8", "train.kl_coefficient=0.1", "train.entropy_coefficient=0.01", "trace.tensors_every=1"],
-}  # fmt: skip
-
-
-LOOPS = {
-    "sync": [],
-    "lag": ["experiment.lag=1"],
-    "budgeted": ["run.loop=budgeted", "rollout.budget={tokens: 40, capacity: 4}"],
-    "kept": ["run.loop=budgeted", "rollout.budget={tokens: 40, capacity: 4}", "engine.kv=keep"],
-    "async": ["run.loop=async", "engine.processes=1"],
-}
-MODELS = ("tiny-qwen3", "tiny-qwen3-tied", "tiny-qwen3-moe")
-NUMBERS = {
-    "fp32": [],
-    "bf16": ["model.dtype=bfloat16", "engine.dtype=bf16"],
-    "fp16": ["model.dtype=float16", "engine.dtype=fp16"],
-    "int8": ["engine.dtype=int8"],
-    "lora": ["train.lora.rank=4", "train.lora.experts=true"],
-}
-
-
 def ran(loop: str, settings: list[str], folder: Path) -> None:
     job.train(load("default", [*TINY, *settings, f"run.dir={folder}"]))
     clean()
@@ -192,10 +143,7 @@ def test_a_run_stays_on_its_device(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_every_loop_with_every_model_and_dtype(loop: str, model: str, numbers: str, tmp_path: Path) -> None:
-    settings = [f"model.path=preset:{model}", "run.steps=2", "sft.steps=1", *LOOPS[loop], *NUMBERS[numbers]]
-    if numbers == "lora" and model != "tiny-qwen3-moe":
-        settings.remove("train.lora.experts=true")
-    ran(loop, settings, tmp_path / "run")
+    ran(loop, combined(loop, model, numbers), tmp_path / "run")
 
 
 def policy(name: str, device: str, lora: LoraConfig | None = None, **overrides: Any) -> Policy:

@@ -219,6 +219,23 @@ def test_operations_of_a_step(preset: str) -> None:
     assert dict(JOURNAL.reads) == {}
 
 
+def test_blocks_that_begin_together_are_noted_together() -> None:
+    """Each alone would be a launch between two steps."""
+    made, more = policy("tiny-qwen3"), list[list[int]]()
+    for sequences in (1, 6):
+        engine = opened(made, None)
+        DirectPublisher([engine]).publish(checkpoint_views(made.model).items(), 0)
+        engine.submit([Request(id=i, prompt_ids=np.arange(9, 14), sampling=SamplingParams()) for i in range(sequences)])
+        engine.advance(1)
+        counts = list[int]()
+        for _ in range(8):
+            JOURNAL.clear()
+            engine.poll(0)
+            counts.append(sum(n for name, n in JOURNAL.operations.items() if name not in VIEWS))
+        more.append([count - min(counts) for count in counts])
+    assert more == [[0, 0, 0, 2, 0, 0, 0, 2]] * 2
+
+
 class TestRecords:
     """The records of these tests go wrong where CUDA's would."""
 

@@ -25,6 +25,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.0, help="of the whole suite")
     parser.add_argument("--out", type=Path, required=True, help="folder for rows.jsonl, table.md and log.txt")
     parser.add_argument("--stages", default=",".join(STAGES), help="some of them, separated by commas")
+    parser.add_argument("--models", default="", help="some of them, separated by commas: Qwen3-0.6B,Qwen3-4B")
+    parser.add_argument("--add", action="store_true", help="keep the rows of an earlier call in DIR")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--toy", action="store_true", help="tiny models, one repeat: does it run")
     args = parser.parse_args()
@@ -36,7 +38,8 @@ def main() -> None:
     if args.device == "cpu":  # what every forked stage needs, once
         bare("cpu")
         import benchmarks.gpu.rl  # noqa: F401
-    rows = run(names, args.minutes, args.out, args.device, args.toy)
+    only = [name for name in args.models.split(",") if name]
+    rows = run(names, args.minutes, args.out, args.device, args.toy, add=args.add, only=only)
     bad = [row for row in rows if "failed" in row or row.get("ok") is False]
     print(f"{len(rows)} rows, {len(bad)} failed or do not hold: {args.out / TABLE}", flush=True)
     sys.exit(1 if bad else 0)

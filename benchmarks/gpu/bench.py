@@ -9,7 +9,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,9 @@ def without_triton() -> Iterator[None]:
 class Bench:
     """Rows of one stage on one device."""
 
-    def __init__(self, stage: str, out: Path, device: str, toy: bool, seconds: float) -> None:
+    def __init__(self, stage: str, out: Path, device: str, toy: bool, seconds: float, only: Sequence[str] = ()) -> None:
         self.stage, self.out, self.device, self.toy = stage, out, torch.device(device), toy
-        self.cuda = self.device.type == "cuda"
+        self.cuda, self._only = self.device.type == "cuda", only
         self.card = torch.cuda.get_device_name() if self.cuda else None
         self._end = time.monotonic() + seconds
 
@@ -66,6 +66,10 @@ class Bench:
         """By what operations that have a kernel of ours can be computed here."""
         kernels = self.cuda and importlib.util.find_spec("rollkeel.models.gpu") is not None
         return {**({"Triton": nullcontext()} if kernels else {}), "PyTorch": without_triton()}
+
+    def wanted(self, model: str) -> bool:
+        """Whether the suite was asked for rows of this model."""
+        return not self._only or model in self._only
 
     @property
     def left(self) -> float:
@@ -140,7 +144,7 @@ class Bench:
             self.sync()
         kernels = [e for e in seen.key_averages() if e.device_type.name == "CUDA" and not e.is_user_annotation]
         kernels.sort(key=lambda e: -e.self_device_time_total)
-        longest = "; ".join(f"{e.key[:50]} {e.self_device_time_total / 1e3:.2f} ms" for e in kernels[:5])
+        longest = "; ".join(f"{e.key[:60]} × {e.count} {e.self_device_time_total / 1e3:.2f} ms" for e in kernels[:14])
         return sum(e.self_device_time_total for e in kernels) * 1e-6, sum(e.count for e in kernels), longest
 
     @property

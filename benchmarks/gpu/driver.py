@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +21,44 @@ LOG, TABLE = "log.txt", "table.md"
 STAGES: dict[str, tuple[str, float]] = {
     "probe": ("benchmarks.gpu.probe", 20),
     "kernels": ("benchmarks.gpu.kernels", 50),
-    "correctness": ("benchmarks.gpu.correctness", 80),
+    "correctness": ("benchmarks.gpu.correctness", 60),
+    "tests": ("benchmarks.gpu.tests", 90),
     "rollout": ("benchmarks.gpu.rollout", 100),
     "training": ("benchmarks.gpu.training", 100),
     "logprob": ("benchmarks.gpu.logprob", 30),
     "sync": ("benchmarks.gpu.sync", 20),
     "step": ("benchmarks.gpu.step", 80),
     "parity": ("benchmarks.gpu.parity", 30),
+    "peer": ("benchmarks.gpu.peer", 60),
 }
 """Name → module with `run(bench)`, and its seconds when the suite has nine minutes."""
 MOST, LEAST, TABLE_S = 3.0, 0.3, 4.0
 """How much of its seconds a stage gets where few stages share much time; the share below which it does not start; for the table."""
 
 
-def run(names: list[str], minutes: float, out: Path, device: str, toy: bool, start: str = "") -> list[dict[str, Any]]:
-    """Every row of the suite. `start`: how processes begin; forked on a CPU, where nothing of CUDA is initialised."""
+def run(
+    names: list[str],
+    minutes: float,
+    out: Path,
+    device: str,
+    toy: bool,
+    start: str = "",
+    *,
+    add: bool = False,
+    only: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """Every row of the suite. `start`: how processes begin; forked on a CPU, where nothing of CUDA is initialised. `add`: behind the
+    rows of an earlier call. `only`: these models, where a stage asks several."""
     out.mkdir(parents=True, exist_ok=True)
-    for name in (ROWS, LOG, TABLE):
+    for name in () if add else (ROWS, LOG, TABLE):
         (out / name).unlink(missing_ok=True)
-    context: Any = multiprocessing.get_context(start or ("fork" if device == "cpu" else "spawn"))
+    context: Any = multiprocessing.get_context(start or ("fork" if device == "cpu" else "forkserver"))
+    if device != "cpu":
+        context.set_forkserver_preload(["benchmarks.gpu.preload"])
     end = time.monotonic() + 60 * minutes - TABLE_S
     wished = sum(STAGES[name][1] for name in names)
     scale = max(1.0, min(MOST, (end - time.monotonic()) / wished))
-    shown = 0
+    shown = len(list(rows(out)))
     for name in names:
         module, seconds = STAGES[name]
         left = end - time.monotonic()
@@ -56,7 +72,7 @@ def run(names: list[str], minutes: float, out: Path, device: str, toy: bool, sta
             continue
         limit = min(seconds * scale, left)
         begun = time.monotonic()
-        child = context.Process(target=enter, args=(name, module, out, device, toy, limit))
+        child = context.Process(target=enter, args=(name, module, out, device, toy, limit, only))
         child.start()
         while child.is_alive() and time.monotonic() - begun < limit:
             child.join(0.1)
@@ -74,7 +90,7 @@ def run(names: list[str], minutes: float, out: Path, device: str, toy: bool, sta
     return told
 
 
-def enter(name: str, module: str, out: Path, device: str, toy: bool, seconds: float) -> None:
+def enter(name: str, module: str, out: Path, device: str, toy: bool, seconds: float, only: Sequence[str]) -> None:
     """In a process of its own: the stage, with everything it prints in the log."""
     os.setsid()
     log = os.open(out / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -86,7 +102,7 @@ def enter(name: str, module: str, out: Path, device: str, toy: bool, seconds: fl
     import torch
 
     torch.set_num_threads(1 if device == "cpu" else 8)
-    importlib.import_module(module).run(Bench(name, out, device, toy, seconds))
+    importlib.import_module(module).run(Bench(name, out, device, toy, seconds, only))
 
 
 def bare(device: str) -> None:

@@ -18,7 +18,7 @@ SECONDS = 2.0
 
 
 def run(bench: Bench) -> None:
-    for name in models.MODELS[::3] if bench.toy else models.MODELS:
+    for name in filter(bench.wanted, models.MODELS[::3] if bench.toy else models.MODELS):
         bench.attempt(f"{models.title(name)} rollout", rollout, name, least=6.0)
     if bench.cuda and models.has(LocalEngine, "graphs"):
         bench.attempt("without graphs", eager, least=8.0)

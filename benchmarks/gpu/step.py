@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -19,10 +18,6 @@ PARTS = ("rollout", "grading", "update", "sync")
 def run(bench: Bench) -> None:
     bench.attempt("GRPO step, Qwen3-0.6B", steps, least=15.0)
     bench.attempt("a run that learns", learns, least=15.0)
-    if importlib.util.find_spec("trl") is None:
-        bench.absent("TRL GRPOTrainer", "trl cannot be imported")
-    else:
-        bench.row("TRL GRPOTrainer", note="importable; not measured by this suite yet")
 
 
 def loop(bench: Bench, made: Any, groups: int, samples: int, new: int, stop: bool, **train: Any) -> rl.Loop:

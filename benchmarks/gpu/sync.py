@@ -20,7 +20,7 @@ def run(bench: Bench) -> None:
     for way, inside in bench.ways.items():
         with inside:
             bench.attempt(f"checksum, {way}", checksum, way)
-    for name in ("Qwen3-0.6B",) if bench.toy else ("Qwen3-0.6B", "Qwen3-4B"):
+    for name in filter(bench.wanted, ("Qwen3-0.6B",) if bench.toy else ("Qwen3-0.6B", "Qwen3-4B")):
         bench.attempt(f"publication of {name}", publication, name, {})
     layers = 2 if bench.toy else 48
     bench.attempt(

@@ -24,7 +24,7 @@ def run(bench: Bench) -> None:
     runs = [("Qwen3-0.6B", short, "none"), ("Qwen3-0.6B", long, "none")]
     runs += [] if bench.toy else [("Qwen3-1.7B", short, "none"), ("Qwen3-1.7B", long, "layer")]
     runs += [("Qwen3-4B", short, "layer")]
-    for name, size, mode in runs:
+    for name, size, mode in (run for run in runs if bench.wanted(run[0])):
         bench.attempt(f"{name} update {size}, checkpointing {mode}", update, name, size, batches[size], mode, least=6.0)
     if "compile" in TrainConfig.model_fields and bench.cuda:
         about = ("Qwen3-0.6B", short, batches[short], "none", True)

@@ -17,7 +17,8 @@ import torch
 
 from rollkeel.analyzer.capture import Capture, Recorder, Tokens, spread
 from rollkeel.analyzer.watch import modules_watched, operations_watched
-from rollkeel.engines.kv import PagedCache, Step, prefill_step
+from rollkeel.engines.kv import PagedCache, Step
+from rollkeel.engines.prefill import prefill_step
 from rollkeel.engines.weights import apply_update
 from rollkeel.models.compiled import CompiledDecode, compiled_decode, suits
 from rollkeel.models.forward import FastForward, supports

@@ -6,7 +6,8 @@ gathering a sequence's blocks yields matrices ready for batched products. Addres
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import torch
 
 from rollkeel.config import EngineConfig
 from rollkeel.errors import BadInput, EngineFailure
-from rollkeel.models import gpu
+from rollkeel.models import gpu, varlen
 from rollkeel.types import KeptKV
 
 KV_GB, KV_SHARE = 4.0, 0.4
@@ -31,7 +32,7 @@ class Layout(NamedTuple):
     block_size: int = 16
     """Tokens of a KV block."""
     prefill_tokens: int = 8192
-    """Tokens, with padding, prefilled in one forward pass."""
+    """Tokens, with padding, prefilled in one forward pass; twice as many where nothing is padded."""
     scores: int = 2**28
     """Attention scores of one forward pass over prompts, in one layer: 1 GB of them. Longer prompts come in pieces."""
     prefix_sharing: bool = True
@@ -90,17 +91,40 @@ class Step:
     """`[S, Q]` int64 position of each query, −1 for padding."""
     scatter: torch.Tensor | None
     """`[N]` int64 index of each token in the padded `[S * Q]` grid; None when N = S * Q in order."""
+    prompts: tuple[np.ndarray, np.ndarray] | None = None
+    """`[S]` position of each sequence's first query and number of its queries, which a pass over prompts knows on the host."""
     _rows: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     _bias: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    @functools.cached_property
+    def spans(self) -> varlen.Spans:
+        """Of the sequences of a pass over prompts; `keys` are `queries` where there are no earlier keys."""
+        assert self.prompts is not None
+        starts, counts = self.prompts
+        seen = starts + counts
+        queries, keys = (
+            torch.from_numpy(np.append(0, each.cumsum()).astype(np.int32)).to(self.slots.device)
+            for each in (counts, seen)
+        )
+        return varlen.Spans(queries, keys if starts.any() else queries, int(counts.max()), int(seen.max()))
 
     def written(self, kv_heads: int, block_size: int) -> torch.Tensor:
         """`[N * kv_heads]` flat rows that the new tokens are written to, built once per pass."""
         if ("written", kv_heads) not in self._rows:
-            head = torch.arange(kv_heads, device=self.slots.device)
-            block, offset = self.slots // block_size, self.slots % block_size
-            rows = (block[:, None] * kv_heads + head) * block_size + offset[:, None]
-            self._rows["written", kv_heads] = rows.flatten()
+            self._rows["written", kv_heads] = _rows(self.slots, kv_heads, block_size)
         return self._rows["written", kv_heads]
+
+    def seen(self, kv_heads: int, block_size: int) -> torch.Tensor:
+        """`[M * kv_heads]` flat rows of all M keys of a pass over prompts, sequence after sequence, built once per pass."""
+        if ("seen", kv_heads) not in self._rows:
+            assert self.prompts is not None
+            first = self.spans.keys
+            total = int(sum(map(np.sum, self.prompts)))
+            sequence = torch.repeat_interleave(first.diff().long(), output_size=total)
+            position = torch.arange(total, device=first.device) - first[sequence]
+            slots = self.table[sequence, position // block_size] * block_size + position % block_size
+            self._rows["seen", kv_heads] = _rows(slots, kv_heads, block_size)
+        return self._rows["seen", kv_heads]
 
     def gathered(self, kv_heads: int) -> torch.Tensor:
         """`[S * kv_heads * B]` flat rows of blocks that the sequences attend to, built once per pass."""
@@ -121,6 +145,12 @@ class Step:
                 hidden, torch.finfo(dtype).min
             )
         return self._bias[(window, dtype)]
+
+
+def _rows(slots: torch.Tensor, kv_heads: int, block_size: int) -> torch.Tensor:
+    head = torch.arange(kv_heads, device=slots.device)
+    block, offset = slots // block_size, slots % block_size
+    return ((block[:, None] * kv_heads + head) * block_size + offset[:, None]).flatten()
 
 
 class PagedCache:
@@ -159,15 +189,15 @@ class PagedCache:
         first, second = (self._held(s, layer, kv_heads, width, self._dtype) for s in (self._keys, self._values))
         return first, second
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy one block in every layer: the last, half-filled block of a shared prompt."""
-        for store in (self._keys, self._values):
-            for cache in store.values():
-                heads = cache.shape[0] // self.num_blocks
-                cache[target * heads : (target + 1) * heads] = cache[source * heads : (source + 1) * heads]
-        if self._experts is not None:
-            blocks = self._experts.unflatten(0, (self.num_blocks, -1))
-            blocks[target] = blocks[source]
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks in every layer, each (source, target): the last, half-filled blocks of shared prompts. No target is a source."""
+        if not copies:
+            return
+        source, target = torch.tensor(list(zip(*copies, strict=True)), device=self._device)
+        experts = [] if self._experts is None else [self._experts]
+        for held in (*self._keys.values(), *self._values.values(), *experts):
+            blocks = held.view(self.num_blocks, -1)
+            blocks.index_copy_(0, target, blocks.index_select(0, source))
 
     def note(self, slots: torch.Tensor, experts: Sequence[torch.Tensor]) -> None:
         """Remember the experts `[N, k]`, one tensor a layer, that the tokens written to `slots [N]` went to."""
@@ -247,29 +277,44 @@ class PagedCache:
         written = step.written(key.shape[1], self.block_size)
         self._store(self._keys, layer, key, written)
         self._store(self._values, layer, value, written)
-        return self.look_up(step, layer, query, scale, window, sinks)
+        return self.look_up(step, layer, query, scale, window, sinks, (key, value))
 
     def look_up(
-        self, step: Step, layer: int, query: torch.Tensor, scale: float, window: int | None = None, sinks: Any = None
+        self,
+        step: Step,
+        layer: int,
+        query: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """`attend`, once keys and values are written."""
+        """`attend`, once keys and values are written; `new` are those, where they are at hand."""
         keys, values = self._keys[layer], self._values[layer]
-        heads, kv_heads = query.shape[1], len(keys) // self.num_blocks
-        sequences, per_sequence = step.query_positions.shape
-        if per_sequence == 1 and step.scatter is None and gpu.taken(query):
+        kv_heads, width = len(keys) // self.num_blocks, keys.shape[-1]
+        plain = sinks is None and not window and width == values.shape[-1]
+        if step.prompts is not None and plain and varlen.suits(query.device, query.dtype, width):
+            if new is None or step.spans.keys is not step.spans.queries:
+                rows = step.seen(kv_heads, self.block_size)
+                keys, values = (
+                    c.view(-1, width).index_select(0, rows).view(-1, kv_heads, width) for c in (keys, values)
+                )
+                new = keys, values
+            return varlen.attend(query, *new, step.spans, scale).flatten(1)
+        if step.query_positions.shape[1] == 1 and step.scatter is None and gpu.taken(query):
             from rollkeel.models.gpu.attention import decode_attention
 
-            return decode_attention(
-                query,
-                keys,
-                values,
-                step.table,
-                step.query_positions[:, 0],
-                kv_heads=kv_heads,
-                scale=scale,
-                window=window,
-                sinks=sinks,
-            )
+            at, options = step.query_positions[:, 0], {"window": window, "sinks": sinks}
+            return decode_attention(query, keys, values, step.table, at, kv_heads=kv_heads, scale=scale, **options)
+        return self._padded(step, query, keys, values, scale, window, sinks)
+
+    def _padded(
+        self, step: Step, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *masks: Any
+    ) -> torch.Tensor:
+        """Over the keys of each sequence, padded to those of the longest."""
+        window, sinks = masks
+        heads, kv_heads = query.shape[1], len(keys) // self.num_blocks
+        sequences, per_sequence = step.query_positions.shape
         gathered = step.gathered(kv_heads)
         keys, values = self._gather(0, keys, gathered), self._gather(1, values, gathered)
         keys = keys.view(sequences * kv_heads, -1, keys.shape[-1])
@@ -351,48 +396,3 @@ def affordable_blocks(
             f"{needed * per_block / 2**30:.2f} GB; raise it or lower engine.max_length"
         )
     return affordable, (affordable - spare) * block_size
-
-
-Prefill = tuple[list[int], np.ndarray, int]
-"""Blocks of a sequence, tokens that it wants in them, and the position of the first."""
-
-
-def prefill_passes(jobs: Sequence[Prefill], heads: int, tokens: int, scores: int) -> Iterator[list[Prefill]]:
-    """What each forward pass computes of `jobs`, from short to long: several together, in pieces that `Layout` allows."""
-    while jobs:
-        count = 1
-        while count < len(jobs) and (count + 1) * len(jobs[count][1]) <= tokens:
-            count += 1
-        group, jobs = jobs[:count], jobs[count:]
-        keys = max(start + len(ids) for _, ids, start in group)
-        size = max(1, scores // (heads * count * keys))
-        for first in range(0, len(group[-1][1]), size):
-            piece = slice(first, first + size)
-            yield [(blocks, ids[piece], start + first) for blocks, ids, start in group if len(ids) > first]
-
-
-def prefill_step(
-    jobs: Sequence[Prefill], size: int, padding: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, Step]:
-    """Token ids `[T]`, positions `[T]` and the step of one forward pass over `jobs`: (blocks, tokens, first position) each.
-
-    `size`: tokens per block; `padding`: the block that stands where a sequence has none.
-    """
-    count, longest = len(jobs), max(len(tokens) for _, tokens, _ in jobs)
-    width = max(-(-(start + len(tokens)) // size) for _, tokens, start in jobs)
-    table = np.full((count, width), padding, np.int64)
-    grid = np.full((count, longest), -1, np.int64)
-    for row, (blocks, tokens, start) in enumerate(jobs):
-        table[row, : min(width, len(blocks))] = blocks[:width]
-        grid[row, : len(tokens)] = np.arange(start, start + len(tokens))
-    scatter = np.flatnonzero(grid.ravel() >= 0)
-    positions = grid.ravel()[scatter]
-    slots = table[scatter // longest, positions // size] * size + positions % size
-    step = Step(
-        slots=torch.from_numpy(slots).to(device),
-        table=torch.from_numpy(table).to(device),
-        query_positions=torch.from_numpy(grid).to(device),
-        scatter=None if len(scatter) == grid.size else torch.from_numpy(scatter).to(device),
-    )
-    ids = torch.from_numpy(np.concatenate([tokens for _, tokens, _ in jobs])).to(device)
-    return ids, torch.from_numpy(positions).to(device), step

@@ -25,7 +25,8 @@ import torch
 from rollkeel.config import EngineConfig, LoraConfig
 from rollkeel.engines.decode import Batch, Decode, Graphs, graphs_for
 from rollkeel.engines.forwards import Pieces, open_forward
-from rollkeel.engines.kv import BlockPool, Layout, affordable_blocks, prefill_passes, prefill_step
+from rollkeel.engines.kv import BlockPool, Layout, affordable_blocks
+from rollkeel.engines.prefill import prefill_passes, prefill_step
 from rollkeel.engines.prompts import Copy, Job, SharedPrompts, ordered
 from rollkeel.engines.requests import Running, check_requests, longest, room
 from rollkeel.engines.slots import LOOK, Slots
@@ -231,17 +232,14 @@ class LocalEngine:
             entered.append((free.pop(0), running))
         few = self._compiled is not None and sum(len(ids) for _, ids, _ in (*prompts, *tails)) <= RIDERS
         if few:
-            # The next decode step does them on the way.
-            self._riding, copies = ordered(prompts, copies, tails)
+            self._riding, copies = ordered(prompts, copies, tails)  # the next decode step does them on the way
         else:
             self._prefill(prompts)
-        brought = [(r.blocks, r.kv) for _, r in entered if r.kv is not None]
-        if brought:
+        if brought := [(r.blocks, r.kv) for _, r in entered if r.kv is not None]:
             self._cache.write(brought)
         for _, running in entered:
             running.kv = None
-        for copy in copies:
-            self._cache.copy_block(copy.source, copy.target)
+        self._cache.copy_blocks([(copy.source, copy.target) for copy in copies])
         if not few:
             self._prefill(tails)
         if not entered:
@@ -281,7 +279,7 @@ class LocalEngine:
         if self._compiled is not None and jobs:
             self._compiled.prefill(jobs)
             return
-        for part in prefill_passes(jobs, self._forward.heads, *self._limits):
+        for part in prefill_passes(jobs, self._forward, *self._limits):
             ids, positions, step = prefill_step(part, self._block, self._padding_block, self._device)
             experts = list[torch.Tensor]()
             self._steps.hidden(ids, positions, step, experts)
@@ -344,6 +342,7 @@ class LocalEngine:
         size = self._block
         if self._batch is not None and self.steps < self._full:  # the step at which the first of them has no room
             return
+        grown: list[tuple[int, int, int]] = []
         for slot in list(self._active):
             running = self._active.get(slot)
             if running is None or running.position(self.steps) < len(running.blocks) * size:
@@ -355,7 +354,8 @@ class LocalEngine:
                 self._requeue(next(reversed(self._active)))
             if slot in self._active:
                 running.blocks.append(self._pool.take())
-                self._slots.table[slot, len(running.blocks) - 1] = running.blocks[-1]
+                grown.append((slot, len(running.blocks) - 1, running.blocks[-1]))
+        self._slots.grow(grown)
         self._full = min((r.since - r.first + len(r.blocks) * size for r in self._active.values()), default=0)
         self._lead = max((r.first - r.since for r in self._active.values()), default=0)
         self._until = max((r.since - r.first + r.last for r in self._active.values()), default=0)

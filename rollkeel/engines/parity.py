@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from rollkeel.engines.kv import PagedCache, Step
@@ -30,9 +29,9 @@ class ParityCache(PagedCache):
         write = step.written(key.shape[1], self.block_size)
         keys = self._store(self._keys, layer, key.float(), write)
         values = self._store(self._values, layer, value.float(), write)
-        places = np.arange(len(query)) if step.scatter is None else step.scatter.numpy()
-        sequence, seen = places // step.query_positions.shape[1], step.query_positions.numpy().ravel()[places] + 1
-        where = np.ascontiguousarray(step.table.numpy()), sequence, seen
+        places = torch.arange(len(query), device=query.device) if step.scatter is None else step.scatter
+        sequence, seen = places // step.query_positions.shape[1], step.query_positions.flatten()[places] + 1
+        where = step.table.contiguous(), sequence, seen
         return attention(query, keys, values, where, key.shape[1], scale)
 
 

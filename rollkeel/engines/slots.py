@@ -97,6 +97,14 @@ class Slots:
             [[*b, *[padding] * (width - len(b))] for b in (r.blocks for r in running)], device=self.device
         )
 
+    def grow(self, blocks: Sequence[tuple[int, int, int]]) -> None:
+        """Note more blocks of sequences: slot, place in its table and block of each."""
+        if blocks:
+            width = self.table.shape[1]
+            lines = [[slot * width + at for slot, at, _ in blocks], [block for *_, block in blocks]]
+            at, new = torch.tensor(lines).to(self.device, non_blocking=True)
+            self.table.view(-1).index_copy_(0, at, new)
+
     def now(self, active: torch.Tensor) -> Now:
         """What the slots `active` hold."""
         return Now(*self._ints.index_select(1, active), *self._floats.index_select(1, active))

@@ -9,7 +9,6 @@ recurrent layers, …) run as the padded `[S, Lmax]` batch instead; what comes o
 from __future__ import annotations
 
 import contextvars
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from rollkeel.errors import BadInput
+from rollkeel.models import varlen
 from rollkeel.models.checkpointing import checkpointed, decoder_layers
 from rollkeel.models.experts import SORTED_EXPERTS
 from rollkeel.models.fused import fusable, fused, lent
@@ -49,24 +49,23 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each sequence of the current layout: `[1, H, N, d]` (GQA allowed) → `[1, N, H, d_v]`."""
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] and dropout == 0:
-        layout = _LAYOUT.get()
-
-        def flat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return _cuda_varlen(q, k, v, layout, scaling, q.shape[1] != k.shape[1]).flatten(1)
-
-        out = layout.attend(flat, q, k, v)
-    else:
-        out = _by_bucket(q, k, v, scaling, dropout)
+    out = _attend(q, k, v, scaling, dropout)
     return out.view(1, q.shape[0], q.shape[1], -1), None
 
 
-def _by_bucket(
+def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, dropout: float = 0.0
 ) -> torch.Tensor:
     """Queries `[n, H, d]`, keys `[n, KV, d]`, values `[n, KV, d_v]` of the tokens here → `[n, H * d_v]`."""
     layout = _LAYOUT.get()
-    return layout.attend(lambda q, k, v: attend_by_bucket(q, k, v, layout, scaling, dropout), q, k, v)
+    flash = q.shape[-1] == v.shape[-1] and dropout == 0 and varlen.suits(q.device, q.dtype, q.shape[-1])
+
+    def flat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if flash:
+            return _cuda_varlen(q, k, v, layout, scaling).flatten(1)
+        return attend_by_bucket(q, k, v, layout, scaling, dropout)
+
+    return layout.attend(flat, q, k, v)
 
 
 def attend_by_bucket(
@@ -102,27 +101,18 @@ def _all_heads(keys: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def _cuda_varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scaling: float | None, gqa: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scaling: float | None
 ) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    longest = max(layout.lengths)
-    cu = layout.cu_seqlens
     cu_keys = layout.cu_seqlens
     q = q.contiguous()
     k = k.contiguous()
     v = v.contiguous()
-    if layout.keys is not None and layout.cu_keys is not None:  # of both the last sees the last: windows end together
+    if layout.keys is not None and layout.cu_keys is not None:
         k = k[layout.keys]
         v = v[layout.keys]
         cu_keys = layout.cu_keys
-    options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
-    # torch 2.11 has no such argument, and takes fewer heads of keys without being told.
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        options["enable_gqa"] = gqa
-    out = varlen_attn(q, k, v, cu, cu_keys, longest, layout.furthest, **options)
-    assert isinstance(out, torch.Tensor)
-    return out
+    spans = varlen.Spans(layout.cu_seqlens, cu_keys, max(layout.lengths), layout.furthest)
+    return varlen.attend(q, k, v, spans, scaling)
 
 
 ALL_ATTENTION_FUNCTIONS.register(VARLEN_ATTENTION, varlen_attention)
@@ -292,7 +282,7 @@ class PackedModel:
             return
         token = _LAYOUT.set(layout)
         try:
-            passes = fused(self.backbone, _by_bucket) if self._fused else self._compiled()
+            passes = fused(self.backbone, _attend) if self._fused else self._compiled()
             with _implementations(self.model, self._attention, device), passes:
                 yield
         finally:

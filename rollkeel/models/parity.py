@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rollkeel.config import LoraConfig
 from rollkeel.errors import BadInput
-from rollkeel.models import jit, kernels_parity
-from rollkeel.models.experts import SortedExperts, by_expert
+from rollkeel.models import gpu, jit, kernels_parity
+from rollkeel.models.experts import SortedExperts, by_expert, by_expert_there
 from rollkeel.models.forward import FAMILIES, Attend, FastForward, Observe, rotation, supports
 from rollkeel.models.numerics import product
 
@@ -61,6 +61,15 @@ class _Linear(torch.autograd.Function):
         return g @ weight, product(g.t(), x) if ctx.needs_input_grad[1] else None
 
 
+def _there(tensor: torch.Tensor) -> Any:
+    """The kernels of a GPU where `tensor` is computed by those, else None."""
+    if not gpu.taken(tensor):
+        return None
+    from rollkeel.models.gpu import parity as kernels  # which needs Triton
+
+    return kernels
+
+
 def _np(tensor: torch.Tensor) -> np.ndarray:
     """Float32 values; of a lower precision exactly."""
     return tensor.detach().float().contiguous().numpy()
@@ -68,6 +77,8 @@ def _np(tensor: torch.Tensor) -> np.ndarray:
 
 def matmul(x: torch.Tensor, weight: torch.Tensor, starts: Any) -> torch.Tensor:
     """`[M, N]` float32: rows `starts[e]` to `starts[e + 1]` of `x [M, K]` times `weight [E, N, K]` of e."""
+    if there := _there(x):
+        return there.matmul(x, weight, starts)
     out = torch.empty(len(x), weight.shape[1])
     kernels_parity.matmul(_np(x), _np(weight), np.array(starts, np.int64), out.numpy())
     return out
@@ -81,16 +92,22 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x · weight / rms(x) over the last dimension."""
-    out = torch.empty(x.shape)
     width = x.shape[-1]
-    kernels_parity.norm(_np(x).reshape(-1, width), _np(weight), np.float32(eps), out.view(-1, width).numpy())
+    if there := _there(x):
+        out = there.norm(x, weight, eps)
+    else:
+        out = torch.empty(x.shape)
+        kernels_parity.norm(_np(x).reshape(-1, width), _np(weight), np.float32(eps), out.view(-1, width).numpy())
     return with_gradient(out.to(x.dtype), lambda: F.rms_norm(x, (width,), weight, eps))
 
 
 def swiglu(wide: torch.Tensor) -> torch.Tensor:
     """silu(gate) · up of `[N, 2W]` = [gate | up]."""
-    out = torch.empty(len(wide), wide.shape[1] // 2)
-    kernels_parity.swiglu(_np(wide), out.numpy())
+    if there := _there(wide):
+        out = there.swiglu(wide.detach())
+    else:
+        out = torch.empty(len(wide), wide.shape[1] // 2)
+        kernels_parity.swiglu(_np(wide), out.numpy())
     gate, up = wide.chunk(2, -1)
     return with_gradient(out.to(wide.dtype), lambda: F.silu(gate) * up)
 
@@ -103,11 +120,19 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 def routing(logits: torch.Tensor, k: int, normalise: bool, route: Callable[[torch.Tensor], torch.Tensor] | None) -> Any:
     """The experts `[N, k]` of router logits `[N, E]`, those that `route` makes of them, and these ones' weights `[N, k]`."""
-    chosen, weights = torch.zeros(len(logits), k, dtype=torch.int64), torch.empty(len(logits), k)
-    kernels_parity.route(_np(logits), False, normalise, chosen.numpy(), weights.numpy())
+    chosen = torch.zeros(len(logits), k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(len(logits), k, device=logits.device)
+
+    def choose(given: bool, ids: torch.Tensor) -> None:
+        if there := _there(logits):
+            there.route(logits.detach(), given, normalise, ids, weights)
+        else:
+            kernels_parity.route(_np(logits), given, normalise, ids.numpy(), weights.numpy())
+
+    choose(False, chosen)
     taken = chosen if route is None else route(chosen)
     if taken is not chosen:
-        kernels_parity.route(_np(logits), True, normalise, taken.numpy(), weights.numpy())
+        choose(True, taken)
 
     def ordinary() -> torch.Tensor:
         p = logits.softmax(-1).gather(1, taken)
@@ -120,11 +145,16 @@ def experts(
     h: torch.Tensor, taken: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
     """Σ weight · expert(h) in the order of `taken [N, k]`; `up [E, 2W, D]`, `down [E, D, W]`."""
-    order, bounds = by_expert(taken, len(up))
-    starts = np.zeros(len(up) + 1, np.int64)
-    for expert, a, b in bounds:
-        starts[expert + 1] = b - a
-    starts = starts.cumsum()
+    starts: Any = np.zeros(len(up) + 1, np.int64)
+    if gpu.taken(h):
+        order, ends = by_expert_there(taken, len(up))
+        starts = F.pad(ends, (1, 0))
+        bounds = by_expert(taken, len(up))[1] if torch.is_grad_enabled() else []
+    else:
+        order, bounds = by_expert(taken, len(up))
+        for expert, a, b in bounds:
+            starts[expert + 1] = b - a
+        starts = starts.cumsum()
     k = taken.shape[1]
     with torch.no_grad():
         wide = matmul(h.index_select(0, order // k), up, starts).to(h.dtype)
@@ -140,19 +170,23 @@ def attention(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    where: tuple[np.ndarray, np.ndarray, np.ndarray],
+    where: tuple[Any, Any, Any],
     kv_heads: int,
     scale: float,
 ) -> torch.Tensor:
     """`[N, H · d]` of queries `[N, H, d]`; `where`: blocks of each sequence `[S, B]`, each query's sequence `[N]` and how many
-    of its keys it sees `[N]`; `keys`, `values` `[blocks · KV, size, d]`."""
-    out = torch.empty(q.shape)
-    kernels_parity.attend(_np(q), _np(keys), _np(values), *where, kv_heads, np.float32(scale), out.numpy())
+    of its keys it sees `[N]`, all int64; `keys`, `values` `[blocks · KV, size, d]`."""
+    if there := _there(q):
+        return there.attend(q.detach(), keys.detach(), values.detach(), where, kv_heads, scale).flatten(1)
+    out, places = torch.empty(q.shape), map(np.ascontiguousarray, where)
+    kernels_parity.attend(_np(q), _np(keys), _np(values), *places, kv_heads, np.float32(scale), out.numpy())
     return out.flatten(1).to(q.dtype)
 
 
 def log_normaliser(z: torch.Tensor) -> torch.Tensor:
     """`[n, 1]` float64: log Σ exp of each row of `z [n, V]`."""
+    if there := _there(z):
+        return there.log_normaliser(z.detach())
     out = torch.empty(len(z), 1, dtype=torch.float64)
     kernels_parity.log_normaliser(_np(z), out.view(-1).numpy())
     return out
@@ -166,7 +200,7 @@ def logprobs(z: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 def scores(hidden: torch.Tensor, head: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """`[n, V]` float32: what softmax makes the distribution that is sampled from at `temperature` > 0."""
     z = matmul(hidden, head[None], (0, len(hidden)))
-    return z if temperature == 1 else z / torch.full((1, 1), temperature)
+    return z if temperature == 1 else z / torch.full((1, 1), temperature, device=z.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +244,8 @@ class Definition:
         self.eps, self.scale = float(config.rms_norm_eps), self.width**-0.5
         self.top_k = int(getattr(config, "num_experts_per_tok", 0) or 0)
         self.normalise = bool(getattr(config, "norm_topk_prob", False))
-        self._frequency, self._factor = rotation(config, self.width)
+        frequency, self._factor = rotation(config, self.width)
+        self._frequency = frequency.to(embedding.device)
 
     def hidden(
         self,
@@ -225,10 +260,7 @@ class Definition:
         tell = see or (lambda *_: None)
         x = self.embedding.index_select(0, ids)
         tell(None, "embedding", x)
-        cos, sin = torch.empty(2, len(ids), 1, self.width // 2)
-        kernels_parity.angles(
-            positions.numpy(), self._frequency.numpy(), self._factor, cos[:, 0].numpy(), sin[:, 0].numpy()
-        )
+        cos, sin = self._angles(positions)
         for index in range(len(self.layers)):
             if self._again and torch.is_grad_enabled():
                 x, chosen = checkpoint(self._layer, index, x, cos, sin, attend, tell, route, use_reentrant=False)
@@ -239,6 +271,14 @@ class Definition:
         x = rms_norm(x, self.norm, self.eps)
         tell(None, "final_norm", x)
         return x
+
+    def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if there := _there(self.embedding):
+            return there.angles(positions, self._frequency, self._factor)
+        cos, sin = torch.empty(2, len(positions), 1, self.width // 2)
+        to = cos[:, 0].numpy(), sin[:, 0].numpy()
+        kernels_parity.angles(positions.numpy(), self._frequency.numpy(), self._factor, *to)
+        return cos, sin
 
     def _layer(
         self,
@@ -328,7 +368,9 @@ def check(config: Any, mode: str, device: torch.device, lora: bool) -> None:
         raise BadInput(f"run.parity: expected engine.dtype of {' or '.join(MODES)}, got {mode}")
     if lora:
         raise BadInput("run.parity: adapters have no such arithmetic; set train.lora.rank=0 or run.parity=false")
-    if device.type != "cpu":
-        raise BadInput("run.parity: its kernels are for a CPU; set run.device=cpu or run.parity=false")
-    if not jit.FOUND:
+    if device.type == "cuda" and not gpu.taken(torch.empty(0, device=device)):
+        raise BadInput("run.parity: expected Triton for a GPU; pip install rollkeel[gpu], or set run.device=cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise BadInput(f"run.parity: its kernels are for CPUs and CUDA, got {device.type}; set run.parity=false")
+    if device.type == "cpu" and not jit.FOUND:
         raise BadInput("run.parity: expected numba on x86-64 Linux; pip install rollkeel[cpu]")

@@ -54,7 +54,7 @@ class ParityModel:
         """See `PackedModel`; `see` is told every operation."""
         cu = cu_seqlens.tolist() if isinstance(cu_seqlens, torch.Tensor) else list(cu_seqlens)
         continued = [-1] * (len(cu) - 1) if parents is None else parents.tolist()
-        attend = self._attend(cu, continued)
+        attend = self._attend(cu, continued, input_ids.device)
         layers = [i for i, layer in enumerate(self._definition.layers) if layer.router is not None]
 
         def route(layer: int, chosen: torch.Tensor) -> torch.Tensor:
@@ -69,9 +69,9 @@ class ParityModel:
             raise BadInput("routing replay: the model has no routed experts; set rollout.routing=record")
         return RoutingShape(self.num_moe_layers, self._definition.top_k, self._experts)
 
-    def _attend(self, cu: Sequence[int], parents: Sequence[int]) -> Attend:
+    def _attend(self, cu: Sequence[int], parents: Sequence[int], device: torch.device) -> Attend:
         lengths = [b - a for a, b in itertools.pairwise(cu)]
-        layout = Layout.build(lengths, torch.device("cpu"), parents)
+        layout = Layout.build(lengths, device, parents)
         rows = [np.arange(a, b) for a, b in itertools.pairwise(cu)]
         own = [row if p < 0 else np.concatenate((rows[p], row)) for row, p in zip(rows, parents, strict=True)]
         table = np.zeros((len(own), max(map(len, own))), np.int64)
@@ -79,11 +79,14 @@ class ParityModel:
             table[at, : len(row)] = row
         sequence = np.repeat(np.arange(len(rows)), lengths)
         seen = np.concatenate([np.arange(len(o) - n, len(o)) + 1 for o, n in zip(own, lengths, strict=True)])
+        where: tuple[Any, ...] = (table, sequence, seen)
+        if device.type != "cpu":
+            where = tuple(torch.from_numpy(each).to(device) for each in where)
         kv_heads, scale = self._definition.kv_heads, self._definition.scale
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             keys, values = (t.flatten(0, 1)[:, None] for t in (k, v))
-            value = attention(q, keys, values, (table, sequence, seen), kv_heads, scale)
+            value = attention(q, keys, values, where, kv_heads, scale)
             return with_gradient(value, lambda: attend_by_bucket(q, k, v, layout, scale))
 
         return attend

@@ -74,7 +74,7 @@ def token_logprobs(
             f" {list(hidden.shape)}, {list(weight.shape)}, {list(targets.shape)}{extra}"
         )
     sampled = (temperature or 1.0) if parity else None
-    kernels = gpu.taken(hidden) and vocabulary is None
+    kernels = gpu.taken(hidden) and vocabulary is None and not parity
     options = _Options(1.0 / (temperature or 1.0), scale, softcap, chunk, entropy, kernels, sampled, vocabulary)
     if vocabulary is not None:
         from rollkeel.train.tensor_parallel import enter

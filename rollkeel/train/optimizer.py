@@ -67,7 +67,11 @@ class ChangedShare:
         if places != self._places:
             self._views = [(self._sample(p), None if rest is None else self._sample(rest)) for p, rest in held]
             self._places = places
-        return torch.cat([master(*view) for view in self._views])
+        kinds: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
+        for view in self._views:
+            kinds.setdefault(view[0].dtype, []).append(view)
+        # Brought together first: each of hundreds of parameters on its own would be thousands of launches.
+        return torch.cat([master(*map(_joined, zip(*views, strict=True))) for views in kinds.values()])
 
     def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.reshape(-1)[:: self._stride]
@@ -79,6 +83,11 @@ class ChangedShare:
             return float(changed.float().mean())
         counts = self._mesh.over_model(torch.tensor([float(changed.sum()), float(len(changed))]))
         return float(counts[0] / counts[1])
+
+
+def _joined(parts: Sequence[torch.Tensor | None]) -> Any:
+    held = [part for part in parts if part is not None]
+    return torch.cat(held) if held else None
 
 
 class Stepper:

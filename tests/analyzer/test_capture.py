@@ -29,7 +29,8 @@ from rollkeel.analyzer.capture import (
 from rollkeel.analyzer.compare import compare, compare_logprobs
 from rollkeel.analyzer.sides import EngineSide, TrainerSide, engine_forward
 from rollkeel.analyzer.view import render
-from rollkeel.engines.kv import PagedCache, prefill_step
+from rollkeel.engines.kv import PagedCache
+from rollkeel.engines.prefill import prefill_step
 from rollkeel.errors import BadInput, Corrupt
 from rollkeel.models.forward import FastForward
 from rollkeel.models.names import checkpoint_views

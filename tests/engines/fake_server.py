@@ -133,6 +133,10 @@ class State:
         at = self.fault("hold_at", keep=True)
         return at is not None and self.sent >= int(at)
 
+    def ends(self, key: str) -> bool:
+        """Whether a request was aborted, and that is heard."""
+        return key in self.aborted and self.fault("ignore_abort", keep=True) is None
+
     def due(self, name: str) -> bool:
         """True once the number of tokens sent by this server reaches the fault's argument."""
         with self.lock:
@@ -154,11 +158,11 @@ def stream(state: State, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
         return
     for made in range(asked["max_new_tokens"]):
         while state.stopped or state.paused.is_set() or state.held():
-            if key in state.aborted:
+            if state.ends(key):
                 break
             time.sleep(DECODE_S)
         time.sleep(DECODE_S)
-        if key in state.aborted and state.fault("ignore_abort", keep=True) is None:
+        if state.ends(key):
             yield {"token_ids": [], "logprobs": [], "finish": "abort", "starts": starts, "experts": experts}
             return
         if state.due("crash_after"):

@@ -168,6 +168,7 @@ def test_streams_that_ignore_an_abort_are_cut(open_engine: Any, monkeypatch: pyt
     monkeypatch.setattr("rollkeel.engines.served.LAND_S", 0.1)
     engine, backend = open_engine()
     backend.set("ignore_abort")
+    backend.set("hold_at", 30)  # its stream neither goes on nor ends
     asked = request(1, 380, stop_token_ids=())
     engine.submit([asked])
     backend.until_sent(5)

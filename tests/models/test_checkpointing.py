@@ -175,13 +175,13 @@ def test_selective_does_not_compute_attention_again(mode: str, runs: int) -> Non
 
 
 def on_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, _: float = 0.0) -> torch.Tensor:
-    return packed_module._cuda_varlen(q, k, v, packed_module._LAYOUT.get(), scaling, True).flatten(1)
+    return packed_module._cuda_varlen(q, k, v, packed_module._LAYOUT.get(), scaling).flatten(1)
 
 
 def kept_on_meta(config: Qwen3Config, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Bytes per token that autograd keeps of one sequence of 2,048 tokens as on a CUDA device, by `train.checkpointing`."""
     monkeypatch.setattr(packed_module, "_replaceable", lambda *_: False)  # its probe needs values
-    monkeypatch.setattr(packed_module, "_by_bucket", on_cuda)
+    monkeypatch.setattr(packed_module, "_attend", on_cuda)
     with torch.device("meta"):
         net = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         ids, positions = torch.zeros(2048, dtype=torch.int64), torch.zeros(2048, dtype=torch.int64)

@@ -215,7 +215,7 @@ def test_the_kernel_gets_what_its_signature_has(older: bool, monkeypatch: pytest
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_2_11 if older else of_2_13)
     q, kv = torch.randn(5, 4, 8), torch.randn(5, 2, 8)
-    assert _cuda_varlen(q, kv, kv, Layout.build([3, 2], torch.device("cpu")), 0.5, True).shape == q.shape
+    assert _cuda_varlen(q, kv, kv, Layout.build([3, 2], torch.device("cpu")), 0.5).shape == q.shape
     assert told == [True]
 
 

@@ -180,7 +180,8 @@ def test_a_cache_decodes_with_it(device: str, monkeypatch: pytest.MonkeyPatch) -
 def test_rollouts_have_the_log_probs_of_the_other_path(
     device: str, preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, rng = build_preset(preset, 0, {"initializer_range": 0.15})[0].eval(), np.random.default_rng(0)
+    net: Any = build_preset(preset, 0, {"initializer_range": 0.15})[0]
+    model, rng = net.eval().to(device), np.random.default_rng(0)
     prompts = [rng.integers(3, 288, length) for length in (3, 16, 17, 40, 40)]
     prompts[-1] = prompts[-2]
     sampling, ended = SamplingParams(max_new_tokens=30, temperature=0.9, return_topk=3), []

@@ -110,6 +110,29 @@ def sums(bits: str) -> tuple[str, str, dict[str, str], dict[str, Any]]:
     return "checksum", "_sum", types, {**numbers, "MASK": 2 ** int(bits[1:]) - 1, "BLOCK": 4096}
 
 
+def layer(name: str, **constants: int | bool) -> tuple[str, str, dict[str, str], dict[str, Any]]:
+    """Of the trainer's layers, in bfloat16."""
+    types = dict.fromkeys(("x", "weight", "out", "grad", "dx", "cos", "sin", "gate", "up", "d_gate", "d_up"), "*bf16")
+    types |= {"parts": "*fp32", "eps": "fp32", "rows": "i32", "count": "i32", "angle_row": "i32"}
+    return "layers", name, types, constants
+
+
+def exact(name: str, dtype: str, **constants: int | bool) -> tuple[str, str, dict[str, str], dict[str, Any]]:
+    """Of the arithmetic of `run.parity`."""
+    types = dict.fromkeys(("x", "weight", "query", "wide"), "*" + dtype) | dict.fromkeys(("keys", "values"), "*fp32")
+    types |= dict.fromkeys(("starts", "table", "sequence", "seen", "chosen"), "*i64")
+    types |= {
+        "logits": "*fp32",
+        "weights": "*fp32",
+        "tops": "*fp32",
+        "totals": "*fp64",
+        "scale": "fp32",
+        "table_row": "i32",
+    }
+    types["out"] = "*fp32" if name == "_matmul" else "*" + dtype
+    return "parity", name, types, constants
+
+
 ROWS = {"logits": "*fp32", "tops": "*fp32", "totals": "*fp32", "uniform": "*fp64", "ids": "*i64", "logprobs": "*fp32"}
 
 KERNELS = {
@@ -130,6 +153,18 @@ KERNELS = {
     "checksum of 16 bits": sums("i16"),
     "checksum of 64 bits": sums("i64"),
     "sums of a draw": ("sampling", "_sums", {**ROWS, "blocks": "i32"}, {"V": 151_936, "BLOCK": 2048}),
+    "norm": layer("_norm", D=4096, D_2=4096),
+    "its gradient": layer("_norm_gradient", D=4096, D_2=4096, ROWS=16),
+    "rotary": layer("_rotary", COUNT=16, D=128, HALF_2=64, NORM=True, ROWS=32),
+    "the gradient of rotary": layer("_rotary_gradient", COUNT=16, D=128, HALF_2=64, NORM=True, ROWS=32),
+    "SwiGLU": layer("_swiglu", BLOCK=2048),
+    "the gradient of SwiGLU": layer("_swiglu_gradient", BLOCK=2048),
+    "product of parity": exact("_matmul", "bf16", N=1024, K=3072, ROWS=64, COLUMNS=64, DEEP=64, WIDEN=False),
+    "product of parity in float32": exact("_matmul", "fp32", N=1024, K=3072, ROWS=64, COLUMNS=64, DEEP=64, WIDEN=False),
+    "attention of parity": exact("_attend", "bf16", KV=8, GROUP=2, SIZE=16, D=128, D_2=128, ROWS=16, TILE=64),
+    "routing of parity": exact("_route", "fp32", E=128, E_2=128, K=8, K_2=8, GIVEN=False, NORMALISE=True),
+    "normaliser of parity": exact("_normaliser", "fp32", V=151_936, BLOCK=1024),
+    "gate of parity": exact("_gate", "bf16", W=3072, BLOCK=1024),
     "draw": ("sampling", "_draw", {**ROWS, "blocks": "i32"}, {"V": 151_936, "BLOCK": 2048, "BLOCKS_2": 128}),
 }
 

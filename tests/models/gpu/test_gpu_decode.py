@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from rollkeel.engines.decode import InCache
-from rollkeel.engines.kv import PagedCache, prefill_step
+from rollkeel.engines.kv import PagedCache
+from rollkeel.engines.prefill import prefill_step
 from rollkeel.models import gpu
 from rollkeel.models.forward import FastForward
 from rollkeel.models.gpu.decode import add_norm, gated, rotate
