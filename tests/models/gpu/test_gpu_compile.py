@@ -74,6 +74,12 @@ def sums(bits: str) -> tuple[str, str, dict[str, str], dict[str, Any]]:
     return "checksum", "_sum", types, {**numbers, "MASK": 2 ** int(bits[1:]) - 1, "BLOCK": 4096}
 
 
+def update(decays: bool) -> tuple[str, str, dict[str, str], dict[str, Any]]:
+    types = {"table": "*i64", "owners": "*i64", "corrections": "*fp32"}
+    types |= dict.fromkeys(("lr", "weight_decay", "beta1", "beta2", "eps"), "fp32")
+    return "adamw", "_update", types, {"DECAYS": decays, "BLOCK": 1024}
+
+
 ROWS = {"logits": "*fp32", "tops": "*fp32", "totals": "*fp32", "uniform": "*fp64", "ids": "*i64", "logprobs": "*fp32"}
 
 KERNELS = {
@@ -84,6 +90,8 @@ KERNELS = {
     "log-probs": statistics(151_936, 0.0),
     "log-probs, capped": statistics(1001, 30.0),
     "their gradient": gradient(151_936, 30.0),
+    "AdamW": update(True),
+    "AdamW of vectors": update(False),
     "checksum of 16 bits": sums("i16"),
     "checksum of 64 bits": sums("i64"),
     "sums of a draw": ("sampling", "_sums", {**ROWS, "blocks": "i32"}, {"V": 151_936, "BLOCK": 2048}),
