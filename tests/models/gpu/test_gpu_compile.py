@@ -61,9 +61,9 @@ def statistics(vocabulary: int, cap: float) -> tuple[str, str, dict[str, str], d
     return "logprobs", "_statistics", types, constants
 
 
-def gradient(vocabulary: int, cap: float) -> tuple[str, str, dict[str, str], dict[str, Any]]:
-    types = dict.fromkeys(("logits", "normaliser", "entropies", "d_logprobs", "d_entropies", "out"), "*fp32")
-    types |= {"targets": "*i64", "scale": "fp32", "cap": "fp32"}
+def gradient(vocabulary: int, cap: float, out: str) -> tuple[str, str, dict[str, str], dict[str, Any]]:
+    types = dict.fromkeys(("logits", "normaliser", "entropies", "d_logprobs", "d_entropies"), "*fp32")
+    types |= {"out": "*" + out, "targets": "*i64", "scale": "fp32", "cap": "fp32"}
     constants = {"V": vocabulary, "CAPPED": cap > 0, "OF_LOGPROBS": True, "OF_ENTROPIES": True, "BLOCK": 4096}
     return "logprobs", "_gradient", types, constants
 
@@ -89,7 +89,9 @@ KERNELS = {
     "merge": merge("bf16"),
     "log-probs": statistics(151_936, 0.0),
     "log-probs, capped": statistics(1001, 30.0),
-    "their gradient": gradient(151_936, 30.0),
+    "their gradient": gradient(151_936, 30.0, "fp32"),
+    "their gradient in bf16": gradient(151_936, 0.0, "bf16"),
+    "their gradient in fp16": gradient(1001, 0.0, "fp16"),
     "AdamW": update(True),
     "AdamW of vectors": update(False),
     "checksum of 16 bits": sums("i16"),
