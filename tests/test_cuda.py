@@ -177,8 +177,8 @@ def test_products_are_float32_and_masters_those_of_adamw(dtype: torch.dtype) -> 
     p = torch.nn.Parameter(a.clone())
     full = torch.nn.Parameter(a.float())
     made, torchs = (
-        AdamW([p], betas=(0.9, 0.999), weight_decay=0.0),
-        torch.optim.AdamW([full], 1e-6, weight_decay=0, fused=True),
+        AdamW([p], betas=(0.9, 0.999), weight_decay=0.1),
+        torch.optim.AdamW([full], 1e-6, weight_decay=0.1, fused=True),
     )
     for _ in range(20):
         p.grad = torch.randn(a.shape, device="cuda")
@@ -187,7 +187,13 @@ def test_products_are_float32_and_masters_those_of_adamw(dtype: torch.dtype) -> 
         torchs.step()
     rest = made.rest(p)
     assert rest is not None
-    assert torch.equal(master(p.detach().flatten(), rest.flatten()), full.detach().flatten())
+    masters = master(p.detach().flatten(), rest.flatten())
+    last = (masters.view(torch.int32).long() - full.detach().flatten().view(torch.int32).long()).abs()
+    if dtype == torch.float16:  # of whose masters torch's kernel is told
+        assert last.max() == 0
+    else:  # ours keeps to the arithmetic of torch 2.11 to 2.13: another one may round otherwise, once in a step
+        assert last.max() <= 20
+        assert last.float().mean() < 1
 
 
 @pytest.mark.parametrize(("model", "engine"), [("bfloat16", "bf16"), ("float16", "fp16")])

@@ -45,7 +45,7 @@ def tell(bench: Bench, who: str, seconds: float, **more: Any) -> None:
 
 
 def theirs(bench: Bench) -> None:
-    import trl
+    import trl  # pyright: ignore[reportMissingImports]
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import TrainerCallback
 

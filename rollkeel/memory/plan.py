@@ -18,6 +18,7 @@ DEVICES = {"h100": 80 * GB, "a100": 80 * GB, "h200": 141 * GB}
 RESERVED = 0.06
 """Share of a GPU that its driver, kernels and fragments take."""
 CHUNK, KEPT_BYTES, SCALED, BLOCK, KV_GB = 1024, 48 * 2**20, 256, 16, 4.0
+WIDE, WIDE_BYTES = 4, 4 * GB
 """Of `rollkeel.train.logprobs`, `eight_bit` and `rollkeel.engines.kv`, which tests compare with these."""
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "bf16": 2, "fp16": 2}
 """Bytes of a number; quantised engines compute with rounded float32."""
@@ -177,7 +178,9 @@ def activations(config: Config, shape: Shape, setting: Setting, tokens: int) -> 
     pair = 3 * shape.width + 3 * shape.mlp
     working = 4 * shape.width + size * (shape.chosen * pair if shape.experts else 2 * max(shape.mlp, shape.queries))
     matrix = 0 if config.train.lora.rank else 4 * shape.width * shape.mlp * (1 if experts == 1 else 3 * experts)
-    logits = 2 * min(CHUNK, tokens) * shape.vocab * 4 + min(KEPT_BYTES, tokens * shape.vocab * 4)
+    kernels = size == 2 and not setting.cpu and config.mesh.tensor == 1
+    wide = CHUNK * max(1, min(WIDE, WIDE_BYTES // (6 * shape.vocab * CHUNK))) if kernels else CHUNK
+    logits = (6 if kernels else 8) * min(wide, tokens) * shape.vocab + min(KEPT_BYTES, tokens * shape.vocab * 4)
     head = 0 if config.train.lora.rank else 4 * shape.vocab * shape.width * (2 if shape.tied else 1)
     ends = shape.width * (4 + 2 * size) + 2 * size * shape.head
     again = 0 if mode == "none" else layer

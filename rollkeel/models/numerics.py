@@ -7,6 +7,7 @@ embeddings and output head stay in high precision, as deployments keep them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,6 +51,25 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if b.is_cuda and b.dtype != torch.float32:
         return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
     return a.float() @ b.float()
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """`total` += `product(a, b)`; on CUDA without another tensor of its size."""
+    if b.is_cuda and b.dtype != torch.float32 and _adds(b.dtype):
+        torch.ops.aten.addmm.dtype_out(total, a.to(b.dtype), b, torch.float32, out=total)
+    else:
+        total += product(a, b)
+
+
+@functools.cache
+def _adds(dtype: torch.dtype) -> bool:
+    """Whether this torch adds products of `dtype` to a float32 sum where it lies, found out once."""
+    ones, total = torch.ones(16, 16, dtype=dtype, device="cuda"), torch.ones(16, 16, device="cuda")
+    try:
+        torch.ops.aten.addmm.dtype_out(total, ones.t(), ones, torch.float32, out=total)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return bool((total == 17).all())
 
 
 def logits_of(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

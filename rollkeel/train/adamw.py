@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch.optim.adamw import adamw
 
+from rollkeel.models import gpu
 from rollkeel.train.eight_bit import BLOCK, pack, unpack
 from rollkeel.train.mesh import local
 
@@ -55,7 +56,8 @@ def sum_in_float32(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 class AdamW:
-    """torch's fused AdamW over masters, to the bit. Weight decay spares vectors (norms, biases)."""
+    """torch's fused AdamW over masters, to the bit; a Triton kernel keeps to its arithmetic, which other versions of torch round
+    otherwise. Weight decay spares vectors (norms, biases)."""
 
     def __init__(
         self,
@@ -109,10 +111,31 @@ class AdamW:
         """Apply the gradients that there are. `seed`: another one in every step, of what moments of 8 bits are rounded by."""
         seed <<= 24
         for vectors in (False, True):
+            weight_decay = 0.0 if vectors else self.weight_decay
             some = [p for p in self.parameters if p.grad is not None and (p.dim() <= 1) == vectors]
-            for batch in _batches(some):
-                self._apply(batch, lr, 0.0 if vectors else self.weight_decay, seed)
+            if fused := [p for p in some if self._fused(p)]:
+                self._update(fused, lr, weight_decay)
+            for batch in _batches(p for p in some if not self._fused(p)):
+                self._apply(batch, lr, weight_decay, seed)
                 seed += 2 * len(batch)
+
+    def _fused(self, p: torch.Tensor) -> bool:
+        """Whether one kernel reads and writes everything of `p`, so that no master ever is in memory."""
+        return p.dtype == torch.bfloat16 and not self.eight_bit and gpu.taken(p)
+
+    def _update(self, parameters: Sequence[torch.Tensor], lr: float, weight_decay: float) -> None:
+        from rollkeel.models.gpu.adamw import update
+
+        states = [self.state_of(p) for p in parameters]
+        tensors = []
+        for p, state in zip(parameters, states, strict=True):
+            assert p.grad is not None  # asked for by `step`
+            gradient = local(p.grad).float().reshape(-1)
+            held = (local(p.detach()), *(state[key] for key in ("rest", "exp_avg", "exp_avg_sq")))
+            weight, rest, *moments = (tensor.view(-1) for tensor in held)
+            tensors.append((weight, rest, gradient, *moments))
+        about = {"lr": lr, "weight_decay": weight_decay, "betas": self.betas, "eps": self.eps}
+        update(tensors, [state["step"] for state in states], **about)
 
     def _apply(self, batch: Sequence[tuple[torch.Tensor, slice]], lr: float, weight_decay: float, seed: int) -> None:
         held = []

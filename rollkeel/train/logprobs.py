@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 from rollkeel.batch.packing import MicroBatch
 from rollkeel.errors import BadInput
 from rollkeel.models import gpu
-from rollkeel.models.numerics import logits_of, product
+from rollkeel.models.numerics import add_product, logits_of, product
 from rollkeel.models.packed import PackedModel
 from rollkeel.models.products import add_mm, mm
 from rollkeel.train.head import head_of
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 CHUNK = 1024
 """Tokens whose logits exist at one time: 600 MB of them with a vocabulary of 150,000, and no slower than more at once."""
+WIDE, WIDE_BYTES = 4, 4 * 10**9
+"""By how much a chunk may grow for low-precision kernels, which read and write the whole gradient of the head once a chunk, and the most
+that its logits and their gradient then take."""
 KEEP_BYTES = 48 * 2**20
 """Probabilities up to this size are kept for the backward whatever the chunk."""
 
@@ -39,7 +42,7 @@ def token_logprobs(
     targets: torch.Tensor,
     *,
     temperature: float = 1.0,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     entropy: bool = True,
     bias: torch.Tensor | None = None,
     scale: float = 1.0,
@@ -51,14 +54,18 @@ def token_logprobs(
     """log_softmax(logits / temperature) at `targets` and at `topk_ids`, and the entropy of that distribution in nats.
 
     Args: `hidden [T, D]`; `weight [V, D]`; `targets [T]` int64 in [0, V); `temperature` > 0, 0 counts as 1 (a greedy
-    policy has no gradient, its untempered distribution has); `chunk` ≥ 1 tokens whose logits exist together; `bias [V]`;
-    `scale`, `softcap`: see `Head`; `topk_ids [T, K]` int64 in [0, V); `parity`: log-probs by `models.parity`, of a plain head;
+    policy has no gradient, its untempered distribution has); `chunk` ≥ 1 tokens whose logits exist together, `CHUNK` or what
+    suits the kernels if not given; `bias [V]`; `scale`, `softcap`: see `Head`; `topk_ids [T, K]` int64 in [0, V); `parity`: log-probs by `models.parity`, of a plain head;
     `vocabulary`: the rows of it that `weight` has, the others' are on other ranks; ids are of the whole.
     Returns: `[T]` float32 log-probs ≤ 0 and `[T]` float32 entropies (None unless asked), both differentiable in `hidden`,
     `weight` and `bias`; `[T, K]` float32 log-probs of `topk_ids` without gradient (None without them): they only feed
-    masks. Peak memory above weights, gradients and results is about 2 · chunk · V · 4 bytes + 48 MB.
+    masks. Peak memory above weights, gradients and results is about 2 · chunk · V · 4 bytes + 48 MB; by kernels of low precision
+    6 · chunk · V bytes.
     Raises `BadInput` for a negative temperature, a chunk below 1 or a shape that does not fit.
     """
+    kernels = gpu.taken(hidden) and vocabulary is None and not parity
+    if chunk is None:
+        chunk = wide(len(weight)) if kernels and _rounds(weight, bias) else CHUNK
     if temperature < 0 or chunk < 1:
         raise BadInput(f"token_logprobs: expected temperature ≥ 0 and chunk ≥ 1, got {temperature} and {chunk}")
     if (
@@ -74,7 +81,6 @@ def token_logprobs(
             f" {list(hidden.shape)}, {list(weight.shape)}, {list(targets.shape)}{extra}"
         )
     sampled = (temperature or 1.0) if parity else None
-    kernels = gpu.taken(hidden) and vocabulary is None and not parity
     options = _Options(1.0 / (temperature or 1.0), scale, softcap, chunk, entropy, kernels, sampled, vocabulary)
     if vocabulary is not None:
         from rollkeel.train.tensor_parallel import enter
@@ -83,6 +89,16 @@ def token_logprobs(
     scores = _TokenLogprobs.apply(hidden, weight, bias, targets, topk_ids, options)
     logprobs, entropies, topk = scores  # type: ignore[misc]
     return logprobs, entropies if entropy else None, None if topk_ids is None else topk
+
+
+def wide(vocabulary: int) -> int:
+    """Tokens of a chunk for low-precision kernels: a multiple of `CHUNK`."""
+    return CHUNK * max(1, min(WIDE, WIDE_BYTES // (6 * vocabulary * CHUNK)))
+
+
+def _rounds(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether the gradient of logits is only used in products that round it to the dtype of `weight`."""
+    return weight.dtype != torch.float32 and bias is None
 
 
 @dataclass(frozen=True)
@@ -165,19 +181,9 @@ class _TokenLogprobs(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias and bias is not None else None
         for number, a in enumerate(range(0, hidden.shape[0], options.chunk)):
             part = slice(a, min(a + options.chunk, hidden.shape[0]))
-            g = [None if grad is None or not grad.numel() else grad[part] for grad in grads[:2]]
-            dz = _logit_gradient(
-                hidden[part],
-                weight,
-                bias,
-                targets[part],
-                normaliser[part],
-                entropies[part],
-                g[0],
-                g[1],
-                options,
-                kept[number] if kept else None,
-            )
+            first, second = (None if grad is None or not grad.numel() else grad[part] for grad in grads[:2])
+            about = targets[part], normaliser[part], entropies[part], first, second
+            dz = _logit_gradient(hidden[part], weight, bias, *about, options, kept[number] if kept else None)
             if d_hidden is not None:
                 _set_product(d_hidden[part], dz, weight)
             if d_weight is not None:
@@ -185,14 +191,8 @@ class _TokenLogprobs(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += dz.sum(0)
             del dz
-        return (
-            d_hidden,
-            d_weight,  # autograd rounds them for a parameter that does not ask for float32 (`grad_dtype`)
-            d_bias,
-            None,
-            None,
-            None,
-        )
+        # Autograd rounds them for a parameter that does not ask for float32 (`grad_dtype`).
+        return d_hidden, d_weight, d_bias, None, None, None
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -259,7 +259,7 @@ def _logit_gradient(
     options: _Options,
     kept: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Gradient with respect to the raw product h Wᵀ + b, `[n, V]` float32.
+    """Gradient with respect to the raw product h Wᵀ + b, `[n, V]` float32; by kernels in the dtype that products round it to.
 
     d log p_y / dz = 1[y] − p and dH/dz = −p · (log p + H); both for z at the sampling temperature.
     """
@@ -268,7 +268,8 @@ def _logit_gradient(
         from rollkeel.models.gpu.logprobs import gradient
 
         z = _logits(hidden, weight, bias) if kept is None else kept
-        out = z if kept is None else torch.empty_like(z)
+        low = _rounds(weight, bias)
+        out = z if kept is None and not low else torch.empty_like(z, dtype=weight.dtype if low else z.dtype)
         about = targets, normaliser, entropies, d_logprobs, d_entropy
         return gradient(z, *about, *options.scale_and_cap, out)
     own = d_logprobs  # of the targets whose logits are here
@@ -313,14 +314,14 @@ def _add_product(total: torch.Tensor, dz: torch.Tensor, hidden: torch.Tensor) ->
     elif hidden.dtype == torch.float32:
         total.addmm_(dz.t(), hidden)  # which takes no other [V, D]
     else:
-        total += product(dz.t(), hidden)
+        add_product(total, dz.t(), hidden)
 
 
 def _set_product(out: torch.Tensor, dz: torch.Tensor, weight: torch.Tensor) -> None:
     if weight.dtype == torch.float32:
         mm(dz, weight, out)
     else:
-        out.copy_(product(dz, weight))
+        out.copy_(product(dz, weight))  # a low-precision result may be one of low-precision sums
 
 
 def packed_model(model: PreTrainedModel, checkpointing: str, compiled: bool, parity: bool) -> PackedModel | ParityModel:
@@ -339,7 +340,7 @@ class PolicyForward:
         self,
         model: PreTrainedModel,
         *,
-        chunk: int = CHUNK,
+        chunk: int | None = None,
         checkpointing: str = "none",
         compiled: bool = False,
         parity: bool = False,

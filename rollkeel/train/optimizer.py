@@ -56,7 +56,7 @@ class ChangedShare:
         self._mesh = mesh
         self._places = list[int]()
         self._counted = adamw.parameters if counted is None else counted
-        self._views: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._views: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
         # An odd stride meets every column; a parameter shorter than it is told by its first element.
         self._stride = sum(local(p).numel() for p in self._counted) // 16384 | 1
 
@@ -65,13 +65,12 @@ class ChangedShare:
         held = [(local(p.detach()), self._adamw.rest(p)) for p in self._counted]
         places = [t.data_ptr() for pair in held for t in pair if t is not None]
         if places != self._places:
-            self._views = [(self._sample(p), None if rest is None else self._sample(rest)) for p, rest in held]
+            self._views = {}
+            for p, rest in held:
+                view = (self._sample(p), None if rest is None else self._sample(rest))
+                self._views.setdefault(p.dtype, []).append(view)
             self._places = places
-        kinds: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
-        for view in self._views:
-            kinds.setdefault(view[0].dtype, []).append(view)
-        # Brought together first: each of hundreds of parameters on its own would be thousands of launches.
-        return torch.cat([master(*map(_joined, zip(*views, strict=True))) for views in kinds.values()])
+        return torch.cat([_masters(*zip(*views, strict=True)) for views in self._views.values()])
 
     def _sample(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.reshape(-1)[:: self._stride]
@@ -85,9 +84,9 @@ class ChangedShare:
         return float(counts[0] / counts[1])
 
 
-def _joined(parts: Sequence[torch.Tensor | None]) -> Any:
-    held = [part for part in parts if part is not None]
-    return torch.cat(held) if held else None
+def _masters(weights: tuple[torch.Tensor, ...], rests: tuple[Any, ...]) -> torch.Tensor:
+    """Those of weights of one dtype, one after the other: a few kernels instead of a few for each."""
+    return master(torch.cat(weights), None if rests[0] is None else torch.cat(rests))
 
 
 class Stepper:
@@ -148,8 +147,7 @@ class Stepper:
             raise BadInput("optimizer: no parameter received a gradient; does the loss depend on the model?")
         lr, told = self.schedule(self.updates), {"optimizer/loss_scale": self.scale} if self._scaled else {}
         if self._scaled:
-            for grad in grads:
-                local(grad).mul_(1.0 / self.scale)
+            torch._foreach_mul_(list(map(local, grads)), 1.0 / self.scale)  # type: ignore[attr-defined]
         norm = self._norm(grads)
         value = float(norm)
         if not math.isfinite(value) and self.scale == 1.0:
@@ -160,9 +158,9 @@ class Stepper:
             )
         if math.isfinite(value):
             judge(value)
-            factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            for grad in grads:
-                local(grad).mul_(factor)
+            if value + 1e-6 > 0.99 * self.clip_norm:  # else the factor is 1
+                factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+                torch._foreach_mul_(list(map(local, grads)), factor)  # type: ignore[attr-defined]
             self.adamw.step(lr, self.updates)
             told["optimizer/grad_norm"] = value
         self.zero_grad()

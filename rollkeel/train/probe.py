@@ -9,14 +9,14 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from rollkeel.batch.packing import pack
-from rollkeel.train.logprobs import CHUNK, PolicyForward
+from rollkeel.train.logprobs import PolicyForward
 from rollkeel.types import FloatArray, IntArray
 
 
 class SequenceScorer:
     """Scores sequences with a live model, by the same forward that training uses."""
 
-    def __init__(self, model: PreTrainedModel, *, chunk: int = CHUNK) -> None:
+    def __init__(self, model: PreTrainedModel, *, chunk: int | None = None) -> None:
         self._model, self._chunk = model, chunk
         self._forward: PolicyForward | None = None
 

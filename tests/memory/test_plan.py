@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,7 @@ def test_layers_of_transformers_keep_what_is_planned(
 
 def test_constants_are_those_of_trainer_and_engine() -> None:
     assert (memory.CHUNK, memory.KEPT_BYTES, memory.KV_GB) == (logprobs.CHUNK, logprobs.KEEP_BYTES, kv.KV_GB)
+    assert (memory.WIDE, memory.WIDE_BYTES) == (logprobs.WIDE, logprobs.WIDE_BYTES)
     assert memory.SCALED == eight_bit.BLOCK
     assert Layout().block_size == memory.BLOCK
     for name in PUBLIC:
@@ -191,6 +193,20 @@ def test_constants_are_those_of_trainer_and_engine() -> None:
         blocks, _ = affordable_blocks(fields, asked, memory.BLOCK, torch.bfloat16, shape.context, torch.device("cpu"))
         planned = memory.engine(config, shape, shape.context, 1024)["KV blocks"]
         assert planned == blocks * 2 * shape.layers * shape.keys * memory.BLOCK * 2
+
+
+def test_kernels_of_low_precision_take_the_logits_that_are_planned() -> None:
+    """A token more brings logits in float32 and their gradient in bfloat16, until a chunk is full; elsewhere two float32."""
+    for vocab, dtype, cpu, tokens, size in (
+        (151_936, "bfloat16", False, 4096, 6), (151_936, "bfloat16", True, 1024, 8), (151_936, "float32", False, 1024, 8),
+        (400_000, "bfloat16", False, 1024, 6), (262_144, "bfloat16", False, 2048, 6),
+    ):  # fmt: skip
+        config, shape = recipe("model.dtype=" + dtype, "train.lora.rank=2", "train.checkpointing=layer")
+        shape, setting = replace(shape, vocab=vocab, layers=1, mlp=1), Setting(cpu=cpu)
+        assert tokens == (logprobs.wide(vocab) if size == 6 else logprobs.CHUNK)
+        taken = [memory.activations(config, shape, setting, n)["backward"] for n in range(tokens - 1, tokens + 3)]
+        more = [b - a for a, b in itertools.pairwise(taken)]
+        assert more[1] == more[2] == more[0] - size * vocab
 
 
 def recipe(*words: str) -> tuple[Config, Shape]:

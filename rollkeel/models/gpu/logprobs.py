@@ -112,7 +112,7 @@ def _gradient(
     g *= scale
     if CAPPED:
         g *= cap * (1.0 - (z / cap) * (z / cap))
-    tl.store(out + row * V + lane, g, mask=lane < V)
+    tl.store(out + row * V + lane, g.to(out.dtype.element_ty), mask=lane < V)
 
 
 def statistics(
@@ -164,7 +164,7 @@ def gradient(
     cap: float,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """`out [n, V]`, which may be `logits`: gradient with respect to these, from what `statistics` filled."""
+    """`out [n, V]`, which may be `logits`, in its dtype: gradient with respect to these, from what `statistics` filled."""
     rows, vocabulary = logits.shape
     kernel: Any = _gradient[(rows, -(-vocabulary // BLOCK))]
     kernel(

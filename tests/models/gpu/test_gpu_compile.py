@@ -97,9 +97,9 @@ def statistics(vocabulary: int, cap: float) -> tuple[str, str, dict[str, str], d
     return "logprobs", "_statistics", types, constants
 
 
-def gradient(vocabulary: int, cap: float) -> tuple[str, str, dict[str, str], dict[str, Any]]:
-    types = dict.fromkeys(("logits", "normaliser", "entropies", "d_logprobs", "d_entropies", "out"), "*fp32")
-    types |= {"targets": "*i64", "scale": "fp32", "cap": "fp32"}
+def gradient(vocabulary: int, cap: float, out: str) -> tuple[str, str, dict[str, str], dict[str, Any]]:
+    types = dict.fromkeys(("logits", "normaliser", "entropies", "d_logprobs", "d_entropies"), "*fp32")
+    types |= {"out": "*" + out, "targets": "*i64", "scale": "fp32", "cap": "fp32"}
     constants = {"V": vocabulary, "CAPPED": cap > 0, "OF_LOGPROBS": True, "OF_ENTROPIES": True, "BLOCK": 4096}
     return "logprobs", "_gradient", types, constants
 
@@ -133,6 +133,12 @@ def exact(name: str, dtype: str, **constants: int | bool) -> tuple[str, str, dic
     return "parity", name, types, constants
 
 
+def update(decays: bool) -> tuple[str, str, dict[str, str], dict[str, Any]]:
+    types = {"table": "*i64", "owners": "*i64", "corrections": "*fp32"}
+    types |= dict.fromkeys(("lr", "weight_decay", "beta1", "beta2", "eps"), "fp32")
+    return "adamw", "_update", types, {"DECAYS": decays, "BLOCK": 1024}
+
+
 ROWS = {"logits": "*fp32", "tops": "*fp32", "totals": "*fp32", "uniform": "*fp64", "ids": "*i64", "logprobs": "*fp32"}
 
 KERNELS = {
@@ -149,7 +155,11 @@ KERNELS = {
     "sum and norm fp32, wide": add_norm("fp32", 5120),
     "log-probs": statistics(151_936, 0.0),
     "log-probs, capped": statistics(1001, 30.0),
-    "their gradient": gradient(151_936, 30.0),
+    "their gradient": gradient(151_936, 30.0, "fp32"),
+    "their gradient in bf16": gradient(151_936, 0.0, "bf16"),
+    "their gradient in fp16": gradient(1001, 0.0, "fp16"),
+    "AdamW": update(True),
+    "AdamW of vectors": update(False),
     "checksum of 16 bits": sums("i16"),
     "checksum of 64 bits": sums("i64"),
     "sums of a draw": ("sampling", "_sums", {**ROWS, "blocks": "i32"}, {"V": 151_936, "BLOCK": 2048}),

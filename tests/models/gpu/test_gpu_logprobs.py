@@ -132,3 +132,61 @@ def test_a_second_backward_gets_the_same(device: str, monkeypatch: pytest.Monkey
     first = torch.autograd.grad(out @ up[0], hidden, retain_graph=True)[0]
     monkeypatch.setenv(gpu.SWITCH, "0")
     assert torch.equal(torch.autograd.grad(out @ up[0], hidden)[0], first)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("kept", "biased"), [(True, False), (False, False), (False, True)])
+def test_gradients_of_low_precision_weights_are_rounded_once(
+    device: str, dtype: torch.dtype, kept: bool, biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient of logits is written in the dtype that products take, but for a bias, whose sum is float32's."""
+    monkeypatch.setattr(module, "KEEP_BYTES", 10**9 if kept else 0)
+    written = list[torch.Tensor]()
+    real: Any = kernels.gradient
+    monkeypatch.setattr(kernels, "gradient", lambda *a: written.append(real(*a)) or written[-1])
+    hidden, weight, bias, targets, _, up = case(device, 13, 259)
+    inputs = [t.to(dtype).requires_grad_() for t in (hidden, weight)] + [bias.requires_grad_()] * biased
+    logprobs, entropies, _ = token_logprobs(inputs[0], inputs[1], targets, chunk=5, bias=bias if biased else None)
+    assert entropies is not None
+    got = torch.autograd.grad((logprobs * up[0] + entropies * up[1]).sum(), inputs)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    z = exact[0] @ exact[1].T + (exact[2] if biased else 0.0)
+    z.retain_grad()
+    log_p = z.log_softmax(-1)
+    truth = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    (truth[0] * up[0] + truth[1] * up[1]).sum().backward()
+    assert z.grad is not None
+    assert {t.dtype for t in written} == {torch.float32 if biased else dtype}
+    cut = dtype == torch.bfloat16 and device == "cpu"  # by the interpreter; the compiled kernel rounds
+    dz, place = torch.cat(written).double(), 2.0 ** ((-8 if dtype == torch.bfloat16 else -11) + cut)
+    assert ((dz - z.grad).abs() <= (1e-5 if biased else place) * z.grad.abs() + 2e-5).all()
+    if not biased and not cut:  # as often above as below
+        side = (dz.abs() > z.grad.abs())[z.grad.abs() > 1e-3].float().mean()
+        assert 0.4 < side < 0.6
+    for mine, true in zip(got, exact, strict=True):
+        assert true.grad is not None
+        assert (mine.double() - true.grad).abs().max() <= 2 * place * true.grad.abs().max()
+
+
+def test_chunks_grow_for_low_precision_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK", 4)
+    rows = list[int]()
+    real = kernels.statistics
+    monkeypatch.setattr(kernels, "statistics", lambda z, *a, **b: rows.append(len(z)) or real(z, *a, **b))
+    hidden, weight, bias, targets, _, _ = case(device, 21, 131)
+    low = hidden.bfloat16(), weight.bfloat16()
+    usual = [4] * 5 + [1]
+    cases: list[tuple[tuple[torch.Tensor, torch.Tensor], dict[str, Any], list[int]]] = [
+        (low, {}, [16, 5]),
+        (low, {"chunk": 20}, [20, 1]),
+        (low, {"bias": bias}, usual),
+        ((hidden, weight), {}, usual),
+    ]
+    for (h, w), options, sizes in cases:
+        rows.clear()
+        token_logprobs(h, w, targets, **options)
+        assert rows == sizes
+    monkeypatch.setattr(module, "WIDE_BYTES", 6 * 131 * 4 * 2)
+    rows.clear()
+    token_logprobs(*low, targets)
+    assert rows == [8, 8, 5]
