@@ -119,6 +119,16 @@ def test_a_pass_without_padding_is_the_padded_one(
             torch.testing.assert_close(held.attend(parts), expected, atol=1e-5, rtol=0)
 
 
+def test_keys_that_a_kernel_wrote_are_read_back(calls: list[Call]) -> None:
+    held = Sequences([9, 4])
+    wanted = held.attend([(0, 0, 9), (1, 0, 4)])
+    jobs: list[Prefill] = [(held.blocks[i], np.arange(n), 0) for i, n in enumerate((9, 4))]
+    _, _, step = prefill_step(jobs, SIZE, 0, CPU)
+    query = torch.cat(held.qkv)[:, :HEADS]
+    assert torch.equal(held.cache.look_up(step, 0, query, 0.3), wanted)
+    assert torch.equal(calls[0][1], calls[1][1])
+
+
 def test_earlier_keys_are_read_only_where_there_are_some(calls: list[Call]) -> None:
     held = Sequences([9, 4])
     held.attend([(0, 0, 5), (1, 0, 4)])
