@@ -23,11 +23,12 @@ STAGES: dict[str, tuple[str, float]] = {
     "kernels": ("benchmarks.gpu.kernels", 50),
     "correctness": ("benchmarks.gpu.correctness", 60),
     "tests": ("benchmarks.gpu.tests", 90),
+    "learns": ("benchmarks.gpu.learns", 50),
     "rollout": ("benchmarks.gpu.rollout", 100),
     "training": ("benchmarks.gpu.training", 100),
     "logprob": ("benchmarks.gpu.logprob", 30),
     "sync": ("benchmarks.gpu.sync", 20),
-    "step": ("benchmarks.gpu.step", 80),
+    "step": ("benchmarks.gpu.step", 40),
     "parity": ("benchmarks.gpu.parity", 30),
     "peer": ("benchmarks.gpu.peer", 60),
 }

@@ -1,4 +1,4 @@
-"""Stage 5: log-probs and entropies of a large vocabulary, forward and backward, beside the plain way."""
+"""Stage 7: log-probs and entropies of a large vocabulary, forward and backward, beside the plain way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 8: how far engine and trainer are apart, and what closing the gap costs."""
+"""Stage 10: how far engine and trainer are apart, and what closing the gap costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 7: whole steps of GRPO, seconds by part; and a run that learns: a random model, a warm start, a few steps of GRPO."""
+"""Stage 9: whole steps of GRPO, seconds by part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from benchmarks.gpu import models, rl
 from benchmarks.gpu.bench import Bench
 from rollkeel import tasks
-from rollkeel.config import SftConfig
 from rollkeel.types import SamplingParams
 
 PARTS = ("rollout", "grading", "update", "sync")
@@ -17,7 +16,6 @@ PARTS = ("rollout", "grading", "update", "sync")
 
 def run(bench: Bench) -> None:
     bench.attempt("GRPO step, Qwen3-0.6B", steps, least=15.0)
-    bench.attempt("a run that learns", learns, least=15.0)
 
 
 def loop(bench: Bench, made: Any, groups: int, samples: int, new: int, stop: bool, **train: Any) -> rl.Loop:
@@ -59,22 +57,3 @@ def idle(bench: Bench, made: rl.Loop) -> None:
     made.step()
     spent, _, longest = bench.on_device(made.step)
     bench.row("idle share of the device, steps of 64 tokens", 1 - spent / sum(made.times.values()), note=longest)
-
-
-def learns(bench: Bench) -> None:
-    """Nothing is loaded: what the model can at the end it learnt here."""
-    made = models.policy(bench, "Qwen3-0.6B")
-    count, groups, samples = (2, 2, 4) if bench.toy else (120, 16, 8)
-    rl_steps = 1 if bench.toy else 8
-    whole = loop(bench, made, groups, samples, 8, True, lr=2e-6)
-    losses: list[float] = []
-    sft = SftConfig(steps=count, batch_size=4 if bench.toy else 128, lr=2e-4, warmup_steps=10)
-    seconds = bench.once(lambda: losses.extend(rl.warm(made, whole.task, sft)))
-    bench.check("warm start, loss at the end over loss at the start", losses[-1] / losses[0], 2.0 if bench.toy else 0.5, first=losses[0], last=losses[-1], steps=count, seconds=seconds)  # fmt: skip
-    whole.publish()
-    rewards, moved = [], 0.0
-    for _ in range(rl_steps):
-        told = whole.step()
-        rewards.append(told["reward"])
-        moved = max(moved, told["grad_norm"])
-    bench.row("reward, first GRPO step to last", rewards[-1], first=rewards[0], best=max(rewards), steps=rl_steps, largest_gradient=moved, peak_gb=bench.peak_gb)  # fmt: skip

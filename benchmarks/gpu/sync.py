@@ -1,4 +1,4 @@
-"""Stage 6: publication of proven weights against a plain copy, and of as many tensors as a 30B-A3B has."""
+"""Stage 8: publication of proven weights against a plain copy, and of as many tensors as a 30B-A3B has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage 4: an update of 16,384 tokens, its share of the measured product speed and its memory, beside transformers' own modules."""
+"""Stage 6: an update of 16,384 tokens, its share of the measured product speed and its memory, beside transformers' own modules."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ def run(bench: Bench) -> None:
     runs += [("Qwen3-4B", short, "layer")]
     for name, size, mode in (run for run in runs if bench.wanted(run[0])):
         bench.attempt(f"{name} update {size}, checkpointing {mode}", update, name, size, batches[size], mode, least=6.0)
+    if not bench.wanted("Qwen3-0.6B"):
+        return
     if "compile" in TrainConfig.model_fields and bench.cuda:
         about = ("Qwen3-0.6B", short, batches[short], "none", True)
         bench.attempt(f"Qwen3-0.6B update {short}, compiled", update, *about, least=45.0)
