@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.gpu.bench import Bench
 
 ROOT = Path(__file__).resolve().parents[2]
-WORKERS = 10
+WORKERS = 12
 
 
 def run(bench: Bench) -> None:
