@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -15,6 +17,10 @@ def run(bench: Bench) -> None:
         for way, inside in bench.ways.items():
             with inside:
                 bench.attempt(f"token_logprobs, {way}, width {width}", ours, width, way)
+    if "Triton" in bench.ways:
+        bench.attempt("kernels of log-probs", kernels)
+    else:
+        bench.absent("kernels of log-probs", "they run on a GPU")
     for width in (32,) if bench.toy else (1024, 2560):
         bench.attempt(f"plain, width {width}", plain, width, least=5.0)
 
@@ -58,6 +64,38 @@ def ours(bench: Bench, width: int, way: str) -> None:
         torch.autograd.grad(logprobs, (hidden, weight), ones)
 
     tell(bench, f"token_logprobs, {way},", hidden, weight, bench.timed(forward), bench.timed(whole))
+
+
+def kernels(bench: Bench) -> None:
+    """Each on given logits alone: what share of the copy bandwidth it reaches with the bytes that it has to read and write."""
+    from rollkeel.models.gpu.logprobs import gradient, statistics
+
+    rows, vocab = (64, 288) if bench.toy else (4096, 151_936)
+    logits = torch.randn(rows, vocab, device=bench.device)
+    targets = torch.randint(0, vocab, (rows,), device=bench.device)
+    up = torch.randn(rows, device=bench.device)
+    room = {name: torch.empty_like(up) for name in ("normaliser", "logprobs", "entropies")}
+    topk, low = logits.new_empty(0, 0), torch.empty_like(logits, dtype=torch.bfloat16)
+
+    def measure() -> None:
+        statistics(logits, targets, None, 1.0, 0.0, topk=topk, **room)
+
+    def differentiate(entropies: bool, out: torch.Tensor) -> None:
+        about = room["normaliser"], room["entropies"], up, up if entropies else None
+        gradient(logits, targets, *about, 1.0, 0.0, out)
+
+    work: list[tuple[str, Callable[[], None], int]] = [
+        ("statistics", measure, 4),
+        ("gradient in bfloat16", lambda: differentiate(False, low), 6),
+        ("gradient in bfloat16, of entropies too", lambda: differentiate(True, low), 6),
+        ("gradient in place", lambda: differentiate(False, logits), 8),  # the last, because it changes them
+    ]
+    bandwidth = bench.probed(probe.COPY)
+    for name, call, size in work:
+        seconds = bench.timed(call, 10)
+        speed = 1e-9 * size * rows * vocab / seconds
+        share = None if bandwidth is None else speed / bandwidth
+        bench.row(f"kernel of {name}, {rows} × {vocab}", speed, "GB/s", share_of_copy=share, ms=seconds * 1e3)
 
 
 def plain(bench: Bench, width: int) -> None:
