@@ -218,7 +218,7 @@ def test_under_parity_engine_and_trainer_have_the_same_bits(
     train(load("default", words))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["mismatch/ratio_std"] for row in rows[1:]] == [0.0] * 3
-    assert rows[-1]["optimizer/grad_norm"] > 0
+    assert rows[-1]["mismatch/tokens"] > 100
 
 
 @pytest.mark.parametrize(("model", "engine"), [("float32", "fp32"), ("bfloat16", "bf16")])

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from rollkeel.config import Config, LoraConfig
 from rollkeel.errors import BadInput
@@ -172,15 +172,16 @@ def needed(config: Config, shape: Shape, setting: Setting = Setting()) -> int:
 def activations(config: Config, shape: Shape, setting: Setting, tokens: int) -> dict[str, int]:
     """What a pass keeps for its backward, and what the backward adds: the logits of a chunk, or one layer later on."""
     size, mode = SIZES[config.model.dtype], config.train.checkpointing
-    layer = layer_bytes(shape, size, setting.cpu and size == 4)
+    kernels = not setting.cpu and config.mesh.tensor == 1
+    layer = layer_bytes(shape, size, "gpu" if kernels else "cpu" if setting.cpu and size == 4 else "")
     inputs = {"none": layer, "layer": shape.width * size, "selective": (shape.width + shape.queries) * size}[mode]
     experts = max(1, shape.experts)
     pair = 3 * shape.width + 3 * shape.mlp
     working = 4 * shape.width + size * (shape.chosen * pair if shape.experts else 2 * max(shape.mlp, shape.queries))
     matrix = 0 if config.train.lora.rank else 4 * shape.width * shape.mlp * (1 if experts == 1 else 3 * experts)
-    kernels = size == 2 and not setting.cpu and config.mesh.tensor == 1
-    wide = CHUNK * max(1, min(WIDE, WIDE_BYTES // (6 * shape.vocab * CHUNK))) if kernels else CHUNK
-    logits = (6 if kernels else 8) * min(wide, tokens) * shape.vocab + min(KEPT_BYTES, tokens * shape.vocab * 4)
+    low = kernels and size == 2
+    wide = CHUNK * max(1, min(WIDE, WIDE_BYTES // (6 * shape.vocab * CHUNK))) if low else CHUNK
+    logits = (6 if low else 8) * min(wide, tokens) * shape.vocab + min(KEPT_BYTES, tokens * shape.vocab * 4)
     head = 0 if config.train.lora.rank else 4 * shape.vocab * shape.width * (2 if shape.tied else 1)
     ends = shape.width * (4 + 2 * size) + 2 * size * shape.head
     again = 0 if mode == "none" else layer
@@ -190,20 +191,23 @@ def activations(config: Config, shape: Shape, setting: Setting, tokens: int) -> 
     }
 
 
-def layer_bytes(shape: Shape, size: int, fused: bool) -> int:
+def layer_bytes(shape: Shape, size: int, passes: Literal["", "cpu", "gpu"]) -> int:
     """Bytes per token that a decoder layer keeps for its backward.
 
-    `fused`: single passes for norms and rotary embeddings, as on a CPU in float32; else transformers' modules.
+    `passes`: norms and rotary embeddings are single ones, by numba in float32 or by kernels, and of kernels SwiGLU too; else
+    transformers' modules.
     """
-    # Input of a norm in float32, its normalised form, and what goes into the products behind it.
-    norm = 8 if fused else 4 + 2 * size
-    before = 4 if fused else norm - size if shape.head_norms else 0
+    # Input of a norm, its normalised form, and what goes into the products behind it.
+    norm = 2 * size if passes else 4 + 2 * size
+    before = size if passes == "cpu" else 0
+    if shape.head_norms:
+        before = size if passes else norm - size
     attention = (shape.queries + shape.keys) * (before + 2 * size) + 4 * shape.heads
-    attention += size * shape.queries if fused else 0  # without the padding of sequences of other lengths
+    attention += size * shape.queries if passes == "cpu" else 0  # without the padding of sequences of other lengths
     kept = 2 * norm * shape.width + attention
     if not shape.experts:
-        return kept + 4 * size * shape.mlp
-    pair = size * (2 * shape.width + (3 if fused else 4) * shape.mlp) + 24
+        return kept + (3 if passes == "gpu" else 4) * size * shape.mlp
+    pair = size * (2 * shape.width + (3 if passes == "cpu" else 4) * shape.mlp) + 24
     return kept + shape.chosen * pair + 8 * shape.experts
 
 

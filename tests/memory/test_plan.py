@@ -178,7 +178,20 @@ def test_layers_of_transformers_keep_what_is_planned(
     fields = {**PUBLIC["Qwen/Qwen3-1.7B"], "num_hidden_layers": 4}
     shape = shape_of("Qwen/Qwen3-1.7B", {"num_hidden_layers": 4})
     kept = kept_on_meta(Qwen3Config(**fields), dtype, monkeypatch)
-    assert kept["none"] == pytest.approx(4 * layer_bytes(shape, size, False) + shape.width * (4 + size), rel=0.01)
+    assert kept["none"] == pytest.approx(4 * layer_bytes(shape, size, "") + shape.width * (4 + size), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "measured"),
+    [("0.6B", "none", 32.37), ("1.7B", "none", 58.79), ("1.7B", "layer", 29.54), ("4B", "layer", 67.18)],
+)
+def test_what_a_card_took(name: str, mode: Any, measured: float) -> None:
+    """GB on one H200 of an update of 16,384 tokens in one micro-batch, whose gradients come while activations go; a plan has both."""
+    train = TrainConfig(micro_batch_tokens=16_384, checkpointing=mode)
+    config = Config(model=ModelConfig(dtype="bfloat16"), train=train)
+    parts = plan(config, shape_of(f"Qwen/Qwen3-{name}", {}), Setting(prompt=1)).parts
+    planned = sum(parts[part] for part in OWN) / 1e9
+    assert measured < planned < 1.05 * (measured + parts["gradients"] / 1e9)
 
 
 def test_constants_are_those_of_trainer_and_engine() -> None:

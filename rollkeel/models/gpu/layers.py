@@ -114,7 +114,7 @@ def _rotary_gradient(
     tl.store(dx + at + D // 2, db.to(kind), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _swiglu(gate, up, out, count, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(gate + i, mask=i < count, other=0.0).to(tl.float32)
@@ -123,7 +123,7 @@ def _swiglu(gate, up, out, count, BLOCK: tl.constexpr):
     tl.store(out + i, (active * u).to(out.dtype.element_ty), mask=i < count)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _swiglu_gradient(grad, gate, up, d_gate, d_up, count, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     o = tl.load(grad + i, mask=i < count, other=0.0).to(tl.float32)
