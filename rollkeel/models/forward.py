@@ -181,7 +181,8 @@ class FastForward:
         self.top_k = int(getattr(config, "num_experts_per_tok", 0) or 0)
         self.norm_topk = bool(getattr(config, "norm_topk_prob", False))
         self.observe: Observe | None = None
-        """While set, told the value after every operation; what is computed stays the same to the bit."""
+        """While set, told the value after every operation; what is computed stays the same to the bit, but for the last places of kernels
+        on a GPU, which run while nobody looks."""
 
         new = functools.partial(torch.zeros, dtype=self.dtype, device=device)
         self.embedding, self.norm = new(self.vocab_size, config.hidden_size), new(config.hidden_size)
