@@ -80,10 +80,10 @@ EXACT: dict[str, Operation] = {
 @pytest.mark.parametrize("name", OPERATIONS)
 @torch.no_grad()
 def test_a_row_alone_is_the_row_in_a_batch(device: str, name: str, dtype: torch.dtype) -> None:
-    x = drawn(133, 37, device=device).to(dtype)
+    x = drawn(70, 37, device=device).to(dtype)
     x[7] = x[3]  # a tie between rows changes nothing for either
     whole = OPERATIONS[name](x)
-    for rows in (slice(0, 1), slice(132, 133), slice(5, 8), slice(11, 80)):
+    for rows in (slice(0, 1), slice(69, 70), slice(5, 8), slice(11, 68)):
         assert torch.equal(OPERATIONS[name](x[rows].clone()), whole[rows])
     if name in EXACT:
         near: Any = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.06}
