@@ -6,6 +6,7 @@ zero gradients for slices and copies. Here the forward keeps what the backward n
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -106,13 +107,8 @@ def sorted_experts_forward(
 
 def by_expert(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, list[tuple[int, int, int]]]:
     """Order that sorts the (token, slot) pairs of `chosen [N, K]` by expert; expert, first and last + 1 of its pairs."""
-    flat = chosen.reshape(-1)
-    bounds, start = [], 0
-    for expert, count in enumerate(torch.bincount(flat, minlength=experts).tolist()):
-        if count:
-            bounds.append((expert, start, start + count))
-            start += count
-    return torch.argsort(flat, stable=True), bounds
+    order, ends = by_expert_there(chosen, experts)
+    return order, bounds_of(ends)
 
 
 def by_expert_there(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,6 +116,12 @@ def by_expert_there(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, t
     ids, order = chosen.reshape(-1).sort(stable=True)
     ends = torch.searchsorted(ids, torch.arange(experts, device=ids.device), right=True)
     return order, ends.int()
+
+
+def bounds_of(ends: torch.Tensor) -> list[tuple[int, int, int]]:
+    """The experts that have pairs, first and last + 1 of each one's, by the place behind the last of every expert."""
+    edges = itertools.pairwise([0, *ends.tolist()])
+    return [(expert, a, b) for expert, (a, b) in enumerate(edges) if a < b]
 
 
 def _plain(module: Any, x: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from rollkeel.config import LoraConfig
 from rollkeel.errors import BadInput
 from rollkeel.models import gpu, jit, kernels_parity
-from rollkeel.models.experts import SortedExperts, by_expert, by_expert_there
+from rollkeel.models.experts import SortedExperts, bounds_of, by_expert_there
 from rollkeel.models.forward import FAMILIES, Attend, FastForward, Observe, rotation, supports
 from rollkeel.models.numerics import product
 
@@ -80,7 +80,7 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, starts: Any) -> torch.Tensor:
     if there := _there(x):
         return there.matmul(x, weight, starts)
     out = torch.empty(len(x), weight.shape[1])
-    kernels_parity.matmul(_np(x), _np(weight), np.array(starts, np.int64), out.numpy())
+    kernels_parity.matmul(_np(x), _np(weight), torch.as_tensor(starts, dtype=torch.int64).numpy(), out.numpy())
     return out
 
 
@@ -145,16 +145,8 @@ def experts(
     h: torch.Tensor, taken: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
     """Σ weight · expert(h) in the order of `taken [N, k]`; `up [E, 2W, D]`, `down [E, D, W]`."""
-    starts: Any = np.zeros(len(up) + 1, np.int64)
-    if gpu.taken(h):
-        order, ends = by_expert_there(taken, len(up))
-        starts = F.pad(ends, (1, 0))
-        bounds = by_expert(taken, len(up))[1] if torch.is_grad_enabled() else []
-    else:
-        order, bounds = by_expert(taken, len(up))
-        for expert, a, b in bounds:
-            starts[expert + 1] = b - a
-        starts = starts.cumsum()
+    order, ends = by_expert_there(taken, len(up))
+    starts = F.pad(ends, (1, 0))
     k = taken.shape[1]
     with torch.no_grad():
         wide = matmul(h.index_select(0, order // k), up, starts).to(h.dtype)
@@ -163,7 +155,9 @@ def experts(
         out = pairs[:, 0] * weights[:, :1]
         for i in range(1, k):
             out = out + pairs[:, i] * weights[:, i : i + 1]
-    return with_gradient(out.to(h.dtype), lambda: SortedExperts.apply(h, weights.to(h.dtype), order, bounds, up, down))
+    return with_gradient(
+        out.to(h.dtype), lambda: SortedExperts.apply(h, weights.to(h.dtype), order, bounds_of(ends), up, down)
+    )
 
 
 def attention(

@@ -18,10 +18,12 @@ from rollkeel.models.presets import build_preset
 
 pytestmark = pytest.mark.skipif(not jit.FOUND, reason="numba or torch's BLAS is not here")
 LENGTHS = [7, 3, 12]
+NAMES = ("tiny-qwen3-moe", "tiny-qwen3", "llama", "qwen2")
 SMALL: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 
 
-def model(name: str) -> Any:
+def model(name: str, **overrides: Any) -> Any:
+    """`overrides`: of a preset."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         if name == "llama":
@@ -29,7 +31,7 @@ def model(name: str) -> Any:
         elif name == "qwen2":
             net = Qwen2ForCausalLM(Qwen2Config(**SMALL, num_attention_heads=2, num_key_value_heads=2))
         else:
-            net = build_preset(name)[0]
+            net = build_preset(name, 0, overrides)[0]
         for p in net.parameters():  # norms of weight 1 and biases of 0 would hide mistakes
             if p.dim() == 1:
                 p.data += 0.3 * torch.randn_like(p)
@@ -37,17 +39,17 @@ def model(name: str) -> Any:
 
 
 def gradients(net: Any, packed: PackedModel) -> dict[str, torch.Tensor]:
-    ids = torch.arange(sum(LENGTHS)) * 7 % 96
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])
+    device = next(net.parameters()).device
+    ids = (torch.arange(sum(LENGTHS)) * 7 % 96).to(device)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS]).to(device)
     hidden = packed(ids, positions, torch.tensor([0, *LENGTHS]).cumsum(0))
     net.zero_grad()
-    hidden.mul(torch.sin(torch.arange(hidden.numel()) * 0.37).view_as(hidden)).sum().backward()
+    hidden.mul(torch.sin(torch.arange(hidden.numel(), device=device) * 0.37).view_as(hidden)).sum().backward()
     return {"hidden": hidden.detach()} | {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen3-moe", "tiny-qwen3", "llama", "qwen2"])
-def test_hidden_states_and_every_gradient_are_those_of_transformers(name: str) -> None:
-    net = model(name)
+def assert_those_of_transformers(net: Any) -> None:
+    """Hidden states and the gradient of every parameter."""
     packed = PackedModel(net)
     assert packed._fused
     got = gradients(net, packed)
@@ -57,6 +59,11 @@ def test_hidden_states_and_every_gradient_are_those_of_transformers(name: str) -
     for key, value in want.items():
         scale = value.abs().max().clamp_min(1e-3)
         assert ((got[key] - value).abs().max() / scale).item() < 2e-5, key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hidden_states_and_every_gradient_are_those_of_transformers(name: str) -> None:
+    assert_those_of_transformers(model(name))
 
 
 def test_the_model_is_given_back() -> None:

@@ -1,12 +1,12 @@
 """An importance ratio is exactly 1 only if every operation gives a row the same bits alone and among others.
 
 Operations against float64 and against themselves on other batches, gradients against those of the ordinary path. Not covered:
-CUDA, which this arithmetic does not run on; whole engines and runs (`engines/test_engine_parity.py`, `test_parity_runs.py`).
+CUDA (`gpu/test_gpu_parity.py`); whole engines and runs (`engines/test_engine_parity.py`, `test_parity_runs.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
-def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def drawn(
+    *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def routed(x: torch.Tensor) -> torch.Tensor:
@@ -32,82 +34,108 @@ def routed(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((taken.float(), weights), -1)
 
 
+def like(x: torch.Tensor, *shape: int, seed: int = 1) -> torch.Tensor:
+    return drawn(*shape, dtype=x.dtype, seed=seed, device=x.device)
+
+
 def mixture(x: torch.Tensor) -> torch.Tensor:
-    up, down = drawn(5, 14, 37, dtype=x.dtype, seed=1), drawn(5, 37, 7, dtype=x.dtype, seed=2)
     _, taken, weights = parity.routing(x[:, :5].float(), 2, False, None)
-    return parity.experts(x, taken, weights, up, down)
+    return parity.experts(x, taken, weights, like(x, 5, 14, 37), like(x, 5, 37, 7, seed=2))
 
 
 OPERATIONS: dict[str, Operation] = {
-    "norm": lambda x: parity.rms_norm(x, drawn(37, dtype=x.dtype, seed=1), 1e-6),
-    "linear": lambda x: parity.linear(x, drawn(71, 37, dtype=x.dtype, seed=1), drawn(71, dtype=x.dtype, seed=2)),
+    "norm": lambda x: parity.rms_norm(x, like(x, 37), 1e-6),
+    "linear": lambda x: parity.linear(x, like(x, 71, 37), like(x, 71, seed=2)),
     "swiglu": lambda x: parity.swiglu(x[:, :36].contiguous()),
     "routing": routed,
     "experts": mixture,
-    "logprobs": lambda x: parity.logprobs(x.float(), torch.arange(37).expand(len(x), -1)),
+    "logprobs": lambda x: parity.logprobs(x.float(), torch.arange(37, device=x.device).expand(len(x), -1)),
 }
+
+
+@torch.no_grad()
+def assert_alone_as_in_a_batch(name: str, x: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
+    """Rows of `x [N, 37]`, N > 7; what the operation makes of all."""
+    x[7] = x[3]  # a tie between rows changes nothing for either
+    whole = OPERATIONS[name](x)
+    for rows in slices:
+        assert torch.equal(OPERATIONS[name](x[rows].clone()), whole[rows])
+    return whole
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPERATIONS)
-@torch.no_grad()
 def test_a_row_alone_is_the_row_in_a_batch(name: str, dtype: torch.dtype) -> None:
-    x = drawn(53, 37, dtype=dtype)
-    x[7] = x[3]  # a tie between rows changes nothing for either
-    whole = OPERATIONS[name](x)
-    for rows in (slice(0, 1), slice(52, 53), slice(5, 8), slice(11, 40)):
-        assert torch.equal(OPERATIONS[name](x[rows].clone()), whole[rows])
+    slices = slice(0, 1), slice(52, 53), slice(5, 8), slice(11, 40)
+    assert_alone_as_in_a_batch(name, drawn(53, 37, dtype=dtype), slices)
 
 
-def test_products_are_right_and_longer_than_a_tile() -> None:
-    x, weight = drawn(70, 300), drawn(3, 65, 300, seed=1)
-    starts = (0, 20, 20, 70)
+@torch.no_grad()
+def assert_products_are_right(x: torch.Tensor, weight: torch.Tensor, starts: tuple[int, ...]) -> None:
+    """Row 30 is one of the last expert."""
     right = torch.cat([x[a:b].double() @ w.double().t() for a, b, w in zip(starts, starts[1:], weight, strict=False)])
     found = parity.matmul(x, weight, starts)
     assert float((found - right).abs().max()) < 1e-4
     assert torch.equal(parity.matmul(x[30:31], weight[2:], (0, 1))[0], found[30])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_are_right_and_longer_than_a_tile() -> None:
+    assert_products_are_right(drawn(70, 300), drawn(3, 65, 300, seed=1), (0, 20, 20, 70))
+
+
 @torch.no_grad()
-def test_attention_is_one_function_of_a_sequence(dtype: torch.dtype) -> None:
-    """Packed, in pages, and a few queries at a time."""
-    length, heads, kv_heads, width, size = 37, 4, 2, 10, 16
-    q, k, v = (drawn(length, n, width, dtype=dtype, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
+def assert_one_function_of_a_sequence(
+    length: int, pages: Sequence[int], dtype: torch.dtype, near: float, device: str = "cpu"
+) -> None:
+    """Packed, in pages of 16 tokens, a few queries at a time, and beside another sequence."""
+    heads, kv_heads, width, size = 4, 2, 10, 16
+    q, k, v = (drawn(length, n, width, dtype=dtype, seed=i, device=device) for i, n in enumerate((heads, kv_heads, kv_heads)))  # fmt: skip
     seen, one = np.arange(1, length + 1), np.zeros(length, np.int64)
     keys, values = (t.flatten(0, 1)[:, None] for t in (k, v))
     packed = parity.attention(q, keys, values, (np.arange(length)[None], one, seen), kv_heads, 0.3)
-    pages = np.array([[4, 0, 2]])
-    held = [torch.full((5 * kv_heads, size, width), 7.0) for _ in range(2)]
+    held = [torch.full(((max(pages) + 1) * kv_heads, size, width), 7.0, device=device) for _ in range(2)]
     for store, new in zip(held, (k, v), strict=True):
         for t in range(length):
             for h in range(kv_heads):
-                store[pages[0, t // size] * kv_heads + h, t % size] = new[t, h].float()
-    for a, b in ((0, length), (36, 37), (5, 21)):
-        where = (pages, one[a:b], seen[a:b])
+                store[pages[t // size] * kv_heads + h, t % size] = new[t, h].float()
+    for a, b in ((0, length), (length - 1, length), (5, 21)):
+        where = (np.array([pages]), one[a:b], seen[a:b])
         assert torch.equal(parity.attention(q[a:b], held[0], held[1], where, kv_heads, 0.3), packed[a:b])
     many = np.stack([np.arange(length), np.arange(length)[::-1]])
     beside = parity.attention(q, keys, values, (many, one, seen), kv_heads, 0.3)
     assert torch.equal(beside, packed)
     query, key, value = (t.double().transpose(0, 1)[None] for t in (q, k, v))
-    right = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3, enable_gqa=True)[0].transpose(
-        0, 1
-    )
-    assert float((packed.double() - right.flatten(1)).abs().max()) < (1e-6 if dtype == torch.float32 else 2e-2)
+    right = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3, enable_gqa=True)[0]
+    assert float((packed.double() - right.transpose(0, 1).flatten(1)).abs().max()) < near
+
+
+@pytest.mark.parametrize(("dtype", "near"), zip(DTYPES, (1e-6, 2e-2), strict=True))
+def test_attention_is_one_function_of_a_sequence(dtype: torch.dtype, near: float) -> None:
+    assert_one_function_of_a_sequence(37, (4, 0, 2), dtype, near)
+
+
+def assert_ties_go_to_the_lower_expert(device: str = "cpu") -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0], [0.0] * 5], device=device)
+    chosen, _, weights = parity.routing(logits, 2, True, None)
+    assert chosen.tolist() == [[1, 2], [0, 1]]
+    assert torch.equal(weights, torch.full_like(weights, 0.5))
+    _, _, replayed = parity.routing(logits, 2, False, lambda ids: ids * 0 + torch.tensor([4, 1], device=device))
+    torch.testing.assert_close(replayed, logits.softmax(-1)[:, [4, 1]])
 
 
 def test_ties_go_to_the_lower_expert() -> None:
-    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0], [0.0] * 5])
-    chosen, _, weights = parity.routing(logits, 2, True, None)
-    assert chosen.tolist() == [[1, 2], [0, 1]]
-    assert torch.equal(weights, torch.full((2, 2), 0.5))
+    assert_ties_go_to_the_lower_expert()
+
+
+def assert_what_is_not_finite_shows(device: str = "cpu") -> None:
+    z = drawn(3, 9, device=device)
+    z[1, 4], z[2, 0] = torch.nan, torch.inf
+    found = parity.logprobs(z, torch.zeros(3, 1, dtype=torch.int64, device=device))[:, 0]
+    assert found.isfinite().tolist() == [True, False, False]
 
 
 def test_what_is_not_finite_shows() -> None:
-    z = drawn(3, 9)
-    z[1, 4], z[2, 0] = torch.nan, torch.inf
-    found = parity.logprobs(z, torch.zeros(3, 1, dtype=torch.int64))[:, 0]
-    assert found.isfinite().tolist() == [True, False, False]
+    assert_what_is_not_finite_shows()
 
 
 def passed(model: Any, **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rollkeel.models.gpu.sizes import CORE, power
+
 SPLIT = 256
 """Keys of one program, a power of two: a few long sequences still fill a GPU."""
 TILE_BYTES, WARPS, STAGES = 2**13, 1, 3
@@ -186,8 +188,8 @@ def decode_attention(
     out = query.new_empty(sequences, heads * value_width)
     shape = sequences, heads, splits if splits > 1 else 0
     parts, sums = (query.new_empty((*shape, each), dtype=torch.float32) for each in (value_width, 2))
-    wide, common = _power(width), dict[str, Any](WINDOW=window or NO_WINDOW, SPLIT=SPLIT)
-    common |= {"VALUES": value_width, "VALUES_2": _power(value_width)}
+    wide, common = power(width, CORE), dict[str, Any](WINDOW=window or NO_WINDOW, SPLIT=SPLIT)
+    common |= {"VALUES": value_width, "VALUES_2": power(value_width, CORE)}
     attend: Any = _attend[(kv_heads, sequences, splits)]
     attend(
         query,
@@ -211,10 +213,10 @@ def decode_attention(
         SINKS=sinks is not None,
         SINGLE=splits == 1,
         WIDEN=not query.is_cuda,
-        ROWS=_power(group),
+        ROWS=power(group, CORE),
         WIDTH_2=wide,
         **common,
-        **_sizes(keys, size, _power(group), max(wide, _power(value_width))),
+        **_sizes(keys, size, power(group, CORE), max(wide, power(value_width, CORE))),
     )
     if splits > 1:
         merge: Any = _merge[(heads, sequences)]
@@ -226,7 +228,7 @@ def _sizes(keys: torch.Tensor, size: int, rows: int, width: int) -> Any:
     most, warps, stages = EXACT if keys.dtype == torch.float32 else (TILE_BYTES, WARPS, STAGES)
     tile = max(16, min(64, most // (width * keys.element_size())))
     launch = {"num_warps": min(8, warps * max(1, rows * width // 2048)), "num_stages": stages}
-    return {"TILE": tile, "BLOCKS": _blocks(tile, size), "COUNT": _power(SPLIT // size, 1), **launch}
+    return {"TILE": tile, "BLOCKS": _blocks(tile, size), "COUNT": power(SPLIT // size), **launch}
 
 
 def _blocks(tile: int, size: int) -> int:
@@ -234,8 +236,3 @@ def _blocks(tile: int, size: int) -> int:
     whole = SPLIT % size == 0 if size < SPLIT else size % SPLIT == 0
     even = size % tile == 0 or tile % size == 0
     return max(1, tile // size) if whole and even and tile <= 4 * size else 0
-
-
-def _power(count: int, least: int = 16) -> int:
-    """Rows and columns of a product: at least what a tensor core takes."""
-    return max(least, 1 << (count - 1).bit_length())

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rollkeel.models.gpu.sizes import power
+
 HEADS = 8
 """Heads of one token in a program."""
 BLOCK = 1024
@@ -62,14 +64,16 @@ def _rotate(
 
 
 @triton.jit
-def _gate(wide, out, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """`BLOCK` elements of one row of silu(gate) · up."""
+def _gate(wide, out, stride, WIDTH: tl.constexpr, ONCE: tl.constexpr, BLOCK: tl.constexpr):
+    """`BLOCK` elements of one row of silu(gate) · up, rounded `ONCE` or like two operations."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(wide + row * stride + lane, mask=lane < WIDTH, other=0.0).to(tl.float32)
     up = tl.load(wide + row * stride + WIDTH + lane, mask=lane < WIDTH, other=0.0).to(tl.float32)
-    gated = _rounded(gate / (1.0 + tl.exp(-gate)), out) * up
-    tl.store(out + row * WIDTH + lane, gated.to(out.dtype.element_ty), mask=lane < WIDTH)
+    active = gate / (1.0 + tl.exp(-gate))
+    if not ONCE:
+        active = _rounded(active, out)
+    tl.store(out + row * WIDTH + lane, (active * up).to(out.dtype.element_ty), mask=lane < WIDTH)
 
 
 @triton.jit
@@ -124,18 +128,18 @@ def rotate(
         WIDTH=width,
         NORM=norms is not None,
         HEADS=HEADS,
-        WIDTH_2=1 << (width - 1).bit_length(),
+        WIDTH_2=power(width),
     )
     return query
 
 
-def gated(wide: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up `[N, W]` of `wide [N, 2 W]`, the gates first."""
+def gated(wide: torch.Tensor, once: bool = False) -> torch.Tensor:
+    """silu(gate) · up `[N, W]` of `wide [N, 2 W]`, the gates first; rounded `once`, or each as PyTorch would."""
     rows, width = len(wide), wide.shape[1] // 2
     wide = wide if wide.stride(1) == 1 else wide.contiguous()
     out = wide.new_empty(rows, width)
     kernel: Any = _gate[(rows, -(-width // BLOCK))]
-    kernel(wide, out, wide.stride(0), WIDTH=width, BLOCK=BLOCK)
+    kernel(wide, out, wide.stride(0), WIDTH=width, ONCE=once, BLOCK=BLOCK)
     return out
 
 
@@ -144,7 +148,7 @@ def add_norm(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, eps: float)
     rows, width = x.shape
     x, y = x.contiguous(), y.contiguous()
     total, normed = torch.empty_like(x), torch.empty_like(x)
-    wide = 1 << (width - 1).bit_length()
+    wide = power(width)
     kernel: Any = _add_norm[(rows,)]
     kernel(x, y, weight, total, normed, eps, WIDTH=width, WIDTH_2=wide, num_warps=4 if wide <= 2048 else 8)
     return total, normed

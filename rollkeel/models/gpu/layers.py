@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rollkeel.models.gpu.sizes import power
+
 ROWS = 16
 """Rows of one program in a norm's backward; there is one sum of weight gradients for each program."""
 HEADS = 32
@@ -139,7 +141,7 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         out, width = torch.empty_like(x), x.shape[1]
         kernel: Any = _norm[(len(x),)]
-        kernel(x, weight, out, eps, D=width, D_2=_power(width), num_warps=_warps(width))
+        kernel(x, weight, out, eps, D=width, D_2=power(width), num_warps=_warps(width))
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         return out
@@ -150,7 +152,7 @@ class _Norm(torch.autograd.Function):
         rows, width = x.shape
         dx, parts = torch.empty_like(x), x.new_empty(-(-rows // ROWS), width, dtype=torch.float32)
         kernel: Any = _norm_gradient[(len(parts),)]
-        about: Any = {"D": width, "D_2": _power(width), "ROWS": ROWS, "num_warps": _warps(width)}
+        about: Any = {"D": width, "D_2": power(width), "ROWS": ROWS, "num_warps": _warps(width)}
         kernel(grads[0].contiguous(), x, weight, dx, parts, rows, ctx.eps, **about)
         return dx, parts.sum(0), None
 
@@ -227,11 +229,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def _about(x: torch.Tensor, weight: torch.Tensor | None, heads: int) -> Any:
     width = x.shape[1]
-    return {"COUNT": heads, "D": width, "HALF_2": _power(width // 2), "NORM": weight is not None, "ROWS": HEADS}
-
-
-def _power(count: int) -> int:
-    return 1 << (count - 1).bit_length()
+    return {"COUNT": heads, "D": width, "HALF_2": power(width // 2), "NORM": weight is not None, "ROWS": HEADS}
 
 
 def _warps(width: int) -> int:

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rollkeel.models.gpu.sizes import power
+
 BLOCK = 4096
 """Logits of one step of a program."""
 LOWEST = tl.constexpr(-3.0e38)
@@ -145,7 +147,7 @@ def statistics(
         cap,
         V=logits.shape[1],
         K=count,
-        K_2=1 << max(0, count - 1).bit_length(),
+        K_2=power(count),
         CAPPED=cap > 0,
         ENTROPY=entropies.numel() > 0,
         BLOCK=BLOCK,

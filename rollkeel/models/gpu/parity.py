@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 
 from rollkeel.models.gpu import layers
+from rollkeel.models.gpu.decode import gated
+from rollkeel.models.gpu.sizes import CORE, power
 
 ROWS, COLUMNS, DEEP = 64, 64, 64
 """Rows, columns and inputs of one tile of a product."""
@@ -135,15 +137,6 @@ def _normaliser(logits, tops, totals, V: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(totals + row, tl.sum(total, 0))
 
 
-@triton.jit
-def _gate(wide, out, W: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(wide + row * 2 * W + j, mask=j < W, other=0.0).to(tl.float32)
-    up = tl.load(wide + row * 2 * W + W + j, mask=j < W, other=0.0).to(tl.float32)
-    tl.store(out + row * W + j, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=j < W)
-
-
 def matmul(x: torch.Tensor, weight: torch.Tensor, starts: Any) -> torch.Tensor:
     """See `rollkeel.models.parity.matmul`; `starts` may lie on the device. Of one matrix they are all rows."""
     x, weight = x.contiguous(), weight.contiguous()
@@ -165,11 +158,8 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def swiglu(wide: torch.Tensor) -> torch.Tensor:
-    wide, width = wide.contiguous(), wide.shape[1] // 2
-    out = wide.new_empty(len(wide), width)
-    kernel: Any = _gate[(len(wide), -(-width // BLOCK))]
-    kernel(wide, out, W=width, BLOCK=BLOCK)
-    return out
+    """See `rollkeel.models.parity.swiglu`."""
+    return gated(wide, once=True)
 
 
 def angles(positions: torch.Tensor, frequency: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,7 +172,7 @@ def route(logits: torch.Tensor, given: bool, normalise: bool, chosen: torch.Tens
     """The k largest of `logits [N, E]`, ties to the lower id, into `chosen [N, k]` unless they are `given`; their shares."""
     experts, count = logits.shape[1], chosen.shape[1]
     kernel: Any = _route[(len(logits),)]
-    sizes: Any = {"E": experts, "E_2": layers._power(experts), "K": count, "K_2": layers._power(count)}
+    sizes: Any = {"E": experts, "E_2": power(experts), "K": count, "K_2": power(count)}
     kernel(logits.contiguous(), chosen, weights, **sizes, GIVEN=given, NORMALISE=normalise)
 
 
@@ -200,11 +190,11 @@ def attend(
         "GROUP": group,
         "SIZE": keys.shape[1],
         "D": width,
-        "D_2": max(16, layers._power(width)),
+        "D_2": power(width, CORE),
     }
     kernel(
         q, keys, values, table, sequence, seen, out, scale, table.stride(0),
-        **sizes, ROWS=max(16, layers._power(group)), TILE=TILE,
+        **sizes, ROWS=power(group, CORE), TILE=TILE,
     )  # fmt: skip
     return out
 

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rollkeel.models.gpu.sizes import power
+
 BLOCK = 2048
 """Logits of one program."""
 LOWEST = tl.constexpr(-3.0e38)
@@ -92,6 +94,6 @@ def draw(logits: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, tor
         blocks,
         V=vocabulary,
         BLOCK=BLOCK,
-        BLOCKS_2=1 << (blocks - 1).bit_length(),
+        BLOCKS_2=power(blocks),
     )
     return ids, logprobs

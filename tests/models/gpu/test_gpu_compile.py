@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from rollkeel.models import checksum
-from rollkeel.models.gpu.attention import EXACT, MERGED, NO_WINDOW, SPLIT, STAGES, TILE_BYTES, WARPS, _blocks, _power
+from rollkeel.models.gpu.attention import EXACT, MERGED, NO_WINDOW, SPLIT, STAGES, TILE_BYTES, WARPS, _blocks
+from rollkeel.models.gpu.sizes import power
 
 SHARED = 99 * 1024
 """Bytes of shared memory that a program has on the smallest of the cards."""
@@ -61,7 +62,7 @@ def attention(dtype: str, width: int, single: bool, size: int = 16) -> tuple[str
         "SPLIT": SPLIT,
         "TILE": tile,
         "BLOCKS": _blocks(tile, size),
-        "COUNT": _power(SPLIT // size, 1),
+        "COUNT": power(SPLIT // size),
         "ROWS": 16,
     }
     constants |= {"num_warps": warps * max(1, width // 128), "num_stages": stages}
@@ -86,7 +87,7 @@ def rotate(dtype: str, width: int, norm: bool) -> tuple[str, str, dict[str, str]
 
 def add_norm(dtype: str, width: int) -> tuple[str, str, dict[str, str], dict[str, Any]]:
     types = dict.fromkeys(("x", "y", "weight", "total", "normed"), "*" + dtype)
-    constants = {"WIDTH": width, "WIDTH_2": 1 << (width - 1).bit_length()}
+    constants = {"WIDTH": width, "WIDTH_2": power(width)}
     return "decode", "_add_norm", {**types, "eps": "fp32"}, constants
 
 
@@ -150,7 +151,12 @@ KERNELS = {
     "merge": merge("bf16"),
     "rotation bf16": rotate("bf16", 128, True),
     "rotation fp32, no power of two": rotate("fp32", 96, False),
-    "gate": ("decode", "_gate", {"wide": "*bf16", "out": "*bf16", "stride": "i32"}, {"WIDTH": 3072, "BLOCK": 1024}),
+    "gate": (
+        "decode",
+        "_gate",
+        {"wide": "*bf16", "out": "*bf16", "stride": "i32"},
+        {"WIDTH": 3072, "ONCE": False, "BLOCK": 1024},
+    ),
     "sum and norm bf16": add_norm("bf16", 1024),
     "sum and norm fp32, wide": add_norm("fp32", 5120),
     "log-probs": statistics(151_936, 0.0),
@@ -174,7 +180,12 @@ KERNELS = {
     "attention of parity": exact("_attend", "bf16", KV=8, GROUP=2, SIZE=16, D=128, D_2=128, ROWS=16, TILE=64),
     "routing of parity": exact("_route", "fp32", E=128, E_2=128, K=8, K_2=8, GIVEN=False, NORMALISE=True),
     "normaliser of parity": exact("_normaliser", "fp32", V=151_936, BLOCK=1024),
-    "gate of parity": exact("_gate", "bf16", W=3072, BLOCK=1024),
+    "gate of parity": (
+        "decode",
+        "_gate",
+        {"wide": "*bf16", "out": "*bf16", "stride": "i32"},
+        {"WIDTH": 3072, "ONCE": True, "BLOCK": 1024},
+    ),
     "draw": ("sampling", "_draw", {**ROWS, "blocks": "i32"}, {"V": 151_936, "BLOCK": 2048, "BLOCKS_2": 128}),
 }
 

@@ -7,19 +7,15 @@ Against float64 autograd at odd sizes, and whole models against transformers' ow
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rollkeel.models.gpu import layers
 from rollkeel.models.packed import PackedModel
-from rollkeel.models.presets import build_preset
+from tests.models.test_fused import NAMES, assert_those_of_transformers, gradients, model
 
 NEAR = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
-SMALL: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-LENGTHS = [7, 3, 12]
 
 
 def drawn(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -103,49 +99,15 @@ def test_swiglu_at_the_ends_of_its_range(device: str) -> None:
     assert grad.tolist() == [0, 0, 0.5, 1, 1]
 
 
-def model(name: str) -> Any:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        if name == "llama":
-            net: Any = LlamaForCausalLM(LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2))
-        elif name == "qwen2":
-            net = Qwen2ForCausalLM(Qwen2Config(**SMALL, num_attention_heads=2, num_key_value_heads=2))
-        else:
-            net = build_preset(name, 0, {"num_hidden_layers": 2})[0]
-        for p in net.parameters():  # norms of weight 1 and biases of 0 would hide mistakes
-            if p.dim() == 1:
-                p.data += 0.3 * torch.randn_like(p)
-    return net.eval()
-
-
-def gradients(net: Any, packed: PackedModel) -> dict[str, torch.Tensor]:
-    device = next(net.parameters()).device
-    ids = (torch.arange(sum(LENGTHS)) * 7 % 96).to(device)
-    positions = torch.cat([torch.arange(n) for n in LENGTHS]).to(device)
-    hidden = packed(ids, positions, torch.tensor([0, *LENGTHS]).cumsum(0))
-    net.zero_grad()
-    hidden.mul(torch.sin(torch.arange(hidden.numel(), device=device) * 0.37).view_as(hidden)).sum().backward()
-    return {"hidden": hidden.detach()} | {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("name", ["tiny-qwen3-moe", "tiny-qwen3", "llama", "qwen2"])
+@pytest.mark.parametrize("name", NAMES)
 def test_hidden_states_and_every_gradient_are_those_of_transformers(device: str, name: str) -> None:
-    net = model(name).to(device)
-    packed = PackedModel(net)
-    assert packed._fused
-    got = gradients(net, packed)
-    packed._fused = False
-    want = gradients(net, packed)
-    assert got.keys() == want.keys()
-    for key, value in want.items():
-        scale = value.abs().max().clamp_min(1e-3)
-        assert ((got[key] - value).abs().max() / scale).item() < 2e-5, key
+    assert_those_of_transformers(model(name, num_hidden_layers=2).to(device))
 
 
 @pytest.mark.parametrize("mode", ["none", "layer", "selective"])
 def test_in_bfloat16_as_near_to_float32_as_transformers(device: str, mode: str) -> None:
     """With what is computed again, too. Triton's interpreter cuts digits where a card rounds, which is twice the error."""
-    net = model("tiny-qwen3").to(device, torch.bfloat16)
+    net = model("tiny-qwen3", num_hidden_layers=2).to(device, torch.bfloat16)
     got, theirs = gradients(net, PackedModel(net, checkpointing=mode)), gradients(net, PackedModel(net, fuse=False))
     want = gradients(net.float(), PackedModel(net, fuse=False))
     for key, value in want.items():

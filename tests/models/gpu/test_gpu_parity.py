@@ -17,15 +17,22 @@ import torch.nn.functional as F
 from rollkeel.batch.packing import pack
 from rollkeel.config import EngineConfig
 from rollkeel.engines.local import LocalEngine
-from rollkeel.models import parity
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.presets import build_preset
 from rollkeel.sync.publish import DirectPublisher
 from rollkeel.train.logprobs import PolicyForward
 from rollkeel.types import Request, SamplingParams
-
-DTYPES = (torch.float32, torch.bfloat16)
-Operation = Callable[[torch.Tensor], torch.Tensor]
+from tests.models.test_parity import (
+    DTYPES,
+    OPERATIONS,
+    assert_alone_as_in_a_batch,
+    assert_one_function_of_a_sequence,
+    assert_products_are_right,
+    assert_ties_go_to_the_lower_expert,
+    assert_what_is_not_finite_shows,
+    drawn,
+    like,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,33 +51,9 @@ def one_order(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
-def drawn(*shape: int, like: torch.Tensor | None = None, device: str = "cpu", seed: int = 0) -> torch.Tensor:
-    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    return made.to(device) if like is None else made.to(like.device, like.dtype)
-
-
-def routed(x: torch.Tensor) -> torch.Tensor:
-    _, taken, weights = parity.routing(x.float(), 3, True, None)
-    return torch.cat((taken.float(), weights), -1)
-
-
-def mixture(x: torch.Tensor) -> torch.Tensor:
-    up, down = drawn(5, 14, 37, like=x, seed=1), drawn(5, 37, 7, like=x, seed=2)
-    _, taken, weights = parity.routing(x[:, :5].float(), 2, False, None)
-    return parity.experts(x, taken, weights, up, down)
-
-
-OPERATIONS: dict[str, Operation] = {
-    "norm": lambda x: parity.rms_norm(x, drawn(37, like=x, seed=1), 1e-6),
-    "linear": lambda x: parity.linear(x, drawn(71, 37, like=x, seed=1), drawn(71, like=x, seed=2)),
-    "swiglu": lambda x: parity.swiglu(x[:, :36].contiguous()),
-    "routing": routed,
-    "experts": mixture,
-    "logprobs": lambda x: parity.logprobs(x.float(), torch.arange(37, device=x.device).expand(len(x), -1)),
-}
-EXACT: dict[str, Operation] = {
-    "norm": lambda x: F.rms_norm(x, (37,), drawn(37, like=x, seed=1), 1e-6),
-    "linear": lambda x: F.linear(x, drawn(71, 37, like=x, seed=1), drawn(71, like=x, seed=2)),
+EXACT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "norm": lambda x: F.rms_norm(x, (37,), like(x, 37), 1e-6),
+    "linear": lambda x: F.linear(x, like(x, 71, 37), like(x, 71, seed=2)),
     "swiglu": lambda x: F.silu(x[:, :18]) * x[:, 18:36],
     "logprobs": lambda x: x.log_softmax(-1),
 }
@@ -78,65 +61,31 @@ EXACT: dict[str, Operation] = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPERATIONS)
-@torch.no_grad()
 def test_a_row_alone_is_the_row_in_a_batch(device: str, name: str, dtype: torch.dtype) -> None:
-    x = drawn(70, 37, device=device).to(dtype)
-    x[7] = x[3]  # a tie between rows changes nothing for either
-    whole = OPERATIONS[name](x)
-    for rows in (slice(0, 1), slice(69, 70), slice(5, 8), slice(11, 68)):
-        assert torch.equal(OPERATIONS[name](x[rows].clone()), whole[rows])
+    x = drawn(70, 37, dtype=dtype, device=device)
+    whole = assert_alone_as_in_a_batch(name, x, (slice(0, 1), slice(69, 70), slice(5, 8), slice(11, 68)))
     if name in EXACT:
         near: Any = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.06}
         torch.testing.assert_close(whole.float(), EXACT[name](x.float()), **near)
 
 
-@torch.no_grad()
 def test_products_of_experts_are_right(device: str) -> None:
     x, weight = drawn(150, 300, device=device), drawn(3, 65, 300, device=device, seed=1)
-    starts = (0, 20, 20, 150)
-    right = torch.cat([x[a:b].double() @ w.double().t() for a, b, w in zip(starts, starts[1:], weight, strict=False)])
-    found = parity.matmul(x, weight, starts)
-    assert float((found - right).abs().max()) < 1e-4
-    assert torch.equal(parity.matmul(x[30:31], weight[2:], (0, 1))[0], found[30])
+    assert_products_are_right(x, weight, (0, 20, 20, 150))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@torch.no_grad()
-def test_attention_is_one_function_of_a_sequence(device: str, dtype: torch.dtype) -> None:
-    """Packed, in pages, and a few queries at a time; longer than one step of the kernel."""
-    length, heads, kv_heads, width, size = 70, 4, 2, 10, 16
-    q, k, v = (drawn(length, n, width, device=device, seed=i).to(dtype) for i, n in enumerate((heads, kv_heads, kv_heads)))  # fmt: skip
-    seen, one = np.arange(1, length + 1), np.zeros(length, np.int64)
-    keys, values = (t.flatten(0, 1)[:, None] for t in (k, v))
-    packed = parity.attention(q, keys, values, (np.arange(length)[None], one, seen), kv_heads, 0.3)
-    pages = np.array([[4, 0, 2, 5, 6]])
-    held = [torch.full((7 * kv_heads, size, width), 7.0, device=device) for _ in range(2)]
-    for store, new in zip(held, (k, v), strict=True):
-        for t in range(length):
-            for h in range(kv_heads):
-                store[pages[0, t // size] * kv_heads + h, t % size] = new[t, h].float()
-    for a, b in ((0, length), (69, 70), (60, 68)):
-        where = (pages, one[a:b], seen[a:b])
-        assert torch.equal(parity.attention(q[a:b], held[0], held[1], where, kv_heads, 0.3), packed[a:b])
-    query, key, value = (t.double().transpose(0, 1)[None] for t in (q, k, v))
-    right = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3, enable_gqa=True)[0]
-    assert float((packed.double() - right.transpose(0, 1).flatten(1)).abs().max()) < (1e-6 if dtype == torch.float32 else 3e-2)  # fmt: skip
+@pytest.mark.parametrize(("dtype", "near"), zip(DTYPES, (1e-6, 3e-2), strict=True))
+def test_attention_is_one_function_of_a_sequence(device: str, dtype: torch.dtype, near: float) -> None:
+    """Longer than one step of the kernel."""
+    assert_one_function_of_a_sequence(70, (4, 0, 2, 5, 6), dtype, near, device)
 
 
 def test_ties_go_to_the_lower_expert(device: str) -> None:
-    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0], [0.0] * 5], device=device)
-    chosen, _, weights = parity.routing(logits, 2, True, None)
-    assert chosen.tolist() == [[1, 2], [0, 1]]
-    assert torch.equal(weights, torch.full_like(weights, 0.5))
-    _, _, replayed = parity.routing(logits, 2, False, lambda ids: ids * 0 + torch.tensor([4, 1], device=device))
-    torch.testing.assert_close(replayed, logits.softmax(-1)[:, [4, 1]])
+    assert_ties_go_to_the_lower_expert(device)
 
 
 def test_what_is_not_finite_shows(device: str) -> None:
-    z = drawn(3, 9, device=device)
-    z[1, 4], z[2, 0] = torch.nan, torch.inf
-    found = parity.logprobs(z, torch.zeros(3, 1, dtype=torch.int64, device=device))[:, 0]
-    assert found.isfinite().tolist() == [True, False, False]
+    assert_what_is_not_finite_shows(device)
 
 
 def scored(model: Any, sequences: list[np.ndarray], prompts: list[int], **options: Any) -> Any:
@@ -172,7 +121,8 @@ def test_engine_and_trainer_have_the_same_bits(device: str, preset: str, dtype: 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-qwen3-moe"])
 def test_gradients_are_those_of_the_ordinary_path(device: str, preset: str) -> None:
-    model: Any = build_preset(preset, 1, {"hidden_size": 32, "num_hidden_layers": 2})[0].eval().to(device)
+    model: Any = build_preset(preset, 1, {"hidden_size": 32, "num_hidden_layers": 2})[0].eval()
+    model.to(device)
     rng = np.random.default_rng(0)
     sequences = [rng.integers(8, 264, n) for n in (20, 31, 9, 14)]
     got = []
