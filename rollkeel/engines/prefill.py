@@ -1,4 +1,4 @@
-"""What each forward pass over prompts computes, and where."""
+"""Prompts on their way into the cache: which of them share a forward pass, and where their keys and values go."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from rollkeel.models.forward import FastForward
 Prefill = tuple[list[int], np.ndarray, int]
 """Blocks of a sequence, tokens that it wants in them, and the position of the first."""
 LOOSE = 8
-"""Keys of a pass without padding, if all its sequences had as many as the longest: a multiple of its tokens, at most."""
+"""In a pass without padding, sequences times the longest one's keys are at most so many times its tokens: short ends of long prompts have
+many keys to gather."""
 
 
 def prefill_passes(jobs: Sequence[Prefill], forward: Any, tokens: int, scores: int) -> Iterator[list[Prefill]]:

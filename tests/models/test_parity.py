@@ -109,7 +109,7 @@ def assert_one_function_of_a_sequence(
     assert float((packed.double() - right.transpose(0, 1).flatten(1)).abs().max()) < near
 
 
-@pytest.mark.parametrize(("dtype", "near"), zip(DTYPES, (1e-6, 2e-2), strict=True))
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
 def test_attention_is_one_function_of_a_sequence(dtype: torch.dtype, near: float) -> None:
     assert_one_function_of_a_sequence(37, (4, 0, 2), dtype, near)
 

@@ -28,9 +28,13 @@ def free_port() -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Process ids of the children of all of its threads."""
+    """Process ids of the children of all of its threads; none of a process that has ended meanwhile."""
     out: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    except FileNotFoundError:
+        return out
+    for task in tasks:
         try:
             out += map(int, (task / "children").read_text().split())
         except OSError:

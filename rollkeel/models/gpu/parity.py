@@ -1,7 +1,7 @@
 """The operations of `rollkeel.models.parity` as kernels: a row's values are a function of that row, whatever is computed beside it.
 
 Tiles have one size and are added up in one order; a row's place in its tile moves none of its sums. Values inside are float32,
-products of lower precision are summed in float32. The bits are those of this card and compiler, not those of a CPU.
+products of lower precision are summed in float32. The bits are those of the card and its compiler, not those of a CPU.
 """
 
 from __future__ import annotations

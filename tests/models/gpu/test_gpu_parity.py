@@ -74,7 +74,7 @@ def test_products_of_experts_are_right(device: str) -> None:
     assert_products_are_right(x, weight, (0, 20, 20, 150))
 
 
-@pytest.mark.parametrize(("dtype", "near"), zip(DTYPES, (1e-6, 3e-2), strict=True))
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-2)])
 def test_attention_is_one_function_of_a_sequence(device: str, dtype: torch.dtype, near: float) -> None:
     """Longer than one step of the kernel."""
     assert_one_function_of_a_sequence(70, (4, 0, 2, 5, 6), dtype, near, device)
