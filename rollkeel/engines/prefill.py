@@ -15,8 +15,7 @@ from rollkeel.models.forward import FastForward
 Prefill = tuple[list[int], np.ndarray, int]
 """Blocks of a sequence, tokens that it wants in them, and the position of the first."""
 LOOSE = 8
-"""In a pass without padding, sequences times the longest one's keys are at most so many times its tokens: short ends of long prompts have
-many keys to gather."""
+"""Most keys that a pass without padding looks at, sequences times those of the longest, in multiples of its tokens."""
 
 
 def prefill_passes(jobs: Sequence[Prefill], forward: Any, tokens: int, scores: int) -> Iterator[list[Prefill]]:
