@@ -38,7 +38,7 @@ _interpret_kernels()
 MOST_CPU_S = 20.0
 """Of a test that `make test` runs. Ten seconds are meant: processor time, too, grows by half and more where cores are shared."""
 OVER = {"test_every_stage_runs_at_toy_size_without_what_a_bare_machine_lacks": 60.0}
-BEGUN = pytest.StashKey[float]()
+BEGUN, ENDED = pytest.StashKey[float](), pytest.StashKey[float]()
 
 
 OF_ALL = [0.0]
@@ -68,12 +68,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     item.stash[BEGUN] = _cpu_s()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """The last test of all would pay for what is kept until then: the cluster and the servers that end with the session."""
+    if nextitem is None:
+        item.stash[ENDED] = _cpu_s()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     """A test that grew too long fails, so that all of them stay quick. What it shares with others counts for the first."""
     report = yield
     if report.when == "teardown" and report.passed and not any(map(item.get_closest_marker, ("slow", "cuda", "vllm"))):
-        took, most = _cpu_s() - item.stash[BEGUN], OVER.get(item.name, MOST_CPU_S)
+        took = item.stash.get(ENDED, _cpu_s()) - item.stash[BEGUN]
+        most = OVER.get(item.name, MOST_CPU_S)
         if took > most:
             report.outcome, report.longrepr = (
                 "failed",

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from rollkeel.cluster.pulse import CONTROL
 from rollkeel.cluster.stream import Layout, unpacked
 from rollkeel.engines.intake import Intake, Room
 from rollkeel.engines.part import unknown
@@ -158,4 +159,5 @@ def actor_options(placement: Mapping[str, Any], threads: int) -> dict[str, Any]:
     own = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
     environment = {**given, "env_vars": {**own, **given.get("env_vars", {})}}
     fixed = {"max_concurrency": _CALLS, "max_restarts": 0, "max_task_retries": 0, "runtime_env": environment}
+    fixed["concurrency_groups"] = {CONTROL: 1}
     return {"num_cpus": 1, **placement, **fixed}

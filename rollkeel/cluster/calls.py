@@ -11,6 +11,7 @@ from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorErro
 
 from rollkeel.cluster import logs
 from rollkeel.cluster.patience import Patience
+from rollkeel.cluster.pulse import CONTROL
 from rollkeel.errors import RankLost, RunStopped
 
 BEAT_S = 1.0
@@ -19,8 +20,6 @@ SILENT_S = 30.0
 """A rank that answers none of them for so long counts as stopped; less once it is known how long it takes, see `Patience`."""
 GRACE_S = 2.0
 """For the other ranks to tell their error, after the first has told one."""
-CONTROL = "control"
-"""Concurrency group of a rank's second thread."""
 
 
 class Ranks:

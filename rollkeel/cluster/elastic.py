@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollkeel.cluster.engine_actor import BEAT_S
-from rollkeel.cluster.engines import SILENT_S, UNPLACED, ActorEngine, _Actor
+from rollkeel.cluster.engines import UNPLACED, ActorEngine, _Actor
+from rollkeel.cluster.pulse import SILENT_S
 from rollkeel.cluster.stream import Feed
 from rollkeel.config import EngineConfig
 from rollkeel.engines.parts import START_S

@@ -24,7 +24,8 @@ from rollkeel.cluster import logs
 from rollkeel.cluster.arriving import actor_options
 from rollkeel.cluster.calls import reason
 from rollkeel.cluster.engine_actor import BEAT_S, EngineActor
-from rollkeel.cluster.patience import SLACK_S, Patience
+from rollkeel.cluster.patience import Patience
+from rollkeel.cluster.pulse import Pulse
 from rollkeel.cluster.stream import BUCKET_BYTES, Feed, Sink, send
 from rollkeel.config import EngineConfig
 from rollkeel.engines.intake import Room
@@ -33,11 +34,11 @@ from rollkeel.engines.parts import START_S, PartedEngine
 from rollkeel.errors import BadInput, EngineFailure, RollkeelError
 from rollkeel.types import Proof, WeightUpdate
 
-SILENT_S = 20.0
-"""Longest silence of a process that somebody waits for, whatever it does; less once it is known how long it takes."""
 CLOSE_S = 5.0
 UNPLACED = "actor {} (not placed yet)"
 DIED_S = 0.2  # for Ray to tell of a death that a sender of weights has seen
+DOUBTED_S = 3.0
+"""For a process to say that it lives, of which a sender of weights has despaired."""
 
 
 @dataclass(kw_only=True)
@@ -53,11 +54,6 @@ class _Actor(Part):
     received: int = 0
     heard: float = field(default_factory=time.monotonic)
     patience: Patience = field(default_factory=lambda: Patience(float("inf")))
-    ping: ray.ObjectRef | None = None
-    pinged: float = 0.0
-    looked: float = 0.0
-    """When it was last seen whether the ping is answered."""
-    pings: Patience = field(default_factory=lambda: Patience(SILENT_S))
     end: str = "was killed"
     place: tuple[str, int] = ("", 0)
     """Its node's address and its process, once it has told them."""
@@ -69,9 +65,13 @@ class _Actor(Part):
     left: bool = False
     """Whether it counts as dead because it has not started yet, or left because there were more engines than wanted."""
 
+    def __post_init__(self) -> None:
+        self.pulse = Pulse(self.handle)
+
     def renew(self, handle: Any) -> None:
         """Another actor in its place."""
         self.handle = handle
+        self.pulse.renew(handle)
         self.taking = None
         self.place = ("", 0)
         self.node = ""
@@ -84,7 +84,7 @@ class _Actor(Part):
         self.end = "was killed"
         self.dead = ""
         self.left = False
-        self.patience, self.ping = Patience(float("inf")), None
+        self.patience = Patience(float("inf"))
 
     def send(self, message: tuple[Any, ...]) -> None:
         self.calls.append(self.handle.send.remote(self.sent, pickle.dumps(message)))
@@ -107,7 +107,7 @@ class _Actor(Part):
             return True
         if not self.calls:
             self.listen()
-        if time.monotonic() - self.looked >= BEAT_S:
+        if self.pulse.due:
             self.lives()  # how long it takes is to be known before anybody waits for long
         end = time.monotonic() + timeout_s
         while not ray.wait(self.calls, num_returns=1, timeout=max(0.0, min(end - time.monotonic(), BEAT_S)))[0]:
@@ -117,25 +117,7 @@ class _Actor(Part):
 
     def lives(self) -> bool:
         """Whether its process has answered, in a thread that does nothing else, for as long as it may take for that."""
-        if not self.place[1]:
-            return True  # it has not begun yet
-        now = time.monotonic()
-        if self.ping is not None and ray.wait([self.ping], timeout=0)[0]:
-            self.ping = None
-            if now - self.looked <= 2 * BEAT_S:  # else it answered long ago
-                self.pings.heard(now - self.pinged)
-        self.looked = now
-        if self.ping is None:
-            self.ping, self.pinged = self.handle.lives.remote(), now
-        return now - self.pinged <= self.pings.limit_s
-
-    def answers(self) -> bool:
-        """Whether its process says that it lives, of which somebody else despairs already."""
-        try:
-            ray.get(self.handle.lives.remote(), timeout=min(self.pings.limit_s, SLACK_S))
-        except RayError:
-            return False
-        return True
+        return not self.place[1] or self.pulse.beats()  # without a place it has not begun yet
 
     def receive(self) -> tuple[str, Any, int] | None:
         if not self.waits:
@@ -323,7 +305,7 @@ class ActorEngine(PartedEngine[_Actor]):
             if not part.dead and part.ready(DIED_S):
                 self._receive(part)
             asked = time.monotonic()
-            if not (part.dead or part.answers()):
+            if not (part.dead or part.pulse.answers(DOUBTED_S)):
                 part.give_up(time.monotonic() - asked)
                 self._bury(part)
 

@@ -18,7 +18,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from rollkeel.cluster.calls import CONTROL, Ranks
+from rollkeel.cluster.calls import Ranks
+from rollkeel.cluster.pulse import CONTROL
 from rollkeel.errors import EngineFailure, RankLost, RunStopped
 from rollkeel.loop.machines import Restarts
 

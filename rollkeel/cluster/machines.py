@@ -18,13 +18,13 @@ from typing import Any
 import ray
 
 from rollkeel.cluster import logs, start
-from rollkeel.cluster.calls import CONTROL
 from rollkeel.cluster.check import ranked, refuse_others
 from rollkeel.cluster.elastic import ElasticEngine, Seats
 from rollkeel.cluster.grader import GraderActor
 from rollkeel.cluster.graders import GraderActors
 from rollkeel.cluster.kept import KeptRanks
 from rollkeel.cluster.publish import StreamPublisher
+from rollkeel.cluster.pulse import CONTROL
 from rollkeel.cluster.ranks import Rank
 from rollkeel.cluster.scorer import ActorScorer, ScorerActor, reward_models
 from rollkeel.cluster.skeleton import skeleton

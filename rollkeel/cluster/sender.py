@@ -8,6 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from rollkeel.cluster.pulse import Pulse, awaited
 from rollkeel.cluster.stream import Calls, Sink
 from rollkeel.config_cluster import SyncConfig
 from rollkeel.engines.shared_memory import ALIGN, AVAILABLE, Ring
@@ -38,6 +39,8 @@ class Sender:
         self._plans = dict[tuple[Any, ...], Plan]()
         self._rings: dict[int, tuple[str, Ring | None]] = {}
         """By number of the engine, and which actor that is; None for one that gets its buckets through Ray's object store."""
+        self._pulses = dict[int, tuple[str, Pulse]]()
+        """By number of the engine, and which actor that is."""
         self._bucket_bytes = 0
         self._last = LastSent() if remembers else None
 
@@ -54,7 +57,8 @@ class Sender:
         if key not in self._plans:
             hosts = self._hosts(sinks)
             self._plans = {key: weights.plan([sink.rooms for sink in sinks], head.mode, hosts)}
-        carrier = Calls(head, sinks, self._deadline_s, self._shared(sinks))
+        pulses = [self._pulse(sink) for sink in sinks]
+        carrier = Calls(head, sinks, self._deadline_s, self._shared(sinks), pulses)
         about = Outgoing(sinks[0].rooms, head.mode, self._bucket_bytes)
         if self._last is None or adapters:
             sums = send_part(self._plans[key], self._mesh.rank, weights.held, about, carrier)
@@ -64,6 +68,13 @@ class Sender:
         sums = send_part(self._plans[key], self._mesh.rank, weights.held, about, carrier, through)
         self._last.done(head, cuts)
         return sums, self._last.traffic._replace(nbytes=carrier.nbytes)
+
+    def _pulse(self, sink: Sink) -> Pulse:
+        name, pulse = self._pulses.get(sink.index) or (sink.name, Pulse(sink.actor))
+        if name != sink.name:
+            pulse.renew(sink.actor)
+        self._pulses[sink.index] = sink.name, pulse
+        return pulse
 
     def _hosts(self, sinks: Sequence[Sink]) -> tuple[list[int], list[int]]:
         theirs = [sink.node for sink in sinks]
@@ -114,8 +125,12 @@ class Sender:
         except OSError:
             return None
         self._rings[sink.index] = "", ring  # for the next one, if this engine dies
+        call = sink.actor.attach.remote(ring.path)
+        late = awaited({call: (sink.name, self._pulse(sink))}, self._deadline_s)
+        if late:
+            raise EngineFailure(late)
         try:
-            refused = ray.get(sink.actor.attach.remote(ring.path), timeout=self._deadline_s)
+            refused = ray.get(call)
         except RayError as error:
             raise EngineFailure(f"engine {sink.name} died before it took weights ({type(error).__name__})") from None
         if refused:

@@ -19,6 +19,7 @@ import ray
 import torch
 from ray.exceptions import RayError
 
+from rollkeel.cluster.pulse import Pulse, awaited
 from rollkeel.engines.intake import Room
 from rollkeel.engines.shared_memory import Ring, Slot
 from rollkeel.errors import DeltaRefused, EngineFailure
@@ -120,16 +121,25 @@ class Calls:
     """A `rollkeel.sync.sending.Carrier` to engine actors. A call tells them of a bucket, and is answered when it is proven."""
 
     def __init__(
-        self, head: WeightUpdate, sinks: Sequence[Sink], deadline_s: float, rings: Mapping[int, Ring] | None = None
+        self,
+        head: WeightUpdate,
+        sinks: Sequence[Sink],
+        deadline_s: float,
+        rings: Mapping[int, Ring] | None = None,
+        pulses: Sequence[Pulse] = (),
     ) -> None:
-        """`rings`: memory shared with those of the sinks, by number, that do not get buckets through Ray's object store."""
+        """`rings`: memory shared with those of the sinks, by number, that do not get buckets through Ray's object store. `pulses`: of
+        all of them, where they have taken weights before."""
         self.nbytes = 0
         """Sent so far, to all of them."""
         self._head = head
         self._sinks = sinks
         self._deadline_s = deadline_s
         self._rings = rings or {}
-        self._under_way = deque[list[tuple[ray.ObjectRef, Sink]]]()
+        self._pulses = list(pulses) or [Pulse(sink.actor) for sink in sinks]
+        for pulse in self._pulses:
+            pulse.beats()
+        self._under_way = deque[dict[ray.ObjectRef, int]]()
 
     def put(self, bucket: Sequence[WeightSlice], to: Sequence[int]) -> None:
         if len(self._under_way) == WINDOW:
@@ -137,28 +147,31 @@ class Calls:
         self.nbytes += len(to) * sum(piece.tensor.nbytes for piece in bucket)
         layout = layout_of(bucket)
         stored = None
-        calls = list[tuple[ray.ObjectRef, Sink]]()
+        calls = dict[ray.ObjectRef, int]()
         for number in to:
             sink = self._sinks[number]
             if number in self._rings:
                 data: Any = self._rings[number].put(bucket)
             else:
                 data = stored = stored if stored is not None else ray.put(bytes_of(bucket))
-            calls.append((sink.actor.bucket.remote(sink.attempt, layout, data), sink))
+            calls[sink.actor.bucket.remote(sink.attempt, layout, data)] = number
         # The calls hold what is stored; with the last of them the object store lets it go.
         self._under_way.append(calls)
 
     def flush(self) -> None:
         while self._under_way:
             self._consumed(self._under_way.popleft())
+        for pulse in self._pulses:
+            pulse.beats()
 
-    def _consumed(self, calls: Sequence[tuple[ray.ObjectRef, Sink]]) -> None:
+    def _consumed(self, calls: Mapping[ray.ObjectRef, int]) -> None:
         """Wait until every sink has taken a bucket."""
-        said, deadline_s = f"weight update {self._head.version}", self._deadline_s
-        _, late = ray.wait([ref for ref, _ in calls], num_returns=len(calls), timeout=deadline_s)
-        for ref, sink in calls:
-            if ref in late:
-                raise EngineFailure(f"{said}: waited {deadline_s:g} s for engine {sink.name} to take weights")
+        said = f"weight update {self._head.version}"
+        late = awaited({ref: (self._sinks[n].name, self._pulses[n]) for ref, n in calls.items()}, self._deadline_s)
+        if late:
+            raise EngineFailure(f"{said}: {late}")
+        for ref, number in calls.items():
+            sink = self._sinks[number]
             try:
                 refusal = ray.get(ref)
             except RayError as error:

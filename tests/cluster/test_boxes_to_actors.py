@@ -11,6 +11,7 @@ import mmap
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -267,6 +268,24 @@ def test_the_buffer_holds_when_engines_join_and_nobody_keeps_memory_of_before(ac
 def test_memory_of_a_process_that_is_gone_cannot_be_mapped(actors: ActorEngine) -> None:
     said = ray.get(actors.parts[0].handle.attach.remote("/proc/1/fd/999"))
     assert said.startswith("cannot open the memory of another process: ")
+
+
+def test_an_engine_that_is_stopped_in_the_middle_is_named_and_killed(
+    actors: ActorEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray says nothing of it: a rank that waits for it to take weights asks whether it lives."""
+    monkeypatch.setattr("rollkeel.cluster.pulse.SILENT_S", 2.0)
+    name, pid = actors.parts[0].name, actors.parts[0].place[1]
+    stop = lambda rank: os.kill(pid, signal.SIGSTOP) if rank == 2 else None  # noqa: E731
+    began = time.monotonic()
+    with pytest.raises(EngineFailure, match=r"has said nothing for 2 s while it was to take weights") as stopped:
+        StreamPublisher(actors, Mesh(model_of("tiny-qwen3-moe"), MESH, "shm", None, stop)).publish(None, 87)
+    assert name in str(stopped.value)
+    assert time.monotonic() - began < 20
+    assert actors.version == -1
+    assert "was stopped by a signal" in actors.parts[0].dead
+    StreamPublisher(actors, Mesh(model_of("tiny-qwen3-moe"), MESH)).publish(None, 88)
+    assert actors.version == 88
 
 
 def test_an_engine_that_is_killed_in_the_middle_is_named(actors: ActorEngine) -> None:

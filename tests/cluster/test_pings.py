@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from rollkeel.cluster import engines
-from rollkeel.cluster.engines import SILENT_S, _Actor
+from rollkeel.cluster import engines, pulse
+from rollkeel.cluster.engines import _Actor
 from rollkeel.cluster.patience import ENOUGH, SLACK_S
+from rollkeel.cluster.pulse import SILENT_S, Pulse, awaited
 
 
 class World:
@@ -21,9 +22,12 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, delay_s: float) -> None:
         self.now, self.delay_s, self.stopped, self.pings = 1000.0, delay_s, False, 0
         fake = SimpleNamespace(wait=self.wait, ObjectRef=object)
-        monkeypatch.setattr(engines, "ray", fake)
-        monkeypatch.setattr(engines, "time", SimpleNamespace(monotonic=lambda: self.now))
-        handle = SimpleNamespace(lives=SimpleNamespace(remote=self.ping), take=SimpleNamespace(remote=lambda: "take"))
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        for module in (engines, pulse):
+            monkeypatch.setattr(module, "ray", fake)
+            monkeypatch.setattr(module, "time", clock)
+        lives = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self.ping))
+        handle = SimpleNamespace(lives=lives, take=SimpleNamespace(remote=lambda: "take"))
         self.actor = _Actor(0, "actor 0", handle=handle, place=("host", 7))
 
     def ping(self) -> float:
@@ -51,14 +55,14 @@ class World:
 def test_short_waits_teach_how_long_an_answer_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, delay_s=0.01)
     world.used(30.0, every_s=0.3)
-    assert world.actor.pings.limit_s < SLACK_S + 3
+    assert world.actor.pulse.patience.limit_s < SLACK_S + 3
     assert SLACK_S - 1 < world.stop() < SLACK_S + 4
 
 
 def test_nobody_is_judged_by_fewer_answers_than_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, delay_s=0.01)
     world.used(ENOUGH / 2, every_s=0.3)
-    assert world.actor.pings.limit_s == SILENT_S
+    assert world.actor.pulse.patience.limit_s == SILENT_S
     assert SILENT_S - 1 < world.stop() < SILENT_S + 2
 
 
@@ -68,16 +72,38 @@ def test_an_answer_that_came_while_nobody_looked_teaches_nothing(monkeypatch: py
     for _ in range(5):
         world.now += 60.0  # an update of the trainer
         world.used(2.0, every_s=0.3)
-    assert world.actor.pings.limit_s < SLACK_S + 3
+    assert world.actor.pulse.patience.limit_s < SLACK_S + 3
 
 
 def test_slow_answers_are_given_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, delay_s=3.0)
     world.used(60.0, every_s=0.3)
-    assert 2 * 3.0 + SLACK_S <= world.actor.pings.limit_s <= 2 * (3.0 + 1.3) + SLACK_S  # seen at the next beat
+    assert 2 * 3.0 + SLACK_S <= world.actor.pulse.patience.limit_s <= 2 * (3.0 + 1.3) + SLACK_S  # seen at the next beat
 
 
 def test_pings_are_sent_once_a_second_and_not_with_every_message(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, delay_s=0.001)
     world.used(20.0, every_s=0.01)
     assert 8 <= world.pings <= 21
+
+
+NEVER = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: float("inf")))
+"""A method of an actor that is stopped."""
+
+
+def test_who_takes_weights_is_waited_for_as_long_as_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, delay_s=0.01)
+    slow, never = world.now + 300.0, float("inf")
+    assert awaited({slow: ("a", world.actor.pulse)}, 600.0) == ""
+    assert awaited({never: ("a", world.actor.pulse)}, 600.0) == "waited 600 s for engine a to take weights"
+
+
+def test_who_is_stopped_while_it_takes_weights_is_noticed_long_before_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch, delay_s=0.01)
+    well, ill = Pulse(world.actor.handle), Pulse(SimpleNamespace(lives=NEVER))
+    began = world.now
+    late = awaited({world.now + 5.0: ("a", well), float("inf"): ("b", ill)}, 600.0)
+    assert late == f"engine b has said nothing for {SILENT_S:g} s while it was to take weights"
+    assert SILENT_S <= world.now - began < SILENT_S + 3
