@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rollkeel.errors import BadInput
+from rollkeel.models import packed_attention
 from rollkeel.models.routers import expert_layers
 
 _ROUTES = frozenset({"aten::topk"})
@@ -27,6 +28,7 @@ _ATTENTION = frozenset(
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_cudnn_attention",
         "torch_attn::_varlen_attn",
+        packed_attention.NAME,
     }
 )
 """Both matrix products of attention in one operation: its work grows with the square of a length, its result does not."""

@@ -3,11 +3,12 @@
 Only entry points are cached on disk, each with everything it calls, and each has one signature whatever the model: weights
 come as addresses. So a process either compiles all of an entry point or loads all of it, and a resumed run repeats the bits
 of the run before it. Helpers are always inlined: where two compilations of one are in a process, which of them a call
-reaches depends on what was loaded, and they round differently. The cache notices a change of a kernel's own file only.
+reaches depends on what was loaded, and they round differently. The cache notices a change of a kernel's own file and of `HELPERS`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,24 +16,42 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-__all__ = ["FOUND", "as_float", "carray", "entry", "exp", "fma", "jit", "pointer", "sgemm", "strict", "strict_entry"]
+__all__ = [
+    "FOUND",
+    "WIDE",
+    "as_float",
+    "carray",
+    "entry",
+    "exp",
+    "fma",
+    "jit",
+    "pointer",
+    "sgemm",
+    "strict",
+    "strict_entry",
+]
 FOUND = False
+WIDE = False
+"""Whether vectors hold 16 floats, not 8."""
 if TYPE_CHECKING:
     njit: Any = None
-    sgemm = carray = intrinsic = types = njit
+    sgemm = carray = intrinsic = types = ir = cgutils = njit
 else:
     try:
         import llvmlite.binding
+        from llvmlite import ir
         from numba import carray, njit, types
+        from numba.core import cgutils
         from numba.extending import intrinsic
 
         llvmlite.binding.load_library_permanently(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         FOUND = platform.machine() == "x86_64" and llvmlite.binding.address_of_symbol("sgemm_") is not None
         sgemm = types.ExternalFunction("sgemm_", types.void(*[types.uintp] * 13))
+        WIDE = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
     except (ImportError, RuntimeError):
         FOUND = False
     if not FOUND:
-        carray = sgemm = types = None
+        carray = sgemm = types = ir = cgutils = None
 
         def njit(*_: Any, **__: Any) -> Any:
             return lambda function: function
@@ -52,9 +71,28 @@ jit = njit(forceinline=True, **OPTIONS)
 """Decorator of a helper."""
 
 
+HELPERS = ("jit.py", "tiles.py")
+"""Files of this folder that kernels of other files take code from."""
+_STATE = hashlib.sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in HELPERS)).hexdigest()
+
+
+def _entry(arguments: tuple[str, ...], options: dict[str, Any]) -> Any:
+    def made(function: Any) -> Any:
+        kernel = njit(**options)(function)
+        if FOUND:
+            kernel.enable_caching()
+            index = kernel._cache._cache_file
+            index._source_stamp = (index._source_stamp, _STATE)
+            kernel.compile(f"void({', '.join(arguments)})")
+            kernel.disable_compile()
+        return kernel
+
+    return made
+
+
 def entry(*arguments: str) -> Any:
     """Decorator of an entry point with these argument types, compiled or loaded when its module is imported."""
-    return njit(f"void({', '.join(arguments)})", cache=True, **OPTIONS)
+    return _entry(arguments, OPTIONS)
 
 
 STRICT = {**OPTIONS, "fastmath": False}
@@ -64,7 +102,7 @@ strict = njit(forceinline=True, **STRICT)
 
 def strict_entry(*arguments: str) -> Any:
     """`entry` of `strict` arithmetic."""
-    return njit(f"void({', '.join(arguments)})", cache=True, **STRICT)
+    return _entry(arguments, STRICT)
 
 
 @intrinsic

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -65,12 +66,12 @@ class Layout:
     """Where the parts of a packed row lie. Built once per micro-batch."""
 
     lengths: tuple[int, ...]
-    buckets: tuple[_Bucket, ...]
-    """Parts that continue none; then, for each part that others continue, these."""
-    order: torch.Tensor | None
-    """Flat position of each token in bucket order → restores the row; None if the buckets are in row order already."""
+    parents: tuple[int, ...]
+    """The part that each continues, −1 for none."""
     cu_seqlens: torch.Tensor
     """`[S + 1]` int32 on the model's device."""
+    spans: torch.Tensor
+    """`[S, 4]` int64 on the host: first token of each part and of what follows it, and the same of the part that it continues (0, 0)."""
     keys: torch.Tensor | None = None
     """Flat position of every key that a part's queries see, part after part; None if those are its own."""
     cu_keys: torch.Tensor | None = None
@@ -90,24 +91,13 @@ class Layout:
 
     @staticmethod
     def build(lengths: Sequence[int], device: torch.device, parents: Sequence[int] | None = None) -> Layout:
-        """Bucket parts of `lengths ≥ 1` that lie end to end; `parents`: the part that each continues, −1 for none."""
+        """Parts of `lengths ≥ 1` that lie end to end; `parents`: the part that each continues, −1 for none."""
         starts = list(itertools.accumulate(lengths, initial=0))
         parents = parents or [-1] * len(lengths)
-        buckets, flat_order = [], []
-        for parent in dict.fromkeys(sorted(parents)):
-            by_length = sorted((i for i, p in enumerate(parents) if p == parent), key=lambda i: lengths[i])
-            prefix = slice(starts[parent], starts[parent + 1]) if parent >= 0 else None
-            for members in _bucketed(by_length, lengths):
-                buckets.append(_bucket([starts[i] for i in members], [lengths[i] for i in members], prefix))
-                flat_order += [torch.arange(starts[i], starts[i + 1]) for i in members]
-        order, row = torch.cat(flat_order), torch.arange(starts[-1])
-        if torch.equal(order, row):
-            inverse = None
-        else:
-            inverse = torch.empty_like(order)
-            inverse[order] = row
-            inverse = inverse.to(device)
-        moved = tuple(b.to(device) for b in buckets)
+        seen_first = [(starts[p], starts[p + 1]) if p >= 0 else (0, 0) for p in parents]
+        spans = torch.tensor(
+            [(*own, *first) for own, first in zip(itertools.pairwise(starts), seen_first, strict=True)]
+        )
         cu = torch.tensor(starts, dtype=torch.int32, device=device)
         keys = cu_keys = None
         furthest = max(lengths)
@@ -117,14 +107,42 @@ class Layout:
             counts = [sum(lengths[j] for j in each) for each in seen]
             furthest = max(counts)
             cu_keys = torch.tensor(list(itertools.accumulate(counts, initial=0)), dtype=torch.int32, device=device)
-        return Layout(tuple(lengths), moved, inverse, cu, keys, cu_keys, furthest)
+        return Layout(tuple(lengths), tuple(parents), cu, spans, keys, cu_keys, furthest)
+
+    @functools.cached_property
+    def _bucketed(self) -> tuple[tuple[_Bucket, ...], torch.Tensor | None]:
+        starts, device = list(itertools.accumulate(self.lengths, initial=0)), self.cu_seqlens.device
+        buckets, flat_order = [], []
+        for parent in dict.fromkeys(sorted(self.parents)):
+            by_length = sorted((i for i, p in enumerate(self.parents) if p == parent), key=lambda i: self.lengths[i])
+            prefix = slice(starts[parent], starts[parent + 1]) if parent >= 0 else None
+            for members in _alike(by_length, self.lengths):
+                bucket = _bucket([starts[i] for i in members], [self.lengths[i] for i in members], prefix)
+                buckets.append(bucket.to(device))
+                flat_order += [torch.arange(starts[i], starts[i + 1]) for i in members]
+        order, row = torch.cat(flat_order), torch.arange(starts[-1])
+        if torch.equal(order, row):
+            return tuple(buckets), None
+        inverse = torch.empty_like(order)
+        inverse[order] = row
+        return tuple(buckets), inverse.to(device)
+
+    @property
+    def buckets(self) -> tuple[_Bucket, ...]:
+        """Parts that continue none; then, for each part that others continue, these."""
+        return self._bucketed[0]
+
+    @property
+    def order(self) -> torch.Tensor | None:
+        """Flat position of each token in bucket order → restores the row; None if the buckets are in row order already."""
+        return self._bucketed[1]
 
 
 def _to(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
     return None if tensor is None else tensor.to(device)
 
 
-def _bucketed(by_length: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
+def _alike(by_length: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
     members: list[int] = []
     for i in by_length:
         if members and lengths[i] > max(lengths[members[0]] * _BUCKET_RATIO, lengths[members[0]] + _BUCKET_SLACK):

@@ -1,8 +1,8 @@
 """Training forward of any causal language model over a packed flat batch, without an `[N, N]` mask.
 
 Many sequences lie end to end in one row of N tokens. Attention is replaced, through transformers' attention interface, by
-one that works per sequence: sequences of similar length are bucketed into `[S, L]` and run causally; on CUDA in half
-precision, `varlen_attn` takes the flat row. Architectures whose attention cannot be replaced (sliding windows, sinks,
+one that works per sequence: sequences of similar length are bucketed into `[S, L]` and run causally. On CUDA in half
+precision `varlen_attn` takes the flat row, on a CPU in float32 `packed_attention`. Architectures whose attention cannot be replaced (sliding windows, sinks,
 recurrent layers, …) run as the padded `[S, Lmax]` batch instead; what comes out is the same.
 """
 
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from rollkeel.errors import BadInput
-from rollkeel.models import varlen
+from rollkeel.models import packed_attention, varlen
 from rollkeel.models.checkpointing import checkpointed, decoder_layers
 from rollkeel.models.experts import SORTED_EXPERTS
 from rollkeel.models.fused import fusable, fused, lent
@@ -63,6 +63,8 @@ def _attend(
     def flat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if flash:
             return _cuda_varlen(q, k, v, layout, scaling).flatten(1)
+        if dropout == 0 and packed_attention.suits(q, k, v):
+            return packed_attention.attend(q, k, v, layout.spans, scaling)
         return attend_by_bucket(q, k, v, layout, scaling, dropout)
 
     return layout.attend(flat, q, k, v)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rollkeel import objectives
 from rollkeel.config import ModelConfig, TrainConfig
-from rollkeel.models import checkpointing
+from rollkeel.models import checkpointing, jit, packed_attention
 from rollkeel.models import packed as packed_module
 from rollkeel.models.checkpointing import _Results
 from rollkeel.models.loading import load_policy
@@ -161,17 +161,24 @@ class Counted(TorchDispatchMode):
     runs = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.runs += "scaled_dot_product" in func.name() and "backward" not in func.name()
+        name = func.name()
+        self.runs += ("scaled_dot_product" in name or "packed_attention" in name) and "backward" not in name
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("mode", "runs"), [("none", 0), ("selective", 0), ("layer", 2 * 2)])
-def test_selective_does_not_compute_attention_again(mode: str, runs: int) -> None:
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize(("mode", "again"), [("none", 0), ("selective", 0), ("layer", 2)])
+def test_selective_does_not_compute_attention_again(
+    mode: str, again: int, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers; kernels take both lengths of sequences at once."""
+    if not kernels:
+        monkeypatch.setattr(packed_attention, "suits", lambda *_: False)
     packed = PackedModel(preset("tiny-qwen3"), checkpointing=mode)
     hidden = packed(IDS, POSITIONS, CU)
     with Counted() as counted:
         hidden.sum().backward()
-    assert counted.runs == runs  # two layers, two lengths of sequences
+    assert counted.runs == again * (1 if kernels and jit.FOUND else 2)
 
 
 def on_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, _: float = 0.0) -> torch.Tensor:

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from rollkeel.errors import BadInput
+from rollkeel.models import packed_attention
 from rollkeel.models.experts import SORTED_EXPERTS
 from rollkeel.models.layout import Layout
 from rollkeel.models.packed import PackedModel, _cuda_varlen
@@ -94,6 +95,13 @@ def row(lengths: list[int], vocab: int = 64) -> tuple[torch.Tensor, torch.Tensor
     for n in lengths:
         cu.append(cu[-1] + n)
     return ids, positions, cu
+
+
+@pytest.fixture(autouse=True, params=["kernels", "torch"])
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels do not compute a model, torch's attention does, in buckets of alike lengths."""
+    if request.param == "torch":
+        monkeypatch.setattr(packed_attention, "suits", lambda *_: False)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
