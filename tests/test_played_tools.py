@@ -79,7 +79,7 @@ def repo() -> list[str]:
 
 
 @caged
-@pytest.mark.parametrize("loop", [BUDGETED, ASYNC], ids=["budgeted", "async"])
+@pytest.mark.parametrize("loop", [BUDGETED, pytest.param(ASYNC, marks=pytest.mark.slow)], ids=["budgeted", "async"])
 @pytest.mark.parametrize("family", ["tools", pytest.param("repo", marks=pytest.mark.slow)])
 def test_every_loop_samples_the_tokens_of_the_synchronous_one(
     family: str, loop: list[str], tmp_path: Path, request: pytest.FixtureRequest

@@ -46,28 +46,25 @@ def told() -> Iterator[Any]:
         process.join()
 
 
-def test_each_has_the_environment_of_its_start_and_finds_everything_imported(
+def test_each_has_the_environment_of_its_start_and_finds_everything_imported_by_one_thread(
     told: Any, no_fork_server: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With one thread a fork of the server is whole."""
+    for name in warm.SLOW:
+        importlib.import_module(name)  # so that the server does, too
     monkeypatch.setenv("ROLLKEEL_TEST", "first")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    (value, threads, began, *_), _, _ = told(threads=3)
+    (value, threads, began, *_, parent), _, _ = told(threads=3)
     assert (value, threads, began) == ("first", "3", True)
+    assert parent != os.getpid()
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{parent}/status").read_text().splitlines())
+    assert int(status["Threads"]) == 1
     assert os.environ["OMP_NUM_THREADS"] == "7"
     monkeypatch.setenv("ROLLKEEL_TEST", "second")
     (value, threads, *_), _, _ = told(threads=2)
     assert (value, threads) == ("second", "2")
     monkeypatch.delenv("ROLLKEEL_TEST")
     assert told()[0][0] is None
-
-
-def test_the_server_has_one_thread_so_that_a_fork_is_whole(told: Any, no_fork_server: None) -> None:
-    for name in warm.SLOW:
-        importlib.import_module(name)  # so that the server does, too
-    (*_, parent), _, _ = told()
-    assert parent != os.getpid()
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{parent}/status").read_text().splitlines())
-    assert int(status["Threads"]) == 1
 
 
 def test_a_killed_one_is_known_by_its_signal(told: Any) -> None:

@@ -46,7 +46,7 @@ class _Lost(Exception):
     """The actor that held an episode is gone."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Work:
     what: Asked
     future: Future[Any] = field(default_factory=Future)
@@ -102,7 +102,7 @@ class GraderActors:
             except RayError as error:
                 raise BadInput(f"cluster.graders: {grader.name} did not begin ({type(error).__name__})") from None
             check(f"{grader.name} (node {grader.about['host']})", grader.about["versions"])
-            thread = threading.Thread(target=self._drive, args=(grader,), daemon=True, name=grader.name)
+            thread = threading.Thread(target=self._driven, args=(grader,), daemon=True, name=grader.name)
             thread.start()
             self._driving.append(thread)
 
@@ -125,11 +125,7 @@ class GraderActors:
 
     def close(self) -> None:
         """End them, with workers, sandboxes and terminals. What is not done fails."""
-        with self._more:
-            self._closed = True
-            left = [*self._pending, *(w for g in self.parts for w in (*g.queue, *g.flying.values()))]
-            self._more.notify_all()
-        _fail(left, GraderFailure("graders: the actors were closed"))
+        self._over("graders: the actors were closed")
         with suppress(RayError):
             calls = [g.handle.close.remote() for g in self.parts if not g.dead]
             ray.wait(calls, num_returns=len(calls), timeout=CLOSE_S) if calls else None
@@ -174,6 +170,20 @@ class GraderActors:
                 return work
         _fail([work], _Lost() if gone else GraderFailure(self._end()))
         return work
+
+    def _over(self, why: str) -> None:
+        with self._more:
+            self._closed = True
+            left = [*self._pending, *(w for g in self.parts for w in (*g.queue, *g.flying.values()))]
+            self._more.notify_all()
+        _fail(left, GraderFailure(why))
+
+    def _driven(self, grader: _Grader) -> None:
+        try:
+            self._drive(grader)
+        except Exception as error:  # else what it has would be waited for for ever
+            self._over(f"graders: what speaks to {grader.name} broke: {type(error).__name__}: {error}".splitlines()[0])
+            raise
 
     def _drive(self, grader: _Grader) -> None:
         while (asked := self._next(grader)) is not None:

@@ -127,6 +127,7 @@ def test_four_engines_then_one_then_three_while_requests_are_in_flight(elastic: 
     assert [told for told in made.told if told[0] == "left"] == [("left", 1), ("left", 2), ("left", 3)]
 
 
+@pytest.mark.slow
 def test_a_lost_engine_that_cannot_be_replaced_leaves_its_work_to_the_others(elastic: list[Elastic]) -> None:
     elastic.append(made := Elastic(2, renewals=1, least=1))
     engine, requests = made.engine, forced(6, 400)

@@ -187,6 +187,36 @@ def test_a_killed_one_is_replaced_and_nothing_is_lost(actors: Actors, own: str) 
     assert actors.told[before][1]["name"] == "grader-1"
 
 
+def test_a_rollout_that_is_graded_twice_at_once_survives_a_lost_actor(actors: Actors) -> None:
+    """Built-in graders are sent no tokens: two gradings of one rollout are equal, and still two."""
+    given = [rollout("4", grader="exact", id=i) for i in range(8)]
+    here, _ = graded(given)
+    os.kill(actors.pid(1), signal.SIGSTOP)
+    with Graders(SETTINGS, regrade=1.0, elsewhere=actors.made) as graders:
+        graders.begin(given)
+        until(lambda: len(actors.made.parts[1].flying) > 1)
+        os.kill(actors.pid(1), signal.SIGKILL)
+        found = graders.grade(given)
+    assert [(r.id, r.reward, r.detail, r.status, True) for r in found] == here
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_breaks_the_thread_of_an_actor_ends_the_step_in_one_line(
+    ray_cluster: None, config: Config, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Actors(1, 0, config)
+
+    def broken(*_: Any) -> bool:
+        raise ValueError("two\nlines")
+
+    monkeypatch.setattr(made.made, "_replaced", broken)
+    given = [rollout("die", grader=f"{own}:says")]
+    with pytest.raises(GraderFailure) as failed:
+        graded(given, made.made)
+    assert str(failed.value) == "graders: what speaks to grader-0 broke: ValueError: two"
+    made.made.close()
+
+
 def test_a_stopped_one_is_replaced(actors: Actors, own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for part in actors.made.parts:
         monkeypatch.setattr(part, "patience", of_actors.Patience(0.5))

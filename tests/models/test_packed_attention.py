@@ -1,15 +1,19 @@
 """Attention is half of what a policy is: a mask that is off by one, or a neighbour's key, trains on garbage without any error.
 
-Against float64 of each sequence alone, values and gradients; to the bit where batch, threads and memory must not matter. Not covered:
-processors without AVX-512, whose tiles are smaller (tests/models/test_packed.py takes torch's attention too).
+Against float64 of each sequence alone, values and gradients; to the bit where batch, threads and memory must not matter. Tiles of
+processors without AVX-512 are tested on one that has it. Not covered: torch's attention, which takes over elsewhere (test_packed.py).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -188,3 +192,17 @@ def test_a_changed_helper_is_compiled_anew() -> None:
     index = packed_attention.kernels_attention.attend._cache._cache_file
     assert jit._STATE in index._source_stamp
     assert {"jit.py", "tiles.py"} <= set(jit.HELPERS)
+
+
+@pytest.mark.slow
+def test_smaller_vectors_compute_the_same(tmp_path: Path) -> None:
+    """As on a processor with vectors of eight floats."""
+    narrow = (
+        "import sys, llvmlite.binding as b; found = b.get_host_cpu_features(); found['avx512f'] = False;"
+        " b.get_host_cpu_features = lambda: found; import pytest; from rollkeel.models import tiles;"
+        " assert tiles.LANES == 8; sys.exit(pytest.main(sys.argv[1:]))"
+    )
+    words = ["-q", "-p", "no:xdist", "-m", "not slow", __file__]
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", narrow, *words], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:]

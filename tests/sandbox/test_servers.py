@@ -52,10 +52,9 @@ def settled(pid: int) -> list[int]:
     return seen
 
 
-def inside_of(launcher: int) -> list[int]:
-    """Processes of the job that runs in the first cage; an idle one has none, and one that is being made is none yet."""
-    supervisors = [pid for server in children(launcher)[:1] for pid in children(server)[:1]]
-    return [pid for supervisor in supervisors for pid in descendants(supervisor)]
+def cages(launcher: int) -> list[int]:
+    """Supervisors, the oldest first: that of a job, and behind it an idle one, which is made when the job is taken."""
+    return [pid for server in children(launcher)[:1] for pid in children(server)]
 
 
 def gone(pids: list[int], within_s: float = 5.0) -> bool:
@@ -88,11 +87,12 @@ def test_a_job_whose_cage_dies_is_run_once_more(victim: str) -> None:
         results = []
         thread = threading.Thread(target=lambda: results.append(sandbox.run(job)))
         deadline = time.monotonic() + 30
-        while inside_of(launcher) and time.monotonic() < deadline:  # what is left of the first job
+        while len(cages(launcher)) != 1 and time.monotonic() < deadline:  # what is left of the first job
             time.sleep(0.01)
         thread.start()
-        while not (inside := inside_of(launcher)) and time.monotonic() < deadline:
+        while len(cages(launcher)) != 2 and time.monotonic() < deadline:
             time.sleep(0.01)
+        inside = descendants(cages(launcher)[0])
         assert inside
         server = children(launcher)[0]
         target = {"launcher": launcher, "server": server, "supervisor": children(server)[0]}[victim]

@@ -37,10 +37,10 @@ BUDGETED = ["run.loop=budgeted", "rollout.budget={tokens: 36, capacity: 30, rete
 RUNS = {
     "default": [],
     "tied in bf16": ["model.path=preset:tiny-qwen3-tied", "model.dtype=bfloat16", "engine.dtype=bf16"],
-    "lag": ["experiment.lag=3"],
-    "kept KV": [*BUDGETED, "engine.kv=keep"],
 }
 SLOW = {
+    "lag": ["experiment.lag=3"],
+    "kept KV": [*BUDGETED, "engine.kv=keep"],
     "default in bf16": ["model.dtype=bfloat16", "engine.dtype=bf16"],
     "replayed routing": ["rollout.routing=replay"],
     "recomputed KV": BUDGETED,
@@ -86,7 +86,7 @@ def test_a_run_is_the_same_to_the_bit_with_one_copy_and_with_two(
         assert files(one / state) == files(two / state)
 
 
-@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("first", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_goes_on_with_the_other_number_of_copies(
     first: int, apart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -176,7 +176,8 @@ def test_a_cache_decodes_with_it(device: str, monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(*outs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("preset", [pytest.param("tiny-qwen3", marks=pytest.mark.slow), "tiny-qwen3-moe"])
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-qwen3-moe"])
 def test_rollouts_have_the_log_probs_of_the_other_path(
     device: str, preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
