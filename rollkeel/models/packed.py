@@ -63,17 +63,17 @@ def _attend(
     def flat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if flash:
             return _cuda_varlen(q, k, v, layout, scaling).flatten(1)
-        if dropout == 0 and packed_attention.suits(q, k, v):
-            return packed_attention.attend(q, k, v, layout.spans, scaling)
-        return attend_by_bucket(q, k, v, layout, scaling, dropout)
+        return attend_whole(q, k, v, layout, scaling, dropout)
 
     return layout.attend(flat, q, k, v)
 
 
-def attend_by_bucket(
+def attend_whole(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scaling: float | None, dropout: float = 0.0
 ) -> torch.Tensor:
     """Queries `[N, H, d]`, keys `[N, KV, d]`, values `[N, KV, d_v]` of a whole row of this `layout` → `[N, H * d_v]`."""
+    if dropout == 0 and packed_attention.suits(q, k, v):
+        return packed_attention.attend(q, k, v, layout.spans, scaling)
     if q.is_cuda and q.dtype == torch.float32:
         k, v = _all_heads(k, q), _all_heads(v, q)
     gqa, parts = q.shape[1] != k.shape[1], []

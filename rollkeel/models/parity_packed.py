@@ -15,7 +15,7 @@ from rollkeel.models.adapters import parameters
 from rollkeel.models.forward import Attend, Observe
 from rollkeel.models.layout import Layout
 from rollkeel.models.numerics import mode_of
-from rollkeel.models.packed import attend_by_bucket
+from rollkeel.models.packed import attend_whole
 from rollkeel.models.parity import Definition, Weights, attention, check, with_gradient
 from rollkeel.models.routers import RoutingShape
 
@@ -87,7 +87,7 @@ class ParityModel:
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             keys, values = (t.flatten(0, 1)[:, None] for t in (k, v))
             value = attention(q, keys, values, where, kv_heads, scale)
-            return with_gradient(value, lambda: attend_by_bucket(q, k, v, layout, scale))
+            return with_gradient(value, lambda: attend_whole(q, k, v, layout, scale))
 
         return attend
 
