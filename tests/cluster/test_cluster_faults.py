@@ -161,7 +161,7 @@ def test_who_is_stopped_is_told_within_a_deadline_with_his_stack(
     stopper = threading.Thread(target=stop, daemon=True)
     stopper.start()
     run_of(run, *words)
-    (told,) = [e for e in events(run) if e["event"] in ("restarted", "engine_lost")]
+    (told,) = [e for e in events(run) if e["event"] in ("restarted", "ranks_restarted", "engine_lost")]
     assert told["time"] - fell[0] < 45
     assert "was stopped by a signal" in told.get("reason", told.get("why"))
     assert "(most recent call first)" in (run / "actors" / f"{name}.log").read_text()
