@@ -156,9 +156,13 @@ class _Actor(Part):
     def patience_s(self) -> float:
         return self.patience.limit_s
 
-    def hung(self, deadline_s: float) -> bool:
-        silent_s = time.monotonic() - self.heard
-        return self.free and bool(self.flying) and silent_s > min(self.patience_s, deadline_s)
+    def hung(self, deadline_s: float) -> float:
+        if not (self.free and self.flying):
+            return 0.0
+        limit_s = min(self.patience_s, deadline_s)
+        if time.monotonic() - self.heard > limit_s:
+            return limit_s
+        return self.pulse.patience.limit_s if self.pulse.due and not self.lives() else 0.0
 
     def give_up(self, after_s: float) -> None:
         self.end = f"said nothing for {after_s:.3g} s and was killed{logs.ask_for_stacks([self.place[1]])}"

@@ -81,9 +81,9 @@ class Part(ABC):
         """How long to wait for it until `hung` is asked."""
         return math.inf
 
-    def hung(self, deadline_s: float) -> bool:
-        """True if it should have said something within `deadline_s`, and has not."""
-        return False
+    def hung(self, deadline_s: float) -> float:
+        """For how many seconds it has been silent, if it should have said something within `deadline_s` or earlier; else 0."""
+        return 0.0
 
     @abstractmethod
     def kill(self) -> None: ...

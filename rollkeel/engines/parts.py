@@ -116,9 +116,9 @@ class PartedEngine(ABC, Generic[P]):
             ready = self._wait(busy, min(left, self._deadline_s, *(p.patience_s for p in busy)))
             for part in ready:
                 self._receive(part)
-            hung = [p for p in busy if not p.dead and p.hung(self._deadline_s)]
-            for part in hung:
-                part.give_up(min(part.patience_s, self._deadline_s))
+            hung = [(p, s) for p in busy if not p.dead and (s := p.hung(self._deadline_s))]
+            for part, silent_s in hung:
+                part.give_up(silent_s)
                 self._bury(part)
             if not ready and not hung and time.monotonic() >= deadline:
                 break

@@ -107,3 +107,20 @@ def test_who_is_stopped_while_it_takes_weights_is_noticed_long_before_the_deadli
     late = awaited({world.now + 5.0: ("a", well), float("inf"): ("b", ill)}, 600.0)
     assert late == f"engine b has said nothing for {SILENT_S:g} s while it was to take weights"
     assert SILENT_S <= world.now - began < SILENT_S + 3
+
+
+def test_who_is_stopped_before_its_first_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows yet how long its tokens take: what is known is that it does not answer."""
+    world = World(monkeypatch, delay_s=0.01)
+    actor = world.actor
+    actor.free, actor.flying, actor.heard = True, {1: object()}, world.now
+    for _ in range(100):
+        assert actor.hung(600.0) == 0
+        world.now += 0.3
+    world.stopped, began = True, world.now
+    while not (silent_s := actor.hung(600.0)):
+        world.now += 0.3
+    assert silent_s == actor.pulse.patience.limit_s
+    assert SLACK_S <= world.now - began < SILENT_S + 3
+    actor.flying = {}
+    assert actor.hung(600.0) == 0
