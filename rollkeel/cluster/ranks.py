@@ -24,8 +24,9 @@ from rollkeel.cluster import logs, wire
 from rollkeel.config import Config
 from rollkeel.errors import BadInput, EngineFailure, RunStopped
 from rollkeel.host import keep_freed_memory
-from rollkeel.loop.assemble import build_objective, device_of
+from rollkeel.loop.assemble import build_objective, device_of, policy_of
 from rollkeel.loop.machines import trainer_options
+from rollkeel.loop.reward_model import reward_model
 from rollkeel.loop.warm_start import sft, warm_start, warm_start_key
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers
 from rollkeel.models.names import checkpoint_views
@@ -175,6 +176,11 @@ class Rank:
         view, stop, _, kept = self._surroundings()
         assert self._policy is not None
         return sft(self._policy, self._config, view, stop, kept, self._trainer)
+
+    def _reward_model(self, pairs: Any, out: str) -> dict[str, float]:
+        """Train one; this rank has loaded nothing."""
+        view, stop, *_ = self._surroundings()
+        return reward_model(policy_of(self._config), self._config, pairs, Path(out), view, stop, self._mesh)
 
     def _surroundings(self) -> tuple[Any, ...]:
         """What stands in for the view, the stop flag and the event log of the controller, and where a warm start is kept."""

@@ -21,17 +21,8 @@ from hypothesis import strategies as st
 from rollkeel.config import ModelConfig, SftConfig
 from rollkeel.errors import BadInput, Interrupted
 from rollkeel.models.loading import load_policy
-from rollkeel.train.preferences import (
-    Pair,
-    RewardModel,
-    Training,
-    _batch,
-    bradley_terry,
-    load_pairs,
-    measure,
-    split_pairs,
-    train_reward_model,
-)
+from rollkeel.train.preferences import Pair, RewardModel, bradley_terry, load_pairs, split_pairs
+from rollkeel.train.reward_training import Training, _batch, _metrics, train_reward_model
 
 FEW = SftConfig(steps=6, batch_size=4, lr=1e-3, warmup_steps=2)
 
@@ -142,19 +133,16 @@ def test_micro_batches_change_neither_loss_nor_weights(tmp_path: Path) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
-def test_measure_by_hand() -> None:
-    model = fresh()
-    rewards = {"pa": 2.0, "pb": 1.0, "pc": 0.0, "pd": 0.0}
-    model.rewards = lambda texts: torch.tensor([rewards[t] for t in texts])  # type: ignore[method-assign]
-    pairs = [Pair(prompt="p", chosen=c, rejected=r) for c, r in ("ab", "ba", "cd", "ac")]
-    found = measure(model, pairs)
+def test_metrics_by_hand() -> None:
+    rewards = {"a": 2.0, "b": 1.0, "c": 0.0, "d": 0.0}
+    chosen, rejected = torch.tensor([[rewards[side] for side in pair] for pair in ("ab", "ba", "cd", "ac")]).T
+    found = _metrics(chosen, rejected, torch.zeros(4))
     # Right, wrong, tied, right: 2.5 of 4; sample std of (1, 0, ½, 1) is √(11/48).
     assert found["accuracy"] == 0.625
     assert found["accuracy_se"] == pytest.approx(math.sqrt(11 / 48) / 2)
     assert found["margin"] == pytest.approx((1 - 1 + 0 + 2) / 4)
     losses = [math.log1p(math.exp(-gap)) for gap in (1, -1, 0, 2)]
     assert found["loss"] == pytest.approx(sum(losses) / 4)
-    assert measure(model, []) == {}
 
 
 def test_every_pair_is_seen_once_before_any_is_seen_again() -> None:
