@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollkeel.config import Config
+from rollkeel.loop.assemble import device_of
 from rollkeel.models.loading import Policy
 from rollkeel.record.live import LiveView
 from rollkeel.tasks.published import Pair
@@ -47,6 +48,7 @@ def reward_model(
         training,
         out,
         mesh=mesh,
+        device=device_of(config),
         progress=lambda step, metrics: view.step(step, {"sft/loss": metrics["train/loss"], **metrics}),
         should_stop=stop,
     )

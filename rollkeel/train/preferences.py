@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, final
 
@@ -17,6 +18,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rollkeel.errors import BadInput
 from rollkeel.models.loading import Policy
+from rollkeel.models.sources import Boxes, Drawn, Source, without_memory
 from rollkeel.tasks.base import hash_fraction
 from rollkeel.tasks.published import SEVERAL, TIE, Pair, Refused, read_pair
 from rollkeel.tasks.rows import SOURCE, find_files, read_files
@@ -71,6 +73,8 @@ class RewardModel:
 
     through: Callable[..., Any] = staticmethod(lambda call, *args: call(*args))
     """Makes the calls of the model; ranks that hold a part each bring in the weights around them."""
+    source: Source | None = None
+    """Where the weights come from of a `model` that has none yet: ranks take their parts of them."""
 
     def __init__(self, model: Any, tokenizer: Any, *, max_tokens: int = 8192) -> None:
         """`max_tokens`: with padding, in one forward pass. Raises `BadInput` for a classifier of several labels."""
@@ -105,12 +109,21 @@ class RewardModel:
 
     @classmethod
     def from_policy(cls, policy: Policy, seed: int = 0) -> RewardModel:
-        """A new one with the body of a causal language model; the head is drawn from `seed`."""
+        """A new one with the body of a causal language model; the head is drawn from `seed`. Without weights if `policy` has none."""
         config = type(policy.model.config).from_dict(policy.model.config.to_dict())
         config.num_labels = 1
-        with torch.random.fork_rng(devices=[]):
+        drawn = Drawn()
+        with torch.random.fork_rng(devices=[]), ExitStack() as inside:
             torch.manual_seed(seed)
+            if policy.source is not None:
+                inside.enter_context(without_memory())
+                inside.enter_context(drawn)
             model = AutoModelForSequenceClassification.from_config(config)
+        if policy.source is not None:
+            drawn.name(model)
+            made = cls(model, policy.tokenizer)
+            made.source = _Headed(f"{model.base_model_prefix}.", policy, drawn)
+            return made
         model.base_model.load_state_dict(policy.model.base_model.state_dict())
         device = next(policy.model.parameters()).device
         return cls(model.to(device), policy.tokenizer)
@@ -166,3 +179,21 @@ class RewardModel:
 
     def _logits(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return self.model(input_ids=tokens, attention_mask=mask).logits
+
+
+class _Headed:
+    """Implements `Source`: what `body` names, a policy has, rounded to its dtype; the rest is drawn."""
+
+    def __init__(self, body: str, policy: Policy, drawn: Drawn) -> None:
+        self._body = body
+        self._policy = policy
+        self._drawn = drawn
+
+    def fill(self, name: str, boxes: Boxes, part: torch.Tensor) -> None:
+        if not name.startswith(self._body):
+            self._drawn.fill(name, boxes, part)
+            return
+        assert self._policy.source is not None
+        held = part.to(self._policy.model.dtype)
+        self._policy.source.fill(name, boxes, held)
+        part.copy_(held)

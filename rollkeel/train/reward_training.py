@@ -58,19 +58,21 @@ def train_reward_model(
     out: Path,
     *,
     mesh: Mesh = Mesh(),
+    device: torch.device | str = "cpu",
     progress: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
     """Train to `out/model`, with `out/metrics.jsonl` and `out/checkpoints`; goes on from the checkpoint, bit for bit on the same mesh.
 
-    `mesh`: of `replicate` and `shard` ranks, each of which makes the same call. Step s takes pairs s · batch … of an endless sequence of
+    `mesh`: of `replicate` and `shard` ranks, each of which makes the same call. `device`: where they take their parts of a model that has no
+    weights yet. Step s takes pairs s · batch … of an endless sequence of
     shuffles keyed by the seed. Returns the last metrics: `loss`, `accuracy` (a tie counts half) with `accuracy_se` over pairs, `margin` (mean
     r_c − r_r) of the held-out pairs under `eval/`, of the last step's under `train/`. Raises `Interrupted` after a checkpoint, `NonFinite`
     with the last good checkpoint kept.
     """
     batches = cuts(training.sft, len(train))
     steps = len(batches) - 1
-    work = _Work(start(), training, steps, mesh)
+    work = _Work(start(), training, steps, mesh, torch.device(device))
     kept = UnfinishedTogether(out / "checkpoints", "reward model", mesh)
     saved = kept.load(work.trained)
     rows: list[dict[str, float]] = [] if saved is None else saved["rows"]
@@ -102,14 +104,14 @@ def train_reward_model(
 class _Work:
     """A model in training."""
 
-    def __init__(self, model: RewardModel, training: Training, steps: int, mesh: Mesh) -> None:
+    def __init__(self, model: RewardModel, training: Training, steps: int, mesh: Mesh, device: torch.device) -> None:
         net = model.model
         self._model = model
         self._mesh = mesh
         self._tokens, self._render = training.pack_tokens, training.render
         self._layout, self._pieces, self._deal = Layout(net, mesh), pieces_of(net, mesh), Deal.of(net, mesh)
+        self._sharded = Sharded(net, mesh, None, model.source, device)
         self._device = next(net.parameters()).device
-        self._sharded = Sharded(net, mesh, None, None, self._device)
         self._sharded.settle()
         model.through = self._sharded
         held = {"mesh": mesh, "counts": self._deal.counts}

@@ -43,7 +43,7 @@ class Rewarded(Case):
         def train(to: Path, rank: int = -1, pairs: int = 21) -> dict[str, float]:
             """`rank`: the one that says to stop behind step 3."""
             calls = itertools.count()
-            kept.append(start(self.model))
+            kept.append(start(self.model, self.parts))
             about: dict[str, Any] = {"should_stop": lambda: next(calls) == 3 and rank in (-2, mesh.rank)}
             data = self.broken() if self.fault == "margin" else drawn(pairs)
             return train_reward_model(lambda: kept[-1], data, drawn(7, 1), TRAINING, to, mesh=mesh, **about)
@@ -69,8 +69,9 @@ class Rewarded(Case):
         return [*pairs[:11], replace(pairs[11], margin=float("inf")), *pairs[12:]]
 
 
-def start(model: str) -> RewardModel:
-    return RewardModel.from_policy(load_policy(ModelConfig(path=f"preset:{model}")), 0)
+def start(model: str, parts: bool = False) -> RewardModel:
+    """`parts`: without weights, which each rank reads or draws for itself."""
+    return RewardModel.from_policy(load_policy(ModelConfig(path=f"preset:{model}"), whole=not parts), 0)
 
 
 def drawn(count: int, seed: int = 0) -> list[Pair]:

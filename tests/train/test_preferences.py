@@ -10,6 +10,7 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,9 +21,11 @@ from hypothesis import strategies as st
 
 from rollkeel.config import ModelConfig, SftConfig
 from rollkeel.errors import BadInput, Interrupted
-from rollkeel.models.loading import load_policy
+from rollkeel.models.loading import load_policy, save_policy
+from rollkeel.train.mesh import Mesh
 from rollkeel.train.preferences import Pair, RewardModel, bradley_terry, load_pairs, split_pairs
 from rollkeel.train.reward_training import Training, _batch, _metrics, train_reward_model
+from rollkeel.train.sharded import Sharded
 
 FEW = SftConfig(steps=6, batch_size=4, lr=1e-3, warmup_steps=2)
 
@@ -106,6 +109,24 @@ def test_the_body_is_the_policys_and_the_head_is_drawn_from_the_seed() -> None:
     assert all(torch.equal(body[name], tensor) for name, tensor in one.model.base_model.state_dict().items())
     assert one.score(["7"]) == again.score(["7"]) != other.score(["7"])
     assert policy.model.config.num_labels != 1  # the policy's own config is left alone
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("saved", [False, True])
+def test_weights_that_are_drawn_or_read_in_parts_are_those_of_the_whole(
+    dtype: Any, saved: bool, tmp_path: Path
+) -> None:
+    config = ModelConfig(path="preset:tiny-qwen3-moe", dtype=dtype)
+    if saved:
+        save_policy(load_policy(config), tmp_path)
+        config = ModelConfig(path=str(tmp_path), dtype=dtype)
+    whole, parts = (RewardModel.from_policy(load_policy(config, whole=whole), 3) for whole in (True, False))
+    assert all(p.is_meta for p in parts.model.parameters())
+    Sharded(parts.model, Mesh(), None, parts.source, torch.device("cpu"))
+    expected = dict(whole.model.named_parameters())
+    assert [name for name, _ in parts.model.named_parameters()] == list(expected)
+    assert all(torch.equal(p, expected[name]) for name, p in parts.model.named_parameters())
+    assert parts.score(["7", "77"]) == whole.score(["7", "77"])
 
 
 def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:

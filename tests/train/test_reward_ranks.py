@@ -23,7 +23,11 @@ from rollkeel.train.reward_training import METRICS, _batch, train_reward_model
 from tests.train.reward_ranks import TRAINING, Rewarded, drawn, start
 from tests.train.test_mesh import Found, distance, run
 
-MESHES = [Rewarded(replicate=2, model="tiny-qwen3"), Rewarded(shard=2, model="tiny-qwen3-tied"), Rewarded(2, 2)]
+MESHES = [
+    Rewarded(replicate=2, model="tiny-qwen3"),
+    Rewarded(shard=2, model="tiny-qwen3-tied", parts=True),
+    Rewarded(2, 2, parts=True),
+]
 FAULTS = [Rewarded(replicate=2, fault="own alone"), Rewarded(shard=2, fault="others count")]
 BROKEN = Rewarded(shard=2, fault="margin")
 ALL = [*MESHES, *FAULTS, BROKEN]
