@@ -189,7 +189,7 @@ def reward_model_stage(config: Config, pairs: Path, out: Path) -> dict[str, floa
     """Train a reward model on the preference pairs of a file, from the body of `model.path`, into the folder `out`.
 
     Of the config: `model`, `sft` (steps, pairs per step, learning rate), `train.weight_decay`, `train.micro_batch_tokens`, `data.eval_fraction` (held out), `data.chat_template`,
-    `checkpoint.every`, `run.seed`, `run.device`, `run.threads`. Called again with the same it goes on.
+    `checkpoint.every`, `run.seed`, `run.device`, `run.threads`, `cluster` and `train.mesh`. Called again with the same it goes on.
     """
     _refuse_meshes(config)
     if config.train.lora.rank:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,7 +38,7 @@ class Rewarded(Case):
         return f"{self.replicate}-{self.shard}-{self.model}-{self.fault}"
 
     def run(self, mesh: Mesh, folder: Path) -> dict[str, Any]:
-        """Whole in `folder`/NAME, stopped and gone on with in NAME-cut. What the rank holds of the weights, in bytes."""
+        """Whole in `folder`/NAME, stopped and gone on with in NAME-cut; NAME-one is left as it was stopped. What the rank holds of the weights, in bytes."""
         out, kept = folder / self.name, list[RewardModel]()
 
         def train(to: Path, rank: int = -1, pairs: int = 21) -> dict[str, float]:
@@ -59,6 +60,8 @@ class Rewarded(Case):
                     train(Path(f"{out}-cut"), mesh.size - 1)
                 except Interrupted as stopped:
                     found["stopped"] = str(stopped)
+                    if mesh.rank == 0:
+                        shutil.copytree(f"{out}-cut", f"{out}-one")
                 found["again"] = train(Path(f"{out}-cut"))
                 found["bytes"] = sum(local(p).nbytes for p in kept[0].model.parameters())
         return found
