@@ -239,7 +239,9 @@ def _refuse_meshes(config: Config) -> None:
     asked = {f"train.mesh.{name}": getattr(config.train.mesh, name) > 1 for name in ("expert", "context", "tensor")}
     asked["train.reduce"] = config.train.reduce == "tree" and config.mesh.size > 1
     if names := ", ".join(name for name, there in asked.items() if there):
-        raise BadInput(f"{names}: a reward model is trained by replicate and shard ranks, in sums; leave {names} out")
+        raise BadInput(
+            f"{names}: a reward model is trained by replicate and shard ranks, with train.reduce=sum; leave {names} out"
+        )
 
 
 def _alone(config: Config, command: str) -> None:

@@ -108,8 +108,11 @@ class _Work:
         net = model.model
         self._model = model
         self._mesh = mesh
-        self._tokens, self._render = training.pack_tokens, training.render
-        self._layout, self._pieces, self._deal = Layout(net, mesh), pieces_of(net, mesh), Deal.of(net, mesh)
+        self._tokens = training.pack_tokens
+        self._render = training.render
+        self._layout = Layout(net, mesh)
+        self._pieces = pieces_of(net, mesh)
+        self._deal = Deal.of(net, mesh)
         self._sharded = Sharded(net, mesh, None, model.source, device)
         self._device = next(net.parameters()).device
         self._sharded.settle()

@@ -22,9 +22,9 @@ from rollkeel.train.preferences import RewardModel
 from rollkeel.train.reward_training import Training, train_reward_model
 from tests.train.mesh_ranks import Case
 
-STEPS = SftConfig(epochs=1, batch_size=5, lr=1e-3, warmup_steps=2)
+STEPS = SftConfig(epochs=1, batch_size=4, lr=1e-3, warmup_steps=2)
 TRAINING = Training(sft=STEPS, pack_tokens=96, every=2, weight_decay=0.1)
-"""Of 21 pairs: the last step has one, which is fewer than there are ranks."""
+"""Of 9 pairs: the last step has one, which is fewer than there are ranks."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Rewarded(Case):
         """Whole in `folder`/NAME, stopped and gone on with in NAME-cut; NAME-one is left as it was stopped. What the rank holds of the weights, in bytes."""
         out, kept = folder / self.name, list[RewardModel]()
 
-        def train(to: Path, rank: int = -1, pairs: int = 21) -> dict[str, float]:
-            """`rank`: the one that says to stop behind step 3."""
+        def train(to: Path, rank: int = -1) -> dict[str, float]:
+            """`rank`: the one that says to stop behind step 2."""
             calls = itertools.count()
             kept.append(start(self.model, self.parts))
-            about: dict[str, Any] = {"should_stop": lambda: next(calls) == 3 and rank in (-2, mesh.rank)}
-            data = self.broken() if self.fault == "margin" else drawn(pairs)
-            return train_reward_model(lambda: kept[-1], data, drawn(7, 1), TRAINING, to, mesh=mesh, **about)
+            about: dict[str, Any] = {"should_stop": lambda: next(calls) == 2 and rank == mesh.rank}
+            data = self.broken() if self.fault == "margin" else drawn(9)
+            return train_reward_model(lambda: kept[-1], data, drawn(4, 1), TRAINING, to, mesh=mesh, **about)
 
         with made(self.fault):
             try:
@@ -68,8 +68,8 @@ class Rewarded(Case):
 
     def broken(self) -> list[Pair]:
         """One of the pairs has a margin that no reward meets."""
-        pairs = drawn(21)
-        return [*pairs[:11], replace(pairs[11], margin=float("inf")), *pairs[12:]]
+        pairs = drawn(9)
+        return [*pairs[:6], replace(pairs[6], margin=float("inf")), *pairs[7:]]
 
 
 def start(model: str, parts: bool = False) -> RewardModel:
