@@ -72,8 +72,8 @@ class RayMachines:
         loading: bool = True,
         restarts: Restarts | None = None,
     ) -> None:
-        """Start everything and, if there is `loading`, load the start model on the ranks. `sampling`: without, there are no engines. `restarts`: of ranks,
-        shared with who begins again from a checkpoint; by default `cluster.restarts` of its own."""
+        """Start everything and, if there is `loading`, load the start model on the ranks. `sampling`: without, there are no
+        engines. `restarts`: of ranks, shared with who begins again from a checkpoint; by default `cluster.restarts` of its own."""
         self._config = config = ranked(config)
         self._folder, self._view = folder, view
         self._count = self._wanted() if sampling else 0

@@ -107,8 +107,8 @@ class Passes:
         return error
 
     def _rounds(self, micros: Sequence[MicroBatch]) -> Iterator[Round]:
-        """What this rank runs. Ranks that wait for each other in a pass, for weights or tokens, run equally many, and others one at least:
-        all have gradients to add."""
+        """What this rank runs. Ranks that wait for each other in a pass, for weights or tokens, run equally many, and others one at
+        least: all have gradients to add."""
         if self._tree is not None:
             for micro, count in rounds(micros, self._mesh):
                 yield micro or micros[0], micro is not None, count

@@ -109,7 +109,8 @@ class RewardModel:
 
     @classmethod
     def from_policy(cls, policy: Policy, seed: int = 0) -> RewardModel:
-        """A new one with the body of a causal language model; the head is drawn from `seed`. Without weights if `policy` has none."""
+        """A new one with the body of a causal language model; the head is drawn from `seed`. If `policy` has no weights, it has
+        none either."""
         config = type(policy.model.config).from_dict(policy.model.config.to_dict())
         config.num_labels = 1
         drawn = Drawn()
@@ -157,17 +158,8 @@ class RewardModel:
         scores = torch.cat(parts)
         return scores[back.to(scores.device)]
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids; the end token alone for an empty text."""
-        ids = self.tokenizer(text, return_attention_mask=False)["input_ids"] or [
-            self.tokenizer.eos_token_id or self.pad
-        ]
-        if len(ids) > self.context:
-            raise BadInput(f"reward model: a text has {len(ids)} tokens, expected at most {self.context}; shorten it")
-        return list(ids)
-
     def forward(self, batch: Sequence[Sequence[int]]) -> torch.Tensor:
-        """The same of token ids, in one pass."""
+        """The same of texts' token ids, in one pass."""
         width = max(map(len, batch))
         tokens = torch.full((len(batch), width), self.pad)
         mask = torch.zeros((len(batch), width), dtype=torch.long)
@@ -179,6 +171,15 @@ class RewardModel:
 
     def _logits(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return self.model(input_ids=tokens, attention_mask=mask).logits
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids; the end token alone for an empty text."""
+        ids = self.tokenizer(text, return_attention_mask=False)["input_ids"] or [
+            self.tokenizer.eos_token_id or self.pad
+        ]
+        if len(ids) > self.context:
+            raise BadInput(f"reward model: a text has {len(ids)} tokens, expected at most {self.context}; shorten it")
+        return list(ids)
 
 
 class _Headed:

@@ -1,4 +1,4 @@
-"""Training of a reward model on preference pairs, in one process or on ranks that hold a part of it each and see a share of the pairs.
+"""Training of a reward model on preference pairs, in one process or on ranks that hold a part of it and see a share of the pairs.
 
 A gradient is a sum over pairs with the coefficient 1 / pairs of the step: which rank sees which pair changes rounding alone.
 """
@@ -46,7 +46,7 @@ class Training:
     """Most tokens of a forward pass, with padding; a pair that has more takes one alone."""
     seed: int = 0
     every: int = 0
-    """Steps between evaluations; 0 has one at the end alone."""
+    """Steps between evaluations and checkpoints; 0 has them at the end alone, but for a checkpoint a minute."""
     render: Render = str
 
 
@@ -62,13 +62,13 @@ def train_reward_model(
     progress: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
-    """Train to `out/model`, with `out/metrics.jsonl` and `out/checkpoints`; goes on from the checkpoint, bit for bit on the same mesh.
+    """Train to `out/model`, with `out/metrics.jsonl` and `out/checkpoints`; goes on from there, bit for bit on the same mesh.
 
-    `mesh`: of `replicate` and `shard` ranks, each of which makes the same call. `device`: where they take their parts of a model that has no
-    weights yet. Step s takes pairs s · batch … of an endless sequence of
-    shuffles keyed by the seed. Returns the last metrics: `loss`, `accuracy` (a tie counts half) with `accuracy_se` over pairs, `margin` (mean
-    r_c − r_r) of the held-out pairs under `eval/`, of the last step's under `train/`. Raises `Interrupted` after a checkpoint, `NonFinite`
-    with the last good checkpoint kept.
+    `mesh`: of `replicate` and `shard` ranks, each of which makes the same call; any other one can go on. `device`: where they
+    take their parts of a model that has no weights yet. Step s takes pairs s · batch … of an endless sequence of shuffles
+    keyed by the seed. Returns the last metrics: `loss`, `accuracy` (a tie counts half) with `accuracy_se` over pairs, `margin`
+    (mean r_c − r_r) of the held-out pairs under `eval/`, of the last step's under `train/`. Raises `Interrupted` after a
+    checkpoint, `NonFinite` with the last good checkpoint kept.
     """
     batches = cuts(training.sft, len(train))
     steps = len(batches) - 1
@@ -155,8 +155,8 @@ class _Work:
         replace_folder(folder, self._mesh, write)
 
     def _rewards(self, pairs: Sequence[Pair], coefficient: float | None = None) -> torch.Tensor:
-        """`[2, pairs]`, those of the chosen and the rejected sides, the same on all ranks. `coefficient`: of each pair's loss, whose
-        gradient goes into the parameters."""
+        """`[2, pairs]`, those of the chosen and the rejected sides, the same on all ranks. `coefficient`: of each pair's loss,
+        whose gradient goes into the parameters."""
         ids = [[self._model.encode(self._render(p.prompt) + side) for side in (p.chosen, p.rejected)] for p in pairs]
         out = torch.zeros(2, len(pairs), device=self._device)
         for members, real in self._rounds([max(map(len, sides)) for sides in ids]):
@@ -169,8 +169,8 @@ class _Work:
         return self._mesh.total(out)
 
     def _rounds(self, widths: Sequence[int]) -> Iterator[tuple[list[int], bool]]:
-        """Pairs of each pass here, both sides in one, and whether they are this rank's own: others are run for the sake of ranks that
-        wait, and count nothing."""
+        """Pairs of each pass here, both sides in one, and whether they are this rank's own: others are run for the sake of ranks
+        that wait, and count nothing."""
         workers, most = self._mesh.workers, self._tokens
         if workers > 1:
             most = min(most, max(2 * max(widths), -(-sum(widths) // workers)))

@@ -29,7 +29,7 @@ TRAINING = Training(sft=STEPS, pack_tokens=96, every=2, weight_decay=0.1)
 
 @dataclass(frozen=True)
 class Rewarded(Case):
-    """A mesh, and which of its mistakes are made."""
+    """A mesh, and the mistake that is made on it."""
 
     fault: str = ""
 
@@ -38,7 +38,7 @@ class Rewarded(Case):
         return f"{self.replicate}-{self.shard}-{self.model}-{self.fault}"
 
     def run(self, mesh: Mesh, folder: Path) -> dict[str, Any]:
-        """Whole in `folder`/NAME, stopped and gone on with in NAME-cut; NAME-one is left as it was stopped. What the rank holds of the weights, in bytes."""
+        """Whole in `folder`/NAME, stopped and gone on with in NAME-cut; NAME-one is left as it was stopped."""
         out, kept = folder / self.name, list[RewardModel]()
 
         def train(to: Path, rank: int = -1) -> dict[str, float]:

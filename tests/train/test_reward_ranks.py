@@ -1,8 +1,8 @@
 """A reward model trained on several ranks is the reward model that one process trains.
 
-Matters because pairs that are counted twice or by nobody, or a part that is written at the wrong place, give a model that ranks a little
-wrongly, and no error. Ranks are processes over gloo. Not covered: GPUs (NCCL has not run), several machines, Ray
-(tests/cluster/test_cluster_stages.py), memory while the model is loaded.
+Matters because pairs that are counted twice or by nobody, or a part that is written at the wrong place, give a model that ranks a
+little wrongly, and no error. Ranks are processes over gloo. Not covered: GPUs (NCCL has not run), several machines, Ray
+(tests/cluster/test_cluster_stages.py), memory in the middle of a pass or while the model is loaded.
 """
 
 from __future__ import annotations
