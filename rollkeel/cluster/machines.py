@@ -69,10 +69,11 @@ class RayMachines:
         view: LiveView,
         *,
         sampling: bool = True,
+        loading: bool = True,
         restarts: Restarts | None = None,
     ) -> None:
-        """Start everything and load the start model on the ranks. `sampling`: without, there are no engines. `restarts`: of ranks,
-        shared with who begins again from a checkpoint; by default `cluster.restarts` of its own."""
+        """Start everything and, if there is `loading`, load the start model on the ranks. `sampling`: without, there are no
+        engines. `restarts`: of ranks, shared with who begins again from a checkpoint; by default `cluster.restarts` of its own."""
         self._config = config = ranked(config)
         self._folder, self._view = folder, view
         self._count = self._wanted() if sampling else 0
@@ -108,7 +109,7 @@ class RayMachines:
                 graders = f", {len(self._graders.parts)} graders"
             placement = config.cluster.placement
             view.note(f"cluster: {len(self._ranks.actors)} trainer ranks, {self._count} engines{graders}, {placement}")
-            self._findings = self._ranks.call("load")
+            self._findings = self._ranks.call("load") if loading else []
             view.actors = self.states
             self._ended = made.pop_all()
 
@@ -130,6 +131,10 @@ class RayMachines:
         metrics = self._ranks.call("sft", stop=stop)
         self._ranks.call("begin")
         return metrics
+
+    def reward_model(self, pairs: Any, out: Path, stop: StopFlag) -> dict[str, float]:
+        """Train one on ranks that have loaded nothing; see `rollkeel.loop.reward_model`."""
+        return self._ranks.call("reward_model", ray.put(pairs), str(out.resolve()), stop=stop)
 
     def trainer(self) -> RemoteTrainer:
         self._told = self._ranks.call("begin")

@@ -26,6 +26,7 @@ from rollkeel.errors import BadInput, EngineFailure, RunStopped
 from rollkeel.host import keep_freed_memory
 from rollkeel.loop.assemble import build_objective, device_of
 from rollkeel.loop.machines import trainer_options
+from rollkeel.loop.reward_model import reward_model
 from rollkeel.loop.warm_start import sft, warm_start, warm_start_key
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers
 from rollkeel.models.names import checkpoint_views
@@ -154,15 +155,19 @@ class Rank:
     def _load(self) -> list[Any]:
         """The start model. Returns what is wrong with its weights; raises `BadInput` for what does not run on several ranks."""
         config = self._config
-        torch.set_num_threads(config.run.threads)
-        quiet_transformers()
-        alone = self._world == 1
-        self._policy = load_policy(config.model, device_of(config), lora=config.train.lora, whole=alone)
+        self._policy = self._loaded()
         check_ranks(self._mesh, config.train, self._policy, config.experiment.rounding, config.run.parity)
-        if not alone:  # only a trainer gives ranks their parts
+        if self._world > 1:  # only a trainer gives ranks their parts
             self._make()
         weights = [local(p) for p in self._policy.model.parameters() if p.requires_grad]
         return too_small(weights, config.train.lr, self._mesh.everyone)
+
+    def _loaded(self) -> Policy:
+        """With its weights if this rank is alone."""
+        torch.set_num_threads(self._config.run.threads)
+        quiet_transformers()
+        about = {"lora": self._config.train.lora, "whole": self._world == 1}
+        return load_policy(self._config.model, device_of(self._config), **about)
 
     def _warm_start(self) -> bool:
         """See `rollkeel.loop.warm_start`: of one rank as one process does it, of several together."""
@@ -175,6 +180,11 @@ class Rank:
         view, stop, _, kept = self._surroundings()
         assert self._policy is not None
         return sft(self._policy, self._config, view, stop, kept, self._trainer)
+
+    def _reward_model(self, pairs: Any, out: str) -> dict[str, float]:
+        """Train one; this rank has loaded nothing."""
+        view, stop, *_ = self._surroundings()
+        return reward_model(self._loaded(), self._config, pairs, Path(out), view, stop, self._mesh)
 
     def _surroundings(self) -> tuple[Any, ...]:
         """What stands in for the view, the stop flag and the event log of the controller, and where a warm start is kept."""

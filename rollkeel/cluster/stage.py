@@ -20,12 +20,14 @@ from rollkeel.record.runfolder import RunFolder
 
 
 @contextmanager
-def machines(config: Config, path: Path, view: LiveView, *, sampling: bool) -> Iterator[RayMachines]:
-    """Ranks that have loaded the model, and engines if there is `sampling`. `path`: a folder for what they print and keep, on storage
-    that all nodes share."""
+def machines(
+    config: Config, path: Path, view: LiveView, *, sampling: bool, loading: bool = True
+) -> Iterator[RayMachines]:
+    """Ranks that have loaded the model if they are to (`loading`), and engines if there is `sampling`. `path`: a folder for what they
+    print and keep, on storage that all nodes share."""
     path.mkdir(parents=True, exist_ok=True)
     write_atomic(path / CONFIG, config.to_yaml())
-    with closing(RayMachines(config, RunFolder(path, config, None), view, sampling=sampling)) as made:
+    with closing(RayMachines(config, RunFolder(path, config, None), view, sampling=sampling, loading=loading)) as made:
         yield made
 
 

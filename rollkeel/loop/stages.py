@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from rollkeel.loop.assemble import (
     sampling_params,
 )
 from rollkeel.loop.play import gathering
+from rollkeel.loop.reward_model import reward_model
 from rollkeel.loop.serving import served_policy, serving
 from rollkeel.loop.warm_start import sft, warm_start_key
 from rollkeel.models import adapter_files
@@ -36,15 +37,14 @@ from rollkeel.rollout.evaluate import evaluate
 from rollkeel.rollout.measure import speed_curve
 from rollkeel.rollout.scenario import Scenario
 from rollkeel.tasks.base import content_hash
-from rollkeel.tasks.turns import as_chat
 from rollkeel.train import checkpoint
-from rollkeel.train.optimizer import PACK_TOKENS
-from rollkeel.train.preferences import RewardModel, Training, load_pairs, split_pairs, train_reward_model
-from rollkeel.train.sft import cuts
+from rollkeel.train.preferences import load_pairs, split_pairs
 from rollkeel.train.unfinished import Unfinished
 from rollkeel.types import Rollout
 
 PAIRS, PROMPTS = "pairs.jsonl", "prompts.jsonl"
+RANKS = "ranks"
+"""In the folder of a reward model, until it is done: what its ranks print."""
 
 
 def sft_stage(config: Config, out: Path) -> dict[str, float]:
@@ -189,40 +189,33 @@ def reward_model_stage(config: Config, pairs: Path, out: Path) -> dict[str, floa
     """Train a reward model on the preference pairs of a file, from the body of `model.path`, into the folder `out`.
 
     Of the config: `model`, `sft` (steps, pairs per step, learning rate), `train.weight_decay`, `train.micro_batch_tokens`, `data.eval_fraction` (held out), `data.chat_template`,
-    `checkpoint.every`, `run.seed`, `run.device`, `run.threads`. Called again with the same it goes on.
+    `checkpoint.every`, `run.seed`, `run.device`, `run.threads`, `cluster` and `train.mesh`. Called again with the same it goes on.
     """
-    _alone(config, "rollkeel reward-model")
+    _refuse_meshes(config)
     if config.train.lora.rank:
         raise BadInput("train.lora.rank: a reward model is trained whole; set it to 0")
     train, held_out = split_pairs(load_pairs(pairs), config.data.eval_fraction)
-    policy = policy_of(config)
+    if config.clustered:
+        from rollkeel.cluster import check, skeleton
+
+        check.check_cluster(config)
+        policy = skeleton.skeleton(config.model)
+    else:
+        policy = policy_of(config)
     quoted = [[p.prompt, p.chosen, p.rejected, p.margin] for p in (*train, *held_out)]
     kept = {"model": config.model, "sft": config.sft, "data": config.data, "run": config.run}
     settings = {k: v.model_dump(mode="json", exclude={"dir", "name"}) for k, v in kept.items()}
     open_folder(out, {"pairs": content_hash("pairs", json.dumps(quoted), ""), **settings})
-
-    chosen: dict[str, Any] = (
-        {"render": functools.partial(as_chat, policy.tokenizer)} if config.data.chat_template else {}
-    )
-    training = Training(
-        sft=config.sft,
-        weight_decay=config.train.weight_decay,
-        pack_tokens=max(PACK_TOKENS, config.train.micro_batch_tokens),
-        seed=config.run.seed,
-        every=config.checkpoint.every,
-        **chosen,
-    )
+    both = train, held_out
     with LiveView() as view, StopFlag(view) as stop:
-        view.phase("reward model", len(cuts(config.sft, len(train))) - 1)
-        return train_reward_model(
-            lambda: RewardModel.from_policy(policy, config.run.seed),
-            train,
-            held_out,
-            training,
-            out,
-            progress=lambda step, metrics: view.step(step, {"sft/loss": metrics["train/loss"], **metrics}),
-            should_stop=stop,
-        )
+        if not config.clustered:
+            return reward_model(policy, config, both, out, view, stop)
+        from rollkeel.cluster import stage
+
+        with stage.machines(config, out / RANKS, view, sampling=False, loading=False) as ranks:
+            metrics = ranks.reward_model(both, out, stop)
+    shutil.rmtree(out / RANKS, ignore_errors=True)
+    return metrics
 
 
 def measured(scenario: Scenario) -> Scenario:
@@ -239,6 +232,16 @@ def measured(scenario: Scenario) -> Scenario:
         "resume_s": speeds.resume_s,
     }
     return scenario.model_copy(update={"engine": scenario.engine.model_copy(update=update)})
+
+
+def _refuse_meshes(config: Config) -> None:
+    """Raises `BadInput` for ranks that cannot train a reward model together."""
+    asked = {f"train.mesh.{name}": getattr(config.train.mesh, name) > 1 for name in ("expert", "context", "tensor")}
+    asked["train.reduce"] = config.train.reduce == "tree" and config.mesh.size > 1
+    if names := ", ".join(name for name, there in asked.items() if there):
+        raise BadInput(
+            f"{names}: a reward model is trained by replicate and shard ranks, with train.reduce=sum; leave {names} out"
+        )
 
 
 def _alone(config: Config, command: str) -> None:

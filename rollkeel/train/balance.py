@@ -45,11 +45,15 @@ def cost(micro: MicroBatch, pair: float) -> float:
 
 def shares(micros: Sequence[MicroBatch], count: int, pair: float = 0.0) -> list[list[MicroBatch]]:
     """Micro-batches for each of `count` processes: the most costly first to the least loaded, ties to the first."""
-    out: list[list[MicroBatch]] = [[] for _ in range(count)]
+    return [[micros[i] for i in own] for own in dealt([cost(micro, pair) for micro in micros], count)]
+
+
+def dealt(costs: Sequence[float], count: int) -> list[list[int]]:
+    """The same by numbers, of whatever has these costs."""
+    out: list[list[int]] = [[] for _ in range(count)]
     load = [0.0] * count
-    costs = [cost(micro, pair) for micro in micros]
-    for i in sorted(range(len(micros)), key=lambda i: -costs[i]):
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
         least = load.index(min(load))
-        out[least].append(micros[i])
+        out[least].append(i)
         load[least] += costs[i]
     return out

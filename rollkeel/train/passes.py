@@ -107,14 +107,15 @@ class Passes:
         return error
 
     def _rounds(self, micros: Sequence[MicroBatch]) -> Iterator[Round]:
-        """What this rank runs. Ranks that wait for each other in a pass, for weights or tokens, run equally many."""
+        """What this rank runs. Ranks that wait for each other in a pass, for weights or tokens, run equally many, and others one at
+        least: all have gradients to add."""
         if self._tree is not None:
             for micro, count in rounds(micros, self._mesh):
                 yield micro or micros[0], micro is not None, count
             return
         dealt = shares(micros, self._mesh.workers, self._pair) if self._mesh.workers > 1 else [list(micros)]
         own = dealt[self._mesh.worker]
-        most = max(map(len, dealt)) if self._mesh.in_step else len(own)
+        most = max(map(len, dealt)) if self._mesh.in_step else max(1, len(own))
         for number in range(most):
             real = number < len(own)
             yield own[number] if real else micros[0], real, self._mesh.workers

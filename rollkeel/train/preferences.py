@@ -1,35 +1,27 @@
-"""Reward models: a sequence classifier with one logit, trained on preference pairs with the Bradley–Terry loss.
+"""Reward models: a sequence classifier with one logit, and the preference pairs and the Bradley–Terry loss that train one.
 
 The text that is scored is the rendered prompt followed by the response, which is what a policy has seen and sampled.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, final
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rollkeel.config import SftConfig
-from rollkeel.errors import BadInput, Interrupted, NonFinite
+from rollkeel.errors import BadInput
 from rollkeel.models.loading import Policy
-from rollkeel.tasks.base import hash_fraction, keyed_rng
+from rollkeel.models.sources import Boxes, Drawn, Source, without_memory
+from rollkeel.tasks.base import hash_fraction
 from rollkeel.tasks.published import SEVERAL, TIE, Pair, Refused, read_pair
 from rollkeel.tasks.rows import SOURCE, find_files, read_files
-from rollkeel.train import checkpoint
-from rollkeel.train.optimizer import PACK_TOKENS, Stepper, supervised
-from rollkeel.train.sft import cuts
-
-METRICS = "metrics.jsonl"
 
 
 def load_pairs(path: str | Path) -> list[Pair]:
@@ -79,6 +71,11 @@ def bradley_terry(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Te
 class RewardModel:
     """Any Hugging Face sequence classifier with one logit, in evaluation mode, with its tokenizer."""
 
+    through: Callable[..., Any] = staticmethod(lambda call, *args: call(*args))
+    """Makes the calls of the model; ranks that hold a part each bring in the weights around them."""
+    source: Source | None = None
+    """Where the weights come from of a `model` that has none yet: ranks take their parts of them."""
+
     def __init__(self, model: Any, tokenizer: Any, *, max_tokens: int = 8192) -> None:
         """`max_tokens`: with padding, in one forward pass. Raises `BadInput` for a classifier of several labels."""
         if int(model.config.num_labels) != 1:
@@ -112,12 +109,22 @@ class RewardModel:
 
     @classmethod
     def from_policy(cls, policy: Policy, seed: int = 0) -> RewardModel:
-        """A new one with the body of a causal language model; the head is drawn from `seed`."""
+        """A new one with the body of a causal language model; the head is drawn from `seed`. If `policy` has no weights, it has
+        none either."""
         config = type(policy.model.config).from_dict(policy.model.config.to_dict())
         config.num_labels = 1
-        with torch.random.fork_rng(devices=[]):
+        drawn = Drawn()
+        with torch.random.fork_rng(devices=[]), ExitStack() as inside:
             torch.manual_seed(seed)
+            if policy.source is not None:
+                inside.enter_context(without_memory())
+                inside.enter_context(drawn)
             model = AutoModelForSequenceClassification.from_config(config)
+        if policy.source is not None:
+            drawn.name(model)
+            made = cls(model, policy.tokenizer)
+            made.source = _Headed(f"{model.base_model_prefix}.", policy, drawn)
+            return made
         model.base_model.load_state_dict(policy.model.base_model.state_dict())
         device = next(policy.model.parameters()).device
         return cls(model.to(device), policy.tokenizer)
@@ -142,7 +149,7 @@ class RewardModel:
             end = at + 1
             while end < len(order) and (end + 1 - at) * len(ids[order[end]]) <= self.max_tokens:
                 end += 1
-            parts.append(self._forward([ids[i] for i in order[at:end]]))
+            parts.append(self.forward([ids[i] for i in order[at:end]]))
             at = end
         if not parts:
             return torch.zeros(0)
@@ -150,6 +157,20 @@ class RewardModel:
         back[torch.tensor(order)] = torch.arange(len(order))
         scores = torch.cat(parts)
         return scores[back.to(scores.device)]
+
+    def forward(self, batch: Sequence[Sequence[int]]) -> torch.Tensor:
+        """The same of texts' token ids, in one pass."""
+        width = max(map(len, batch))
+        tokens = torch.full((len(batch), width), self.pad)
+        mask = torch.zeros((len(batch), width), dtype=torch.long)
+        for row, ids in enumerate(batch):
+            tokens[row, : len(ids)] = torch.tensor(ids)
+            mask[row, : len(ids)] = 1
+        device = next(self.model.parameters()).device
+        return self.through(self._logits, tokens.to(device), mask.to(device))[:, 0].float()
+
+    def _logits(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=tokens, attention_mask=mask).logits
 
     def encode(self, text: str) -> list[int]:
         """Token ids; the end token alone for an empty text."""
@@ -160,152 +181,20 @@ class RewardModel:
             raise BadInput(f"reward model: a text has {len(ids)} tokens, expected at most {self.context}; shorten it")
         return list(ids)
 
-    def _forward(self, batch: Sequence[Sequence[int]]) -> torch.Tensor:
-        width = max(map(len, batch))
-        tokens = torch.full((len(batch), width), self.pad)
-        mask = torch.zeros((len(batch), width), dtype=torch.long)
-        for row, ids in enumerate(batch):
-            tokens[row, : len(ids)] = torch.tensor(ids)
-            mask[row, : len(ids)] = 1
-        device = next(self.model.parameters()).device
-        return self.model(input_ids=tokens.to(device), attention_mask=mask.to(device)).logits[:, 0].float()
 
+class _Headed:
+    """Implements `Source`: what `body` names, a policy has, rounded to its dtype; the rest is drawn."""
 
-Render = Callable[[str], str]
-"""From a prompt of the data to what a policy sees, for example by a chat template."""
+    def __init__(self, body: str, policy: Policy, drawn: Drawn) -> None:
+        self._body = body
+        self._policy = policy
+        self._drawn = drawn
 
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """What decides the weights that come out, beside the model and the pairs."""
-
-    sft: SftConfig
-    """Steps, pairs per step, learning rate."""
-    weight_decay: float = 0.0
-    pack_tokens: int = PACK_TOKENS
-    seed: int = 0
-    every: int = 0
-    """Steps between evaluations and checkpoints; 0 has them at the end alone."""
-    render: Render = str
-
-
-def train_reward_model(
-    start: Callable[[], RewardModel],
-    train: Sequence[Pair],
-    held_out: Sequence[Pair],
-    training: Training,
-    out: Path,
-    *,
-    progress: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> dict[str, float]:
-    """Train to `out/model`, with `out/metrics.jsonl` and `out/checkpoints`; goes on from the newest checkpoint, bit for bit.
-
-    Step s takes pairs s · batch … of an endless sequence of shuffles keyed by the seed. Returns the last metrics: `loss`,
-    `accuracy` with `accuracy_se`, `margin` (mean r_c − r_r) of the held-out pairs under `eval/`, of the last step's under
-    `train/`. Raises `Interrupted` after a checkpoint, `NonFinite` with the last good checkpoint kept.
-    """
-    config = training.sft
-    checkpoint.clean(out / "checkpoints")
-    saved = checkpoint.latest(out / "checkpoints")
-    model = start()
-    if saved is not None:  # into the same memory: tensors that a file is mapped to can round differently
-        model.model.load_state_dict(RewardModel.load(saved.model).model.state_dict())
-    model.max_tokens = training.pack_tokens
-    batches = cuts(config, len(train))
-    steps = len(batches) - 1
-    stepper = supervised(model.model, config, steps, training.weight_decay)
-    rows: list[dict[str, float]] = []
-    if saved is not None:
-        state = checkpoint.load_state(saved.state)
-        stepper.load_state_dict(state["optimizer"])
-        rows = state["rows"]
-    for step in range(stepper.updates + 1, steps + 1):
-        if should_stop():
-            _save(out, model, stepper, rows)
-            raise Interrupted(f"stopped after {stepper.updates} of {steps} steps; the same command goes on")
-        metrics = {
-            "step": step,
-            **_step(
-                model, stepper, _batch(train, range(*batches[step - 1 : step + 1]), training.seed), training.render
-            ),
-        }
-        due = step == steps or (training.every and step % training.every == 0)
-        if due:
-            metrics |= {f"eval/{k}": v for k, v in measure(model, held_out, training.render).items()}
-        rows.append(metrics)
-        progress(step, metrics)
-        if due:
-            _save(out, model, stepper, rows)
-    checkpoint.replace_folder(out / "model", model.save)
-    return rows[-1] if rows else {}
-
-
-def measure(model: RewardModel, pairs: Sequence[Pair], render: Render = str) -> dict[str, float]:
-    """`loss`, `accuracy` (a tie counts half) with `accuracy_se` over pairs, `margin`; empty for no pairs."""
-    if not pairs:
-        return {}
-    with torch.no_grad():
-        chosen, rejected = _rewards(model, pairs, render)
-        return _metrics(chosen, rejected, bradley_terry(chosen, rejected, _margins(pairs, chosen)))
-
-
-def _metrics(chosen: torch.Tensor, rejected: torch.Tensor, losses: torch.Tensor) -> dict[str, float]:
-    gap = (chosen - rejected).detach().double().cpu().numpy()
-    right = np.where(gap == 0, 0.5, gap > 0)
-    se = float(right.std(ddof=1) / math.sqrt(len(right))) if len(right) > 1 else 0.0
-    loss = float(losses.detach().double().mean())
-    return {"loss": loss, "accuracy": float(right.mean()), "accuracy_se": se, "margin": float(gap.mean())}
-
-
-def _margins(pairs: Sequence[Pair], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([p.margin for p in pairs], device=like.device)
-
-
-def _rewards(model: RewardModel, pairs: Sequence[Pair], render: Render) -> tuple[torch.Tensor, torch.Tensor]:
-    texts = [render(p.prompt) + side for p in pairs for side in (p.chosen, p.rejected)]
-    scores = model.rewards(texts)
-    return scores[::2], scores[1::2]
-
-
-def _batch(pairs: Sequence[Pair], indices: Sequence[int], seed: int) -> list[Pair]:
-    """Pairs of one step; every pair is seen once before any is seen again."""
-    orders: dict[int, list[int]] = {}
-    out = []
-    for index in indices:
-        epoch, place = divmod(index, len(pairs))
-        if epoch not in orders:
-            orders[epoch] = list(range(len(pairs)))
-            keyed_rng("preferences", seed, epoch).shuffle(orders[epoch])
-        out.append(pairs[orders[epoch][place]])
-    return out
-
-
-def _step(model: RewardModel, stepper: Stepper, pairs: Sequence[Pair], render: Render) -> dict[str, float]:
-    """One update; both sides of a pair share a forward pass, so that only one such pass is held for backward at a time."""
-    widths = [max(len(model.encode(render(p.prompt) + side)) for side in (p.chosen, p.rejected)) for p in pairs]
-    stepper.zero_grad()
-    parts: list[tuple[torch.Tensor, ...]] = []
-    order = sorted(range(len(pairs)), key=widths.__getitem__)
-    while order:
-        count = 1
-        while count < len(order) and 2 * (count + 1) * widths[order[count]] <= model.max_tokens:
-            count += 1
-        members, order = [pairs[i] for i in order[:count]], order[count:]
-        chosen, rejected = _rewards(model, members, render)
-        losses = bradley_terry(chosen, rejected, _margins(members, chosen))
-        if not bool(torch.isfinite(losses).all()):
-            raise NonFinite(f"reward model update {stepper.updates}: the loss is not finite; weights left untouched")
-        (losses.sum() / len(pairs) * stepper.scale).backward()
-        parts.append((chosen.detach(), rejected.detach(), losses.detach()))
-    metrics = _metrics(*(torch.cat(side) for side in zip(*parts, strict=True)))
-    return {**{f"train/{k}": v for k, v in metrics.items()}, **stepper.step()}
-
-
-def _save(out: Path, model: RewardModel, stepper: Stepper, rows: Sequence[Mapping[str, float]]) -> None:
-    def write(path: Path) -> None:
-        model.save(path / "model")
-        checkpoint.save_state(path / "state", {"optimizer": stepper.state_dict(), "rows": list(rows)})
-
-    checkpoint.save(out / "checkpoints", stepper.updates, write=write, info={})
-    (out / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    def fill(self, name: str, boxes: Boxes, part: torch.Tensor) -> None:
+        if not name.startswith(self._body):
+            self._drawn.fill(name, boxes, part)
+            return
+        assert self._policy.source is not None
+        held = part.to(self._policy.model.dtype)
+        self._policy.source.fill(name, boxes, held)
+        part.copy_(held)

@@ -124,6 +124,12 @@ class Sharded:
             keep_float32(self._root)
         return forward
 
+    def settle(self) -> None:
+        """Without `forward`, before the first pass with gradients. Collective."""
+        if self._root is not None:
+            self.once(lambda: None)
+            keep_float32(self._root)
+
     def share(self, *forwards: PolicyForward | None) -> None:
         """Let these passes run micro-batches together with the context ranks from now on."""
         if self._mesh.context == 1:

@@ -18,10 +18,20 @@ def save(
     folder: Path, step: int, mesh: Mesh, write: Callable[[Path], checkpoint.Written], info: Mapping[str, Any], keep: int
 ) -> None:
     """`checkpoint.save` of all ranks, whose `write` is called on each with the same empty folder. Collective."""
+    _filled(mesh, lambda fill: checkpoint.save(folder, step, write=fill, info=info, keep=keep), write)
+
+
+def replace_folder(target: Path, mesh: Mesh, write: Callable[[Path], None]) -> None:
+    """`checkpoint.replace_folder` in the same way."""
+    _filled(mesh, lambda fill: checkpoint.replace_folder(target, fill), write)
+
+
+def _filled(mesh: Mesh, make: Callable[[Callable[[Path], Any]], Any], write: Callable[[Path], Any]) -> None:
+    """`make` a folder on the first rank, and `write` into it on all."""
     failed: Exception | None = None
     told = False
 
-    def fill(path: Path) -> checkpoint.Written:
+    def fill(path: Path) -> Any:
         nonlocal told
         told = True
         mesh.everyone(path)
@@ -29,7 +39,7 @@ def save(
 
     try:
         if mesh.rank == 0:
-            checkpoint.save(folder, step, write=fill, info=info, keep=keep)
+            make(fill)
         elif (path := mesh.everyone(None)[0]) is not None:
             write(path)
     except Exception as error:

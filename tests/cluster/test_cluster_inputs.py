@@ -5,10 +5,10 @@ Not covered: clusters of other Ray versions, and storage that nodes do not share
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -89,13 +89,28 @@ def test_a_plain_run_asks_for_no_cluster() -> None:
     assert not load(None, []).clustered
 
 
+def test_what_one_process_does_alone(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"^cluster, train\.mesh: rollkeel merge .* one process; leave them out$"):
+        merge_stage(load(None, ["cluster.trainers=2"]), tmp_path / "out")
+
+
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("words", "said"),
     [
-        (lambda config, out: merge_stage(config, out), "rollkeel merge"),
-        (lambda config, out: reward_model_stage(config, out / "pairs.jsonl", out), "rollkeel reward-model"),
+        (["train.mesh.tensor=2"], "train.mesh.tensor: a reward model is trained by"),
+        (["train.mesh.expert=2", "train.mesh.context=2"], "leave train.mesh.expert, train.mesh.context out"),
+        (["cluster.trainers=2", "train.reduce=tree"], "train.reduce: a reward model is trained by"),
+        (["cluster.trainers=2", "train.lora.rank=4"], "train.lora.rank: a reward model is trained whole"),
+        (["cluster.trainers=3", "train.mesh.shard=2"], "cluster.trainers: expected 2, the ranks of train.mesh"),
+        (["cluster.trainers=2", "model.path=./nowhere"], "expected a Hugging Face folder"),
     ],
 )
-def test_what_one_process_does_alone(call: Any, said: str, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=rf"^cluster, train\.mesh: {said} .* one process; leave them out$"):
-        call(load(None, ["cluster.trainers=2"]), tmp_path / "out")
+def test_what_ranks_cannot_do_of_a_reward_model(words: list[str], said: str, tmp_path: Path) -> None:
+    pairs, out = tmp_path / "pairs.jsonl", tmp_path / "out"
+    rows = [{"prompt": f"{i}", "chosen": "7", "rejected": "1"} for i in range(40)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(BadInput) as refused:
+        reward_model_stage(load(None, words), pairs, out)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not out.exists()

@@ -18,7 +18,7 @@ from rollkeel.errors import BadInput, Interrupted
 from rollkeel.evals.benchmarks import get
 from rollkeel.evals.run import run_benchmarks
 from rollkeel.loop import stages
-from rollkeel.loop.stages import eval_stage, rollout_stage, sft_stage
+from rollkeel.loop.stages import eval_stage, reward_model_stage, rollout_stage, sft_stage
 from rollkeel.recipe import load
 from rollkeel.record.rollout_store import read_step, to_rollouts
 from rollkeel.record.stopping import StopFlag
@@ -51,6 +51,40 @@ def test_supervised_training_on_two_ranks_is_that_of_one_process(
         sft_stage(load(None, [*WORDS, *TWO, "sft.steps=4000"]), tmp_path / "three")
     assert (tmp_path / ".unfinished-three" / "warm_start").is_dir()
     assert sorted(f.name for f in tmp_path.iterdir()) == [".unfinished-three", "one", "two"]
+
+
+@pytest.mark.slow
+def test_a_reward_model_of_ranks_is_that_of_one_process(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"{i}=", "chosen": "7" * (i % 5 + 1), "rejected": "1" * (i % 7 + 1)} for i in range(40)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [*WORDS, "sft.epochs=1", "sft.batch_size=8", "data.eval_fraction=0.3", "data.chat_template=true"]
+    one = reward_model_stage(load(None, words), pairs, tmp_path / "one")
+    ranks = {"single": ["cluster.trainers=1"], "shards": TWO, "replicas": ["train.mesh.replicate=2"]}
+    for name, more in ranks.items():
+        out = tmp_path / name
+        found = reward_model_stage(load(None, [*words, *more]), pairs, out)
+        assert found == (one if name == "single" else pytest.approx(one, rel=1e-5, abs=1e-6))
+        ours, theirs = (loaded(folder / "model") for folder in (out, tmp_path / "one"))
+        assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
+        assert sorted(f.name for f in out.iterdir()) == sorted(f.name for f in (tmp_path / "one").iterdir())
+    for name in ("metrics.jsonl", "model/model.safetensors"):
+        assert (tmp_path / "single" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+
+    class Stopped(StopFlag):
+        def __call__(self) -> bool:
+            return True
+
+    endless = [*words, *TWO, "sft.epochs=0", "sft.steps=4000"]
+    with monkeypatch.context() as inside:
+        inside.setattr(stages, "StopFlag", Stopped)
+        with pytest.raises(Interrupted, match="the same command goes on"):
+            reward_model_stage(load(None, endless), pairs, tmp_path / "three")
+    assert (tmp_path / "three" / "checkpoints").is_dir()
+    with pytest.raises(BadInput, match=r"three: was begun with sft"):
+        reward_model_stage(load(None, [*words, *TWO]), pairs, tmp_path / "three")
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "reference": {"kl_coefficient": 0.1},
 }
 MORE = [Case(1, 2, options=OPTIONS[name]) for name in ("checkpointing", "selective", "router")]
+MORE += [Case(2, 1, order=(1,))]  # one micro-batch for two ranks
 MORE += [Case(2, 2, replay=True)]
 EXPERTS = [Case(expert=2), Case(shard=2, expert=2), Case(replicate=2, expert=2, replay=True)]
 EXPERTS += [Case(expert=2, options=OPTIONS["reference"])]

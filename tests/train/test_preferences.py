@@ -10,6 +10,7 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,18 +21,11 @@ from hypothesis import strategies as st
 
 from rollkeel.config import ModelConfig, SftConfig
 from rollkeel.errors import BadInput, Interrupted
-from rollkeel.models.loading import load_policy
-from rollkeel.train.preferences import (
-    Pair,
-    RewardModel,
-    Training,
-    _batch,
-    bradley_terry,
-    load_pairs,
-    measure,
-    split_pairs,
-    train_reward_model,
-)
+from rollkeel.models.loading import load_policy, save_policy
+from rollkeel.train.mesh import Mesh
+from rollkeel.train.preferences import Pair, RewardModel, bradley_terry, load_pairs, split_pairs
+from rollkeel.train.reward_training import Training, _batch, _metrics, train_reward_model
+from rollkeel.train.sharded import Sharded
 
 FEW = SftConfig(steps=6, batch_size=4, lr=1e-3, warmup_steps=2)
 
@@ -117,6 +111,24 @@ def test_the_body_is_the_policys_and_the_head_is_drawn_from_the_seed() -> None:
     assert policy.model.config.num_labels != 1  # the policy's own config is left alone
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("saved", [False, True])
+def test_weights_that_are_drawn_or_read_in_parts_are_those_of_the_whole(
+    dtype: Any, saved: bool, tmp_path: Path
+) -> None:
+    config = ModelConfig(path="preset:tiny-qwen3-moe", dtype=dtype)
+    if saved:
+        save_policy(load_policy(config), tmp_path)
+        config = ModelConfig(path=str(tmp_path), dtype=dtype)
+    whole, parts = (RewardModel.from_policy(load_policy(config, whole=whole), 3) for whole in (True, False))
+    assert all(p.is_meta for p in parts.model.parameters())
+    Sharded(parts.model, Mesh(), None, parts.source, torch.device("cpu"))
+    expected = dict(whole.model.named_parameters())
+    assert [name for name, _ in parts.model.named_parameters()] == list(expected)
+    assert all(torch.equal(p, expected[name]) for name, p in parts.model.named_parameters())
+    assert parts.score(["7", "77"]) == whole.score(["7", "77"])
+
+
 def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
     policy = load_policy(ModelConfig(path="preset:tiny-qwen3"))
     policy.model.save_pretrained(tmp_path / "lm")
@@ -142,19 +154,16 @@ def test_micro_batches_change_neither_loss_nor_weights(tmp_path: Path) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
-def test_measure_by_hand() -> None:
-    model = fresh()
-    rewards = {"pa": 2.0, "pb": 1.0, "pc": 0.0, "pd": 0.0}
-    model.rewards = lambda texts: torch.tensor([rewards[t] for t in texts])  # type: ignore[method-assign]
-    pairs = [Pair(prompt="p", chosen=c, rejected=r) for c, r in ("ab", "ba", "cd", "ac")]
-    found = measure(model, pairs)
+def test_metrics_by_hand() -> None:
+    rewards = {"a": 2.0, "b": 1.0, "c": 0.0, "d": 0.0}
+    chosen, rejected = torch.tensor([[rewards[side] for side in pair] for pair in ("ab", "ba", "cd", "ac")]).T
+    found = _metrics(chosen, rejected, torch.zeros(4))
     # Right, wrong, tied, right: 2.5 of 4; sample std of (1, 0, ½, 1) is √(11/48).
     assert found["accuracy"] == 0.625
     assert found["accuracy_se"] == pytest.approx(math.sqrt(11 / 48) / 2)
     assert found["margin"] == pytest.approx((1 - 1 + 0 + 2) / 4)
     losses = [math.log1p(math.exp(-gap)) for gap in (1, -1, 0, 2)]
     assert found["loss"] == pytest.approx(sum(losses) / 4)
-    assert measure(model, []) == {}
 
 
 def test_every_pair_is_seen_once_before_any_is_seen_again() -> None:
