@@ -27,7 +27,7 @@ SETTINGS = Path(__file__).with_name("settings.txt")
 """The settings themselves, so that a new one is seen in review. Aim: fewer than 95."""
 DENSITY = 10.44
 """Tokens per line of code. Aim: 9.0."""
-LOADED = 36_980
+LOADED = 37_000
 """Lines of ours that a plain `train default` imports. Aim: 20,000."""
 NOTHING = {
     tokenize.COMMENT,
