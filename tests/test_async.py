@@ -116,10 +116,10 @@ def test_without_staleness_it_is_the_synchronous_run(tmp_path: Path) -> None:
 
 
 def test_kept_kv_is_stamped_and_survives_parking(tmp_path: Path) -> None:
-    words = [*VARIED, *SHORTER, "engine.kv=keep", "run.steps=3", "checkpoint.every=2"]
+    words = [*VARIED, *SHORTER, "engine.kv=keep", "run.steps=5", "checkpoint.every=2"]
     run(tmp_path / "a", *words)
     older = 0
-    for step in range(1, 4):
+    for step in range(1, 6):
         for r in stored(tmp_path / "a", step):
             assert (r.span.kv_versions <= r.span.versions).all()
             older += bool((r.span.kv_versions < r.span.versions).any())
