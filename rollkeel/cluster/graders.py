@@ -38,6 +38,8 @@ SILENT_S = 20.0
 CLOSE_S = 5.0
 AT_ONCE = 4
 """Gradings that an actor has, for each of its workers."""
+SPARE_S = 0.5
+"""Of a call, beside its longest grading."""
 THREADS = 8
 """Steps of environments that are under way, for each actor."""
 
@@ -187,7 +189,8 @@ class GraderActors:
 
     def _drive(self, grader: _Grader) -> None:
         while (asked := self._next(grader)) is not None:
-            limit_s, began = self._deadline_s + grader.patience.limit_s, time.monotonic()
+            limit_s = max(grader.patience.limit_s, self._deadline_s + SPARE_S)  # one grading may take its deadline
+            began = time.monotonic()
             try:
                 (told,) = ray.get([grader.handle.step.remote([(n, w.what) for n, w in asked])], timeout=limit_s)
             except RayError as error:
