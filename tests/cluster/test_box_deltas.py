@@ -94,7 +94,7 @@ class Engines:
 class Carrier:
     """To engines of this process."""
 
-    def __init__(self, head: WeightUpdate, sinks: Sequence[Any], deadline_s: float, rings: Any) -> None:
+    def __init__(self, head: WeightUpdate, sinks: Sequence[Any], deadline_s: float, rings: Any, pulses: Any) -> None:
         self.head, self.sinks, self.nbytes = head, sinks, 0
 
     def put(self, bucket: Sequence[WeightSlice], to: Sequence[int]) -> None:
@@ -122,6 +122,9 @@ class Rank(sender.Sender):
 
     def _shared(self, sinks: Any) -> Any:
         return {}
+
+    def _pulse(self, sink: Any) -> Any:
+        """Nobody is waited for here."""
 
 
 @dataclass
