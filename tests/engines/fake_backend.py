@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,9 +48,11 @@ class FakeBackend:
         return httpx2.get(f"http://127.0.0.1:{self.port}/", timeout=10, trust_env=False).json()
 
     def until_sent(self, count: int) -> None:
-        """Until the server has sent `count` tokens."""
-        end = time.monotonic() + 30.0
-        while self.state()["sent"] < count:
+        """Until the server, which may only just have started, has sent `count` tokens."""
+        end, sent = time.monotonic() + 30.0, 0
+        while sent < count:
+            with suppress(httpx2.TransportError):
+                sent = self.state()["sent"]
             assert time.monotonic() < end, f"the server never sent {count} tokens"
 
     def returns_experts(self, config: EngineConfig, hf_config: Any) -> bool:
