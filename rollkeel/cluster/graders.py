@@ -23,6 +23,7 @@ from rollkeel import plugins
 from rollkeel.cluster import logs
 from rollkeel.cluster.grader import Act, Asked, Broke, Left
 from rollkeel.cluster.patience import Patience
+from rollkeel.cluster.pulse import SILENT_S
 from rollkeel.config import GradersConfig
 from rollkeel.errors import BadInput, GraderFailure
 from rollkeel.rewards.grading import Scorer
@@ -33,13 +34,11 @@ from rollkeel.types import Rollout
 
 START_S = 120.0
 """Longest time for an actor to begin."""
-SILENT_S = 20.0
-"""Longest silence of an actor beyond the deadline of a grading; less once it is known how long it takes, see `Patience`."""
 CLOSE_S = 5.0
 AT_ONCE = 4
 """Gradings that an actor has, for each of its workers."""
 SPARE_S = 0.5
-"""Of a call, beside its longest grading."""
+"""What a call to an actor may take beyond the deadline of one grading."""
 THREADS = 8
 """Steps of environments that are under way, for each actor."""
 

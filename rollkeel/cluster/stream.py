@@ -129,7 +129,7 @@ class Calls:
         pulses: Sequence[Pulse] = (),
     ) -> None:
         """`rings`: memory shared with those of the sinks, by number, that do not get buckets through Ray's object store. `pulses`: of
-        all of them, where they have taken weights before."""
+        all sinks, from earlier publications; without, new ones."""
         self.nbytes = 0
         """Sent so far, to all of them."""
         self._head = head

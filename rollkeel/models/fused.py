@@ -16,6 +16,7 @@ import torch
 
 from rollkeel.models import gpu, jit, kernels_training
 from rollkeel.models.forward import supports
+from rollkeel.models.jit import array as _np
 from rollkeel.models.products import linear_of, quick
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -77,11 +78,6 @@ def swiglu_backward(d_active: torch.Tensor, hidden: torch.Tensor) -> torch.Tenso
     out = torch.empty_like(hidden)
     kernels_training.swiglu_backward(_np(d_active), _np(hidden), _np(out))
     return out
-
-
-def _np(tensor: torch.Tensor) -> np.ndarray:
-    # Not `.numpy()`: after it FSDP could no longer give the memory of a weight back.
-    return np.from_dlpack(tensor.detach())
 
 
 def _fits(tensor: torch.Tensor) -> bool:

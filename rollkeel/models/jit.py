@@ -19,6 +19,7 @@ import torch
 __all__ = [
     "FOUND",
     "WIDE",
+    "array",
     "as_float",
     "carray",
     "entry",
@@ -103,6 +104,12 @@ strict = njit(forceinline=True, **STRICT)
 def strict_entry(*arguments: str) -> Any:
     """`entry` of `strict` arithmetic."""
     return _entry(arguments, STRICT)
+
+
+def array(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of a tensor on the host, for a kernel."""
+    # Not `.numpy()`: after it FSDP could no longer give the memory of a weight back.
+    return np.from_dlpack(tensor.detach())
 
 
 @intrinsic

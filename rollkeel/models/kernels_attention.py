@@ -22,21 +22,24 @@ def _most(spans):
 
 
 @jit
-def _gathered(x, head, width, first, end, prefix, prefix_end, out):
-    """Rows of this head in `x [N, heads · width]`: those of the prefix, then those of the part."""
-    known = prefix_end - prefix
-    for t in range(known + end - first):
-        n = prefix + t if t < known else first + t - known
-        row(x, n * x.shape[1] + head * width, 1, out, t * out.shape[1], width, 1)
+def _token(span, t):
+    """The token of key t of a part; the keys of its prefix come first."""
+    known = span[3] - span[2]
+    return span[2] + t if t < known else span[0] + t - known
 
 
 @jit
-def _spread(rows, head, width, first, end, prefix, prefix_end, x):
+def _gathered(x, head, width, span, seen, out):
+    """The first `seen` rows of this head in `x [N, heads · width]` that a part of this span sees."""
+    for t in range(seen):
+        row(x, _token(span, t) * x.shape[1] + head * width, 1, out, t * out.shape[1], width, 1)
+
+
+@jit
+def _spread(rows, head, width, span, seen, x):
     """The reverse, added to `x`."""
-    known = prefix_end - prefix
-    for t in range(known + end - first):
-        n = prefix + t if t < known else first + t - known
-        row(rows, t * rows.shape[1], 1, x, n * x.shape[1] + head * width, width, 0)
+    for t in range(seen):
+        row(rows, t * rows.shape[1], 1, x, _token(span, t) * x.shape[1] + head * width, width, 0)
 
 
 @jit
@@ -75,10 +78,11 @@ def attend(q, k, v, spans, shape, scale, out, sums):
     for s in range(len(spans)):
         first, end, prefix, prefix_end = spans[s]
         known = prefix_end - prefix
+        every = known + end - first
         for head in range(from_head * group, to_head * group):
             if head % group == 0:
-                _gathered(k, head // group, width, first, end, prefix, prefix_end, keys)
-                _gathered(v, head // group, width, first, end, prefix, prefix_end, values)
+                _gathered(k, head // group, width, spans[s], every, keys)
+                _gathered(v, head // group, width, spans[s], every, values)
             for start in range(first, end, QUERIES):
                 count = min(QUERIES, end - start)
                 sure = known + start - first
@@ -122,12 +126,13 @@ def attend_backward(g, q, k, v, spans, shape, scale, sums, dq, dk, dv):
     for s in range(len(spans)):
         first, end, prefix, prefix_end = spans[s]
         known = prefix_end - prefix
+        every = known + end - first
         for head in range(from_head * group, to_head * group):
             if head % group == 0:
-                _gathered(k, head // group, width, first, end, prefix, prefix_end, keys)
-                _gathered(v, head // group, width, first, end, prefix, prefix_end, values)
-                d_keys[: known + end - first] = 0
-                d_values[: known + end - first] = 0
+                _gathered(k, head // group, width, spans[s], every, keys)
+                _gathered(v, head // group, width, spans[s], every, values)
+                d_keys[:every] = 0
+                d_values[:every] = 0
             for start in range(first, end, QUERIES):
                 count = min(QUERIES, end - start)
                 sure = known + start - first
@@ -151,5 +156,5 @@ def attend_backward(g, q, k, v, spans, shape, scale, sums, dq, dk, dv):
                 for i in range(count):
                     row(mixed, i * wide, scale, dq, (start + i) * dq.shape[1] + head * width, width, 1)
             if head % group == group - 1:
-                _spread(d_keys, head // group, width, first, end, prefix, prefix_end, dk)
-                _spread(d_values, head // group, width, first, end, prefix, prefix_end, dv)
+                _spread(d_keys, head // group, width, spans[s], every, dk)
+                _spread(d_values, head // group, width, spans[s], every, dv)

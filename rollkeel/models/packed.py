@@ -1,9 +1,10 @@
 """Training forward of any causal language model over a packed flat batch, without an `[N, N]` mask.
 
 Many sequences lie end to end in one row of N tokens. Attention is replaced, through transformers' attention interface, by
-one that works per sequence: sequences of similar length are bucketed into `[S, L]` and run causally. On CUDA in half
-precision `varlen_attn` takes the flat row, on a CPU in float32 `packed_attention`. Architectures whose attention cannot be replaced (sliding windows, sinks,
-recurrent layers, …) run as the padded `[S, Lmax]` batch instead; what comes out is the same.
+one that works per sequence: on a CPU in float32 `packed_attention` and on CUDA in half precision `varlen_attn` take the
+flat row; elsewhere sequences of similar length are bucketed into `[S, L]` and run causally. Architectures whose attention
+cannot be replaced (sliding windows, sinks, recurrent layers, …) run as the padded `[S, Lmax]` batch instead; what comes
+out is the same.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from rollkeel.models import jit, kernels_attention
+from rollkeel.models.jit import array as _np
 
 _LIBRARY = torch.library.Library("rollkeel", "DEF")
 NAME = "rollkeel::packed_attention"
@@ -93,11 +94,6 @@ def _over_heads(
 @functools.cache
 def _threads(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, "attention")
-
-
-def _np(tensor: torch.Tensor) -> np.ndarray:
-    # Not `.numpy()`: after it FSDP could no longer give the memory of a weight back.
-    return np.from_dlpack(tensor.detach())
 
 
 def _flat(tensor: torch.Tensor) -> np.ndarray:

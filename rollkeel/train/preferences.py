@@ -67,6 +67,17 @@ def bradley_terry(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Te
     return -F.logsigmoid(chosen - rejected - margin)
 
 
+def by_width(widths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Rows of each pass: by width, so many as have at most `tokens` with padding, but one at least."""
+    out: list[list[int]] = []
+    for i in sorted(range(len(widths)), key=widths.__getitem__):
+        if out and (len(out[-1]) + 1) * widths[i] <= tokens:
+            out[-1].append(i)
+        else:
+            out.append([i])
+    return out
+
+
 @final
 class RewardModel:
     """Any Hugging Face sequence classifier with one logit, in evaluation mode, with its tokenizer."""
@@ -142,20 +153,12 @@ class RewardModel:
     def rewards(self, texts: Sequence[str]) -> torch.Tensor:
         """`[texts]` float32 on the model's device, with gradients where they are enabled; batched by length, padded on the right."""
         ids = [self.encode(text) for text in texts]
-        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-        parts: list[torch.Tensor] = []
-        at = 0
-        while at < len(order):
-            end = at + 1
-            while end < len(order) and (end + 1 - at) * len(ids[order[end]]) <= self.max_tokens:
-                end += 1
-            parts.append(self.forward([ids[i] for i in order[at:end]]))
-            at = end
-        if not parts:
+        passes = by_width(list(map(len, ids)), self.max_tokens)
+        if not passes:
             return torch.zeros(0)
-        back = torch.empty(len(order), dtype=torch.long)
-        back[torch.tensor(order)] = torch.arange(len(order))
-        scores = torch.cat(parts)
+        scores = torch.cat([self.forward([ids[i] for i in some]) for some in passes])
+        back = torch.empty(len(ids), dtype=torch.long)
+        back[torch.tensor([i for some in passes for i in some])] = torch.arange(len(ids))
         return scores[back.to(scores.device)]
 
     def forward(self, batch: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -24,7 +24,7 @@ from rollkeel.train.balance import dealt
 from rollkeel.train.mesh import Mesh, add_gradients
 from rollkeel.train.optimizer import PACK_TOKENS, supervised
 from rollkeel.train.parts import Deal
-from rollkeel.train.preferences import RewardModel, bradley_terry
+from rollkeel.train.preferences import RewardModel, bradley_terry, by_width
 from rollkeel.train.sft import cuts
 from rollkeel.train.sharded import Layout, Sharded, gathered, pieces_of
 from rollkeel.train.together import UnfinishedTogether, replace_folder
@@ -174,25 +174,13 @@ class _Work:
         workers, most = self._mesh.workers, self._tokens
         if workers > 1:
             most = min(most, max(2 * max(widths), -(-sum(widths) // workers)))
-        passes = _passes(widths, most)
+        passes = by_width(widths, most // 2)
         shares = dealt([len(some) * widths[some[-1]] for some in passes], workers)
         own = shares[self._mesh.worker]
         rounds = max(map(len, shares)) if self._mesh.in_step else max(1, len(own))
         for number in range(rounds):
             real = number < len(own)
             yield passes[own[number] if real else 0], real
-
-
-def _passes(widths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Pairs by width, so many in a pass as have at most `tokens` with padding, but one at least."""
-    order = sorted(range(len(widths)), key=widths.__getitem__)
-    out: list[list[int]] = []
-    for i in order:
-        if out and 2 * (len(out[-1]) + 1) * widths[i] <= tokens:
-            out[-1].append(i)
-        else:
-            out.append([i])
-    return out
 
 
 def _metrics(chosen: torch.Tensor, rejected: torch.Tensor, margins: torch.Tensor) -> dict[str, float]:
