@@ -72,7 +72,7 @@ jit = njit(forceinline=True, **OPTIONS)
 """Decorator of a helper."""
 
 
-HELPERS = ("jit.py", "tiles.py")
+HELPERS = ("jit.py", "tiles.py", "vectors.py")
 """Files of this folder that kernels of other files take code from."""
 _STATE = hashlib.sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in HELPERS)).hexdigest()
 

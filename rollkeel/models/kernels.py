@@ -2,7 +2,7 @@
 
 At decode sizes a layer is a hundred microseconds of arithmetic inside as much dispatch. Here `layers` is the whole stack of
 norms, rotary embedding, attention over the paged cache where it lies, routing and experts, and `draw` is the head, the draw
-and its bookkeeping; matrix products go to the BLAS that torch ships. Needs numba (extra `cpu`), float32 and that BLAS;
+and its bookkeeping; matrix products go to the BLAS that torch ships where vectors hold 8 floats. Needs numba (extra `cpu`), float32 and that BLAS;
 elsewhere `FastForward` does the same in PyTorch.
 """
 
@@ -12,7 +12,8 @@ import math
 
 import numpy as np
 
-from rollkeel.models.jit import carray, entry, exp, jit, pointer, sgemm
+from rollkeel.models.jit import WIDE, carray, entry, exp, jit, pointer, sgemm
+from rollkeel.models.tiles import DOTS, dots, dots_at, mixed, up
 
 UNROLL = 8
 """Keys, or logits, per pass of an unrolled loop."""
@@ -21,7 +22,7 @@ WEIGHTS = ("norm1", "qkv", "qkv_bias", "qk_norm", "out", "norm2", "router", "up"
 
 
 @jit
-def _matmul(a, b, out, beta, call):
+def _blas(a, b, out, beta, call):
     """out [M, N] = a [M, K] @ b [N, K]ᵀ + beta · out, all row-major. `call` holds BLAS's scalar arguments."""
     flags, sizes, scalars = call
     flags[0], flags[1] = 84, 78  # 'T', 'N': BLAS is column-major, so it is given the transposed problem
@@ -31,6 +32,15 @@ def _matmul(a, b, out, beta, call):
     s = sizes.ctypes.data
     c = scalars.ctypes.data
     sgemm(f, f + 1, s, s + 4, s + 8, c, b.ctypes.data, s + 8, a.ctypes.data, s + 8, c + 4, out.ctypes.data, s)
+
+
+@jit
+def _dots(a, b, out, beta, call):
+    """As `_blas`, which is slower on few rows, and everywhere on processors whose wide vectors it does not use."""
+    dots(a, b, out, beta == 0)
+
+
+_matmul = _dots if WIDE else _blas
 
 
 @jit
@@ -94,81 +104,39 @@ def _rotate(qkv, heads, kv_heads, norm, eps, positions, cos, sin):
 
 
 @jit
-def _scores(q, block, count, scale, s):
-    """s[:count] = scale · q · keys; eight keys at a time, so that eight sums run side by side."""
-    whole = count - count % UNROLL
-    for i in range(0, whole, UNROLL):
-        a0 = a1 = a2 = a3 = a4 = a5 = a6 = a7 = np.float32(0)
-        for d in range(q.shape[0]):
-            x = q[d]
-            a0 += x * block[i, d]
-            a1 += x * block[i + 1, d]
-            a2 += x * block[i + 2, d]
-            a3 += x * block[i + 3, d]
-            a4 += x * block[i + 4, d]
-            a5 += x * block[i + 5, d]
-            a6 += x * block[i + 6, d]
-            a7 += x * block[i + 7, d]
-        s[i], s[i + 1], s[i + 2], s[i + 3] = scale * a0, scale * a1, scale * a2, scale * a3
-        s[i + 4], s[i + 5], s[i + 6], s[i + 7] = scale * a4, scale * a5, scale * a6, scale * a7
-    for i in range(whole, count):
-        a = np.float32(0)
-        for d in range(q.shape[0]):
-            a += q[d] * block[i, d]
-        s[i] = scale * a
-
-
-@jit
-def _mix(s, block, count, o):
-    """o += Σ s · values, eight at a time: one load and store of o for eight products."""
-    whole = count - count % UNROLL
-    for i in range(0, whole, UNROLL):
-        w0 = s[i]
-        w1 = s[i + 1]
-        w2 = s[i + 2]
-        w3 = s[i + 3]
-        w4 = s[i + 4]
-        w5 = s[i + 5]
-        w6 = s[i + 6]
-        w7 = s[i + 7]
-        for d in range(o.shape[0]):
-            low = w0 * block[i, d] + w1 * block[i + 1, d] + w2 * block[i + 2, d] + w3 * block[i + 3, d]
-            high = w4 * block[i + 4, d] + w5 * block[i + 5, d] + w6 * block[i + 6, d] + w7 * block[i + 7, d]
-            o[d] += low + high
-    for i in range(whole, count):
-        w = s[i]
-        for d in range(o.shape[0]):
-            o[d] += w * block[i, d]
-
-
-@jit
 def _attend(qkv, heads, kv_heads, keys, values, table, positions, scale, scores, out):
-    """Store each token's key and value in its block, then attend over the sequence's blocks; `out [N, heads * d]`."""
+    """Store each token's key and value in its block, then attend over the sequence's blocks; `out [N, heads * d]`.
+
+    `scores [heads / kv_heads, most keys]` is scratch."""
     size = keys.shape[1]
     width = qkv.shape[2]
     group = heads // kv_heads
     for b in range(qkv.shape[0]):
         n = positions[b] + 1
+        blocks = (n + size - 1) // size
         for h in range(kv_heads):
             row = table[b, positions[b] // size] * kv_heads + h
             keys[row, positions[b] % size] = qkv[b, heads + h]
             values[row, positions[b] % size] = qkv[b, heads + kv_heads + h]
+            for j in range(blocks):
+                of, at = keys[table[b, j] * kv_heads + h].ctypes.data, scores.ctypes.data + 4 * j * size
+                # A few more than there are cost less than the odd ones; nobody reads them.
+                count = min(size, up(n - j * size, DOTS))
+                dots_at(qkv[b, h * group].ctypes.data, group, of, count, width, at, scores.shape[1], 1)
             for g in range(group):
-                q = qkv[b, h * group + g]
-                for j in range((n + size - 1) // size):
-                    _scores(q, keys[table[b, j] * kv_heads + h], min(size, n - j * size), scale, scores[j * size :])
-                top = _top(scores, n)
+                s = scores[g]
+                top = _top(s, n)
                 for t in range(n):
-                    scores[t] = exp(scores[t] - top)
+                    s[t] = exp(scale * (s[t] - top))
                 total = np.float32(0)
                 for t in range(n):
-                    total += scores[t]
-                for t in range(n):
-                    scores[t] /= total
+                    total += s[t]
                 o = out[b, (h * group + g) * width : (h * group + g + 1) * width]
-                o[:] = 0
-                for j in range((n + size - 1) // size):
-                    _mix(scores[j * size :], values[table[b, j] * kv_heads + h], min(size, n - j * size), o)
+                for j in range(blocks):
+                    of, at = values[table[b, j] * kv_heads + h].ctypes.data, s.ctypes.data + 4 * j * size
+                    mixed(at, of, min(size, n - j * size), width, o.ctypes.data, j == 0)
+                for d in range(width):
+                    o[d] /= total
 
 
 @jit
@@ -262,7 +230,10 @@ def layers(active, token, position, table, embedding, cos, sin, norm, rows, shap
     x, free = _rows(work, 0, count, dim)
     qkv, free = _rows(work, free, count, all_heads * width)
     mixed, free = _rows(work, free, count, heads * width)
-    parts, scores = qkv.reshape(count, all_heads, width), np.empty(table.shape[1] * size, np.float32)
+    parts, scores = (
+        qkv.reshape(count, all_heads, width),
+        np.empty((heads // kv_heads, table.shape[1] * size), np.float32),
+    )
     positions, own = np.empty(count, np.int64), np.empty((count, table.shape[1]), np.int64)
     for n in range(count):
         x[n], positions[n], own[n] = embedding[token[active[n]]], position[active[n]], table[active[n]]

@@ -1,139 +1,62 @@
 """Arithmetic of small float32 matrices inside of numba kernels, as fast as the processor computes: loops that are left to the compiler
 reach a third of that, and a BLAS costs a call for each.
 
-An element is one chain of operations in one order, whatever the processor's vectors hold.
+An element is one chain of operations in one order, whatever the processor's vectors hold; those of `dots` are sums of as many chains as a
+vector has lanes. What calls an intrinsic is `strict`: its caller's freedom would be its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
 from typing import Any
 
 import numpy as np
 
-from rollkeel.models.jit import WIDE, cgutils, intrinsic, ir, jit, types
+from rollkeel.models.jit import WIDE, carray, intrinsic, ir, jit, pointer, strict, types
+from rollkeel.models.vectors import LANES, QUERIES, Vectors
 
-LANES = 16 if WIDE else 8
-"""Floats in a vector."""
 ROWS, COLUMNS = (8 if WIDE else 4), 2 * LANES
 """Of what `_tile` computes at a time: as much as registers hold."""
-QUERIES = 32
-"""Columns of a matrix of scores; its rows are keys."""
+DOTS = 4
+"""Columns of what `_dots` computes at a time, with as many rows as their sums fill a vector."""
 
 
-class _Vectors:
-    """Code of vectors for one function. Addresses are int64 and need not be aligned."""
+def _tile_of(rows: int) -> Any:
+    @intrinsic
+    def tile(context, a, a_row, a_step, b, b_step, c, c_row, count, fresh):
+        """c[i, j] (fresh ≠ 0: =, else +=) Σ a[i · a_row + k · a_step] · b[k · b_step + j] over k < count, of `rows` × COLUMNS elements.
 
-    def __init__(self, builder: Any, lanes: int = LANES) -> None:
-        self.builder, self.lanes = builder, lanes
-        self.number, self.index, self.single = ir.IntType(64), ir.IntType(32), ir.FloatType()
-        self.vector = ir.VectorType(self.single, self.lanes)
+        `a`, `b`, `c` are addresses, the others numbers of floats; count > 0."""
 
-    def at(self, base: Any, *floats: Any) -> Any:
-        for n in floats:
-            base = self.builder.add(base, self.builder.mul(n, self.number(4)))
-        return base
+        def codegen(context, builder, signature, args):
+            a, a_row, a_step, b, b_step, c, c_row, count, fresh = args
+            code = Vectors(builder)
+            wide = [code.number(j) for j in range(0, COLUMNS, LANES)]
+            each = [code.number(i) for i in range(rows)]
+            places = [code.at(c, builder.mul(c_row, i), j) for i in each for j in wide]
+            anew = builder.icmp_signed("!=", fresh, code.number(0))
+            sums = [builder.select(anew, code.each(0.0), code.load(place)) for place in places]
 
-    def load(self, address: Any) -> Any:
-        value = self.builder.load(self.builder.inttoptr(address, self.vector.as_pointer()))
-        value.align = 4
-        return value
+            def add(k, sums):
+                factors = [code.load(code.at(b, builder.mul(k, b_step), j)) for j in wide]
+                column = builder.mul(k, a_step)
+                made = []
+                for n, i in enumerate(each):
+                    address = builder.inttoptr(code.at(a, column, builder.mul(a_row, i)), code.single.as_pointer())
+                    one = code.spread(builder.load(address))
+                    made += [code.call("fma", one, f, sums[n * len(wide) + m]) for m, f in enumerate(factors)]
+                return made
 
-    def store(self, value: Any, address: Any) -> None:
-        self.builder.store(value, self.builder.inttoptr(address, self.vector.as_pointer())).align = 4
+            for place, value in zip(places, code.loop(count, sums, add), strict=True):
+                code.store(value, place)
+            return context.get_dummy_value()
 
-    def each(self, value: float) -> Any:
-        return self.vector([value] * self.lanes)
+        return types.void(*[types.intp] * 9), codegen
 
-    def spread(self, value: Any) -> Any:
-        """A vector of this one value."""
-        one = self.builder.insert_element(ir.VectorType(value.type, self.lanes)(ir.Undefined), value, self.index(0))
-        return self.builder.shuffle_vector(one, one, ir.VectorType(self.index, self.lanes)([0] * self.lanes))
-
-    def call(self, name: str, *arguments: Any) -> Any:
-        kind = ir.FunctionType(self.vector, [self.vector] * len(arguments))
-        function = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.{name}.v{self.lanes}f32")
-        return self.builder.call(function, arguments)
-
-    def loop(self, count: Any, carried: Sequence[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-        """What `body(k, carried)` has made of `carried` after k = 0, …, count − 1; count > 0."""
-        builder, before = self.builder, self.builder.block
-        inside, behind = builder.append_basic_block(), builder.append_basic_block()
-        builder.branch(inside)
-        builder.position_at_end(inside)
-        k, held = builder.phi(self.number), [builder.phi(value.type) for value in carried]
-        made, following = body(k, held), builder.add(k, self.number(1))
-        for place, first, next_ in zip([k, *held], [self.number(0), *carried], [following, *made], strict=True):
-            place.add_incoming(first, before)
-            place.add_incoming(next_, inside)
-        builder.cbranch(builder.icmp_signed("<", following, count), inside, behind)
-        builder.position_at_end(behind)
-        return made
-
-    def exp(self, x: Any) -> Any:
-        """As `jit.exp`, of which it is the vector."""
-        builder, index = self.builder, ir.VectorType(self.index, self.lanes)
-        least = self.each(-87.0)
-        x = builder.select(builder.fcmp_ordered("<", x, least), least, x)  # what is no number stays
-        e = self.call("floor", self.call("fma", x, self.each(1.44269504), self.each(0.5)))
-        r = self.call("fma", e, self.each(-0.693359375), x)
-        r = self.call("fma", e, self.each(2.12194440e-4), r)
-        p = self.each(1.9875691500e-4)
-        for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-            p = self.call("fma", p, r, self.each(c))
-        p = builder.fadd(self.call("fma", builder.fmul(p, r), r, r), self.each(1.0))
-        power = builder.shl(builder.add(builder.fptosi(e, index), index([127] * self.lanes)), index([23] * self.lanes))
-        return builder.fmul(p, builder.bitcast(power, self.vector))
-
-    def columns(self, base: Any, row: Any) -> list[Any]:
-        """Addresses of the vectors of a row of scores."""
-        return [
-            self.at(base, self.builder.mul(row, self.number(QUERIES)), self.number(j)) for j in range(0, QUERIES, LANES)
-        ]
-
-    def keep(self, values: Sequence[Any], base: Any) -> None:
-        """Store a row of columns."""
-        for place, value in zip(self.columns(base, self.number(0)), values, strict=True):
-            self.store(value, place)
-
-    def visible(self, key: Any, sure: Any) -> list[Any]:
-        """Which queries see this key: of those after the first `sure`, query i sees i + 1."""
-        ahead = self.spread(self.builder.trunc(self.builder.sub(key, sure), self.index))
-        kind = ir.VectorType(self.index, LANES)
-        places = [kind(list(range(j, j + LANES))) for j in range(0, QUERIES, LANES)]
-        return [self.builder.icmp_signed(">=", place, ahead) for place in places]
+    return tile
 
 
-@intrinsic
-def _tile(context, a, a_row, a_step, b, b_step, c, c_row, count, fresh):
-    """c[i, j] (fresh ≠ 0: =, else +=) Σ a[i · a_row + k · a_step] · b[k · b_step + j] over k < count, of ROWS × COLUMNS elements.
-
-    `a`, `b`, `c` are addresses, the others numbers of floats; count > 0."""
-
-    def codegen(context, builder, signature, args):
-        a, a_row, a_step, b, b_step, c, c_row, count, fresh = args
-        code = _Vectors(builder)
-        wide = [code.number(j) for j in range(0, COLUMNS, LANES)]
-        rows = [code.number(i) for i in range(ROWS)]
-        places = [code.at(c, builder.mul(c_row, i), j) for i in rows for j in wide]
-        anew = builder.icmp_signed("!=", fresh, code.number(0))
-        sums = [builder.select(anew, code.each(0.0), code.load(place)) for place in places]
-
-        def add(k, sums):
-            factors = [code.load(code.at(b, builder.mul(k, b_step), j)) for j in wide]
-            column = builder.mul(k, a_step)
-            made = []
-            for n, i in enumerate(rows):
-                address = builder.inttoptr(code.at(a, column, builder.mul(a_row, i)), code.single.as_pointer())
-                one = code.spread(builder.load(address))
-                made += [code.call("fma", one, f, sums[n * len(wide) + m]) for m, f in enumerate(factors)]
-            return made
-
-        for place, value in zip(places, code.loop(count, sums, add), strict=True):
-            code.store(value, place)
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 9), codegen
+_tile, _strip = _tile_of(ROWS), _tile_of(1)
 
 
 @intrinsic
@@ -142,7 +65,7 @@ def _turned(context, a, a_row, b, b_row):
 
     def codegen(context, builder, signature, args):
         a, a_row, b, b_row = args
-        code = _Vectors(builder)
+        code = Vectors(builder)
         order = [[n // 2 + LANES * (n % 2) + half for n in range(LANES)] for half in (0, LANES // 2)]
         masks = [ir.VectorType(code.index, LANES)(each) for each in order]
         rows = [code.load(code.at(a, builder.mul(a_row, code.number(i)))) for i in range(LANES)]
@@ -163,7 +86,7 @@ def _rows_of(lanes: int) -> Any:
 
         def codegen(context, builder, signature, args):
             a, factor, b, vectors, fresh = args
-            code = _Vectors(builder, lanes)
+            code = Vectors(builder, lanes)
             scale, anew = code.spread(factor), builder.icmp_signed("!=", fresh, code.number(0))
 
             def put(n, _):
@@ -190,7 +113,7 @@ def _largest(context, scores, seen, sure, top):
 
     def codegen(context, builder, signature, args):
         scores, seen, sure, top = args
-        code = _Vectors(builder)
+        code = Vectors(builder)
         least = code.each(float("-inf"))
 
         def larger(t, best):
@@ -213,7 +136,7 @@ def _weighed(context, scores, seen, sure, top, share, total):
 
     def codegen(context, builder, signature, args):
         scores, seen, sure, top, share, total = args
-        code = _Vectors(builder)
+        code = Vectors(builder)
         nothing = code.each(0.0)
         known = [[code.load(place) for place in code.columns(each, code.number(0))] for each in (top, share)]
 
@@ -240,7 +163,7 @@ def _sloped(context, weights, slopes, seen):
 
     def codegen(context, builder, signature, args):
         weights, slopes, seen = args
-        code = _Vectors(builder)
+        code = Vectors(builder)
 
         def add(t, sums):
             both = zip(code.columns(weights, t), code.columns(slopes, t), sums, strict=True)
@@ -259,6 +182,55 @@ def _sloped(context, weights, slopes, seen):
     return types.void(*[types.intp] * 3), codegen
 
 
+def _dots_of(rows: int) -> Any:
+    @intrinsic
+    def dots(context, a, b, width, c, c_row, fresh):
+        """c[i, j] (fresh ≠ 0: =, else +=) a[i] · b[j], rows of `width` ≥ LANES floats, of `rows` rows of a and DOTS of b.
+
+        Each lane's sum is kept by itself, and all are added up at the end in one order."""
+
+        def codegen(context, builder, signature, args):
+            a, b, width, c, c_row, fresh = args
+            code, part = Vectors(builder), Vectors(builder, DOTS)
+            ours = [code.at(a, builder.mul(width, code.number(i))) for i in range(rows)]
+            theirs = [code.at(b, builder.mul(width, code.number(j))) for j in range(DOTS)]
+
+            def add(at, sums, only=lambda value: value):
+                factors = [code.load(code.at(place, at)) for place in theirs]
+                ones = [only(code.load(code.at(place, at))) for place in ours]
+                pairs = itertools.product(ones, factors)
+                return [code.call("fma", *pair, total) for pair, total in zip(pairs, sums, strict=True)]
+
+            lanes = code.number(LANES)
+            vectors, left = builder.udiv(width, lanes), builder.urem(width, lanes)
+            nothing = [code.each(0.0)] * (rows * DOTS)
+            sums = code.loop(vectors, nothing, lambda k, sums: add(builder.mul(k, lanes), sums))
+            before, ragged = builder.block, builder.icmp_signed(">", left, code.number(0))
+            with builder.if_then(ragged):  # the last LANES floats of a row, without those that were there already
+                seen = code.spread(builder.trunc(builder.sub(lanes, left), code.index))
+                fresh_lanes = builder.icmp_signed(">=", ir.VectorType(code.index, LANES)(list(range(LANES))), seen)
+                more = add(builder.sub(width, lanes), sums, lambda v: builder.select(fresh_lanes, v, code.each(0.0)))
+                inside = builder.block
+            total = [builder.phi(code.vector) for _ in sums]
+            for place, without, also in zip(total, sums, more, strict=True):
+                place.add_incoming(without, before)
+                place.add_incoming(also, inside)
+            summed, anew = code.summed(total), builder.icmp_signed("!=", fresh, code.number(0))
+            for i in range(rows):
+                order = ir.VectorType(code.index, DOTS)(list(range(i * DOTS, (i + 1) * DOTS)))
+                place = part.at(c, builder.mul(c_row, part.number(i)))
+                had = builder.select(anew, part.each(0.0), part.load(place))
+                part.store(builder.fadd(had, builder.shuffle_vector(summed, summed, order)), place)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 6), codegen
+
+    return dots
+
+
+_dots, _few = _dots_of(LANES // DOTS), _dots_of(1)
+
+
 @jit
 def aligned(rows, columns):
     """`[rows, columns]` at the beginning of a line of the cache."""
@@ -273,7 +245,7 @@ def up(n, size):
     return (n + size - 1) // size * size
 
 
-@jit
+@strict
 def product(a, a_row, a_step, b, c, rows, count, fresh):
     """c [rows, b's columns] (=, +=) a @ b of `count` rows of b; element (i, k) of a lies at i · a_row + k · a_step.
 
@@ -293,16 +265,20 @@ def product(a, a_row, a_step, b, c, rows, count, fresh):
             )
 
 
-@jit
+@strict
+def _row(a, factor, b, width, fresh):
+    whole = width // LANES
+    done = 4 * whole * LANES
+    if whole:
+        _vectors(a, factor, b, whole, fresh)
+    if width % LANES:
+        _singles(a + done, factor, b + done, width % LANES, fresh)
+
+
+@strict
 def row(a, a_at, factor, b, b_at, width, fresh):
     """b (=, +=) factor · a of `width` floats from `a_at` and `b_at` on, whatever the shapes of the arrays."""
-    whole = width // LANES
-    left = width - whole * LANES
-    if whole:
-        _vectors(a.ctypes.data + 4 * a_at, np.float32(factor), b.ctypes.data + 4 * b_at, whole, fresh)
-    if left:
-        done = 4 * whole * LANES
-        _singles(a.ctypes.data + 4 * a_at + done, np.float32(factor), b.ctypes.data + 4 * b_at + done, left, fresh)
+    _row(a.ctypes.data + 4 * a_at, np.float32(factor), b.ctypes.data + 4 * b_at, width, fresh)
 
 
 @jit
@@ -331,3 +307,51 @@ def weighed(scores, seen, sure, top, share, total):
 @jit
 def sloped(weights, slopes, seen):
     _sloped(weights.ctypes.data, slopes.ctypes.data, seen)
+
+
+@strict
+def dots_at(a, rows, b, columns, width, c, c_row, fresh):
+    """c [rows, columns] (=, +=) a [rows, width] @ b [columns, width]ᵀ, by addresses; c's rows begin `c_row` floats apart.
+
+    An element has the same bits whatever the others are and however many."""
+    if width < LANES or columns < DOTS:
+        first, second = carray(pointer(a), (rows, width)), carray(pointer(b), (columns, width))
+        out = carray(pointer(c), (rows, c_row))
+        for i in range(rows):
+            for j in range(columns):
+                total = np.float32(0)
+                for k in range(width):
+                    total += first[i, k] * second[j, k]
+                out[i, j] = total if fresh else out[i, j] + total
+        return
+    some = LANES // DOTS
+    whole, most = rows - rows % some, columns - columns % DOTS
+    for j in range(0, most, DOTS):
+        for i in range(0, whole, some):
+            _dots(a + 4 * i * width, b + 4 * j * width, width, c + 4 * (i * c_row + j), c_row, fresh)
+        for i in range(whole, rows):
+            _few(a + 4 * i * width, b + 4 * j * width, width, c + 4 * (i * c_row + j), c_row, fresh)
+    if most < columns:
+        first, kept, out = columns - DOTS, np.empty(DOTS, np.float32), carray(pointer(c), (rows, c_row))
+        for i in range(rows):
+            _few(a + 4 * i * width, b + 4 * first * width, width, kept.ctypes.data, DOTS, 1)
+            for j in range(most, columns):
+                out[i, j] = kept[j - first] if fresh else out[i, j] + kept[j - first]
+
+
+@strict
+def dots(a, b, out, fresh):
+    """out [M, N] (=, +=) a [M, K] @ b [N, K]ᵀ."""
+    dots_at(a.ctypes.data, len(a), b.ctypes.data, len(b), a.shape[1], out.ctypes.data, len(b), fresh)
+
+
+@strict
+def mixed(weights, values, count, width, out, fresh):
+    """out [width] (=, +=) Σ weights[k] · values[k] over `count` rows, by addresses."""
+    whole = width - width % COLUMNS
+    for j in range(0, whole, COLUMNS):
+        _strip(weights, 0, 1, values + 4 * j, width, out + 4 * j, 0, count, fresh)
+    if whole < width:
+        factors = carray(pointer(weights), (count,))
+        for k in range(count):
+            _row(values + 4 * (k * width + whole), factors[k], out + 4 * whole, width - whole, fresh and not k)

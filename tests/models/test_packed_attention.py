@@ -191,7 +191,7 @@ def test_a_changed_helper_is_compiled_anew() -> None:
     """Numba looks at the file of a kernel alone: code that it takes from other files would stay as it was."""
     index = packed_attention.kernels_attention.attend._cache._cache_file
     assert jit._STATE in index._source_stamp
-    assert {"jit.py", "tiles.py"} <= set(jit.HELPERS)
+    assert {"jit.py", "tiles.py", "vectors.py"} <= set(jit.HELPERS)
 
 
 @pytest.mark.slow
@@ -202,7 +202,7 @@ def test_smaller_vectors_compute_the_same(tmp_path: Path) -> None:
         " b.get_host_cpu_features = lambda: found; import pytest; from rollkeel.models import tiles;"
         " assert tiles.LANES == 8; sys.exit(pytest.main(sys.argv[1:]))"
     )
-    words = ["-q", "-p", "no:xdist", "-m", "not slow", __file__]
+    words = ["-q", "-p", "no:xdist", "-m", "not slow", __file__, str(Path(__file__).with_name("test_tiles.py"))]
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", narrow, *words], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:]
