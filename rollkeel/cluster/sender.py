@@ -14,6 +14,7 @@ from rollkeel.config_cluster import SyncConfig
 from rollkeel.engines.shared_memory import ALIGN, AVAILABLE, Ring
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.sync.last_sent import LastSent, Traffic
+from rollkeel.sync.layouts import Part, parts_of
 from rollkeel.sync.plan import Plan
 from rollkeel.sync.sending import MADE, WINDOW, Outgoing, Weights, send_part
 from rollkeel.train.mesh import Mesh
@@ -42,6 +43,7 @@ class Sender:
         self._pulses = dict[int, tuple[str, Pulse]]()
         """By number of the engine, and which actor that is."""
         self._bucket_bytes = 0
+        self._parts: list[Part] = []
         self._last = LastSent() if remembers else None
 
     def send(self, head: WeightUpdate, sinks: Sequence[Sink]) -> tuple[list[int], Traffic]:
@@ -52,7 +54,9 @@ class Sender:
         if adapters:
             weights = Weights.whole(self._trainer.named_adapters())
         else:
-            weights = Weights.of(self._trainer.model, *self._trainer.parts)
+            layout, pieces = self._trainer.parts
+            self._parts = self._parts or parts_of(layout, pieces)
+            weights = Weights.of(self._trainer.model, layout, pieces, self._parts)
         key = adapters, head.mode, *((sink.index, sink.node) for sink in sinks)
         if key not in self._plans:
             hosts = self._hosts(sinks)

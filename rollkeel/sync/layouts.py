@@ -107,19 +107,42 @@ def _tensors(pieces: Pieces, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
         yield _Tensor(name, owner, piece, seen[key])
 
 
-def held(live: Mapping[str, torch.Tensor], layout: OnRank, pieces: Pieces) -> Held:
-    """Views of what lies on this rank of the parameters, `live` by name."""
-    out = dict[str, list[tuple[tuple[int, ...], torch.Tensor]]]()
+class Part(NamedTuple):
+    """What lies on a rank of a checkpoint tensor, or a box of it."""
+
+    name: str
+    owner: str
+    """The parameter's name."""
+    starts: tuple[int, ...]
+    """First index of the box."""
+    like: torch.Tensor
+    """The box as a view of the rank's part of the parameter: only shape, strides and offset count."""
+    odd: bool
+    """It is no box of the parameter, of which the rank has all."""
+
+
+def parts_of(layout: OnRank, pieces: Pieces) -> list[Part]:
+    """Of the rank of `layout`, the same at every publication."""
+    out = list[Part]()
     for one in _tensors(pieces, layout.shapes):
-        part = local(live[one.owner]).detach()
-        found = out.setdefault(one.name, [])
         if one.region is None:
-            found.append(((0,) * one.piece.dim(), piece_of(part, one.piece)))
+            out.append(Part(one.name, one.owner, (0,) * one.piece.dim(), one.piece, True))
             continue
+        part = torch.empty(layout.part(one.owner), device="meta")
         for box in layout.boxes(one.owner):
             if (both := one.region.meets(box)) is not None:
                 (starts, _), here = both
-                found.append((starts, one.region.view(part[here])))
+                out.append(Part(one.name, one.owner, starts, one.region.view(part[here]), False))
+    return out
+
+
+def held(live: Mapping[str, torch.Tensor], parts: Iterable[Part]) -> Held:
+    """Views of what lies on this rank of the parameters, `live` by name."""
+    out = dict[str, list[tuple[tuple[int, ...], torch.Tensor]]]()
+    for part in parts:
+        memory = local(live[part.owner])
+        assert part.odd or memory.is_contiguous(), part.owner
+        out.setdefault(part.name, []).append((part.starts, piece_of(memory, part.like)))
     return out
 
 

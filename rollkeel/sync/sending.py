@@ -18,7 +18,7 @@ from rollkeel.engines.intake import Room, rooms_of
 from rollkeel.engines.shared_memory import ALIGN, aligned
 from rollkeel.models.checksum import MASK, pitches_of
 from rollkeel.models.numerics import held_checksum, rounded
-from rollkeel.sync.layouts import Held, engine_layout, held, trainer_layout
+from rollkeel.sync.layouts import Held, Part, engine_layout, held, parts_of, trainer_layout
 from rollkeel.sync.plan import Copy, Plan, plan
 from rollkeel.train.sharded import Layout, Pieces, tensors_of
 from rollkeel.types import WeightSlice, WeightUpdate
@@ -56,11 +56,12 @@ class Weights:
     itemsizes: Mapping[str, int] | None = None
 
     @staticmethod
-    def of(model: torch.nn.Module, layout: Layout, pieces: Pieces) -> Weights:
-        """Of a trainer's model, see `LocalTrainer.parts`."""
+    def of(model: torch.nn.Module, layout: Layout, pieces: Pieces, parts: Sequence[Part] | None = None) -> Weights:
+        """Of a trainer's model, see `LocalTrainer.parts`. `parts`: what `parts_of` says of it, by who asks often."""
         live = tensors_of(model)
         sizes = {name: tensor.element_size() for name, tensor in live.items()}
-        return Weights(held(live, layout, pieces), layout, pieces, sizes)
+        parts = parts_of(layout, pieces) if parts is None else parts
+        return Weights(held(live, parts), layout, pieces, sizes)
 
     @staticmethod
     def whole(named: Mapping[str, torch.Tensor]) -> Weights:

@@ -12,7 +12,7 @@ import torch
 
 from rollkeel.engines.intake import Room
 from rollkeel.models.presets import build_preset
-from rollkeel.sync.layouts import held
+from rollkeel.sync.layouts import held, parts_of
 from rollkeel.sync.plan import Plan
 from rollkeel.sync.sending import Outgoing, Weights, send_part
 from rollkeel.train.mesh import Mesh
@@ -51,7 +51,7 @@ class Ranks:
             for box in layout.boxes(name):
                 live[name][box.of_part] = whole.detach()[box.of_whole]
         pieces = pieces_of(self.model)
-        return Weights(held(live, layout, pieces), layout, pieces, {name: t.element_size() for name, t in live.items()})
+        return Weights(held(live, parts_of(layout, pieces)), layout, pieces, {name: t.element_size() for name, t in live.items()})
 
     def plan(self, rooms: Sequence[dict[str, Room]], mode: str, hosts: Sequence[int] | None = None) -> Plan:
         size = self.layout(0).mesh.size
