@@ -16,9 +16,7 @@ from rollkeel.models.forward import FastForward
 def compiled_decode(forward: object, cache: Blocks, max_length: int) -> CompiledDecode:
     """`CompiledDecode` of `forward`. Raises `BadInput` where it cannot run or would compute something else."""
     if not jit.FOUND:
-        raise BadInput(
-            "engine.forward=compiled: expected numba and torch's BLAS on x86-64 Linux; pip install rollkeel[cpu] or use fast"
-        )
+        raise BadInput("engine.forward=compiled: expected numba on x86-64; pip install rollkeel[cpu] or use fast")
     if not suits(forward):
         raise BadInput(
             "engine.forward=compiled: expected float32 arithmetic on a CPU without output biases and adapters; use auto"
@@ -105,7 +103,7 @@ class CompiledDecode:
         self._scratch = torch.empty(0)
 
     def _work(self, sequences: int) -> np.ndarray:
-        """Scratch of one step, from torch's allocator: aligned, as BLAS must find it in every process."""
+        """Scratch of one step, from torch's allocator, which aligns it."""
         wanted = sequences * self._floats + 16 * 8
         if len(self._scratch) < wanted:
             self._scratch = torch.empty(wanted)

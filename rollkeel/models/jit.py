@@ -1,4 +1,4 @@
-"""How kernels are compiled and cached, and the BLAS they call; without numba everything here is inert and `FOUND` False.
+"""How kernels are compiled and cached, ; without numba everything here is inert and `FOUND` False.
 
 Only entry points are cached on disk, each with everything it calls, and each has one signature whatever the model: weights
 come as addresses. So a process either compiles all of an entry point or loads all of it, and a resumed run repeats the bits
@@ -27,7 +27,6 @@ __all__ = [
     "fma",
     "jit",
     "pointer",
-    "sgemm",
     "strict",
     "strict_entry",
 ]
@@ -36,7 +35,7 @@ WIDE = False
 """Whether vectors hold 16 floats, not 8."""
 if TYPE_CHECKING:
     njit: Any = None
-    sgemm = carray = intrinsic = types = ir = cgutils = njit
+    carray = intrinsic = types = ir = cgutils = njit
 else:
     try:
         import llvmlite.binding
@@ -45,14 +44,12 @@ else:
         from numba.core import cgutils
         from numba.extending import intrinsic
 
-        llvmlite.binding.load_library_permanently(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        FOUND = platform.machine() == "x86_64" and llvmlite.binding.address_of_symbol("sgemm_") is not None
-        sgemm = types.ExternalFunction("sgemm_", types.void(*[types.uintp] * 13))
+        FOUND = platform.machine() == "x86_64"
         WIDE = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
-    except (ImportError, RuntimeError):
+    except ImportError:
         FOUND = False
     if not FOUND:
-        carray = sgemm = types = ir = cgutils = None
+        carray = types = ir = cgutils = None
 
         def njit(*_: Any, **__: Any) -> Any:
             return lambda function: function

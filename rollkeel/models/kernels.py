@@ -2,8 +2,8 @@
 
 At decode sizes a layer is a hundred microseconds of arithmetic inside as much dispatch. Here `layers` is the whole stack of
 norms, rotary embedding, attention over the paged cache where it lies, routing and experts, and `draw` is the head, the draw
-and its bookkeeping; matrix products go to the BLAS that torch ships where vectors hold 8 floats. Needs numba (extra `cpu`), float32 and that BLAS;
-elsewhere `FastForward` does the same in PyTorch.
+and its bookkeeping. A row's bits are its own, whatever is beside it. Needs numba (extra `cpu`) and float32; elsewhere `FastForward`
+does the same in PyTorch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from rollkeel.models.jit import WIDE, carray, entry, exp, jit, pointer, sgemm
+from rollkeel.models.jit import carray, entry, exp, jit, pointer
 from rollkeel.models.tiles import DOTS, dots, dots_at, mixed, up
 
 UNROLL = 8
@@ -22,33 +22,8 @@ WEIGHTS = ("norm1", "qkv", "qkv_bias", "qk_norm", "out", "norm2", "router", "up"
 
 
 @jit
-def _blas(a, b, out, beta, call):
-    """out [M, N] = a [M, K] @ b [N, K]ᵀ + beta · out, all row-major. `call` holds BLAS's scalar arguments."""
-    flags, sizes, scalars = call
-    flags[0], flags[1] = 84, 78  # 'T', 'N': BLAS is column-major, so it is given the transposed problem
-    sizes[0], sizes[1], sizes[2] = b.shape[0], a.shape[0], a.shape[1]
-    scalars[0], scalars[1] = 1.0, beta
-    f = flags.ctypes.data
-    s = sizes.ctypes.data
-    c = scalars.ctypes.data
-    sgemm(f, f + 1, s, s + 4, s + 8, c, b.ctypes.data, s + 8, a.ctypes.data, s + 8, c + 4, out.ctypes.data, s)
-
-
-@jit
-def _dots(a, b, out, beta, call):
-    """As `_blas`, which is slower on few rows, and everywhere on processors whose wide vectors it does not use."""
-    dots(a, b, out, beta == 0)
-
-
-_matmul = _dots if WIDE else _blas
-
-
-@jit
 def _rows(work, at, n, width):
-    """`[n, width]` of the scratch `work` from float `at` on, and where the next begins, on a 64-byte boundary.
-
-    BLAS rounds differently on differently aligned operands, and where the heap would put them depends on the past.
-    """
+    """`[n, width]` of the scratch `work` from float `at` on, and where the next begins, at a line of the cache."""
     return work[at : at + n * width].reshape(n, width), (at + n * width + 15) // 16 * 16
 
 
@@ -170,7 +145,7 @@ def _route(h, router, normalise, chosen, weights):
 
 
 @jit
-def _experts(h, up, down, chosen, weights, x, work, free, call):
+def _experts(h, up, down, chosen, weights, x, work, free):
     """x += Σ weight · expert(h) over each token's chosen experts; one matrix product per expert and projection."""
     n, k = chosen.shape
     wide = up.shape[1]
@@ -196,14 +171,14 @@ def _experts(h, up, down, chosen, weights, x, work, free, call):
         a, b = start[e], start[e + 1]
         if a == b:
             continue
-        _matmul(rows[a:b], up[e], mid[a:b], 0.0, call)
+        dots(rows[a:b], up[e], mid[a:b], 1)
         for j in range(a, b):
             gate = mid[j, :width]
             up_part = mid[j, width:]
             out = act[j]
             for d in range(width):
                 out[d] = gate[d] / (np.float32(1) + exp(min(-gate[d], np.float32(80)))) * up_part[d]
-        _matmul(act[a:b], down[e], rows[a:b], 0.0, call)
+        dots(act[a:b], down[e], rows[a:b], 1)
     for t in range(n):
         for i in range(k):
             w, y = weights[t, i], rows[place[t, i]]
@@ -226,7 +201,6 @@ def layers(active, token, position, table, embedding, cos, sin, norm, rows, shap
     count = len(active)
     dim = embedding.shape[1]
     all_heads = heads + 2 * kv_heads
-    call = (np.empty(2, np.uint8), np.empty(3, np.int32), np.empty(2, np.float32))
     x, free = _rows(work, 0, count, dim)
     qkv, free = _rows(work, free, count, all_heads * width)
     mixed, free = _rows(work, free, count, heads * width)
@@ -244,7 +218,7 @@ def layers(active, token, position, table, embedding, cos, sin, norm, rows, shap
         k = at[12]
         inner = at[13]
         _rms(x, carray(pointer(at[0]), (dim,)), eps, h)
-        _matmul(h, carray(pointer(at[1]), (all_heads * width, dim)), qkv, 0.0, call)
+        dots(h, carray(pointer(at[1]), (all_heads * width, dim)), qkv, 1)
         if at[2]:
             bias = carray(pointer(at[2]), (all_heads * width,))
             for n in range(count):
@@ -255,7 +229,7 @@ def layers(active, token, position, table, embedding, cos, sin, norm, rows, shap
         keys = carray(pointer(at[9]), (blocks * kv_heads, size, width))
         values = carray(pointer(at[10]), (blocks * kv_heads, size, width))
         _attend(parts, heads, kv_heads, keys, values, own, positions, scale, scores, mixed)
-        _matmul(mixed, carray(pointer(at[4]), (dim, heads * width)), x, 1.0, call)
+        dots(mixed, carray(pointer(at[4]), (dim, heads * width)), x, 0)
         _rms(x, carray(pointer(at[5]), (dim,)), eps, h)
         picked, weights = np.zeros((count, k), np.int64), np.ones((count, k), np.float32)
         if at[6]:
@@ -264,7 +238,7 @@ def layers(active, token, position, table, embedding, cos, sin, norm, rows, shap
                 chosen[moe] = picked
             moe += 1
         up, down = carray(pointer(at[7]), (experts, 2 * inner, dim)), carray(pointer(at[8]), (experts, dim, inner))
-        _experts(h, up, down, picked, weights, x, work, free, call)
+        _experts(h, up, down, picked, weights, x, work, free)
     _rms(x, norm, eps, h)
 
 
@@ -325,8 +299,7 @@ def draw(
 ):
     """One token for every active slot and what `Slots.record` notes of it; `ended [3, N]`: stopped, out of room, not finite."""
     vocabulary = head.shape[0]
-    call = (np.empty(2, np.uint8), np.empty(3, np.int32), np.empty(2, np.float32))
-    _matmul(hidden, head, logits, 0.0, call)
+    dots(hidden, head, logits, 1)
     p = np.empty(vocabulary, np.float32)
     sums = np.empty((vocabulary + 63) // 64, np.float32)
     for n in range(len(active)):

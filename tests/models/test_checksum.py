@@ -98,7 +98,7 @@ def test_a_box_whose_positions_pass_two_to_the_32_is_the_sum_of_its_elements(
         assert tensor_checksum("w", box, first, None, (pitch, 1)) == alone % 2**64
 
 
-@pytest.mark.skipif(not jit.FOUND, reason="numba or torch's BLAS is not here")
+@pytest.mark.skipif(not jit.FOUND, reason="numba is not here")
 def test_every_width_is_summed_in_one_pass() -> None:
     assert set(checksum._COMPILED) == {1, 2, 4, 8}
 

@@ -27,7 +27,7 @@ from rollkeel.models.presets import build_preset
 from rollkeel.sync.publish import DirectPublisher
 from rollkeel.types import Request, SamplingParams, Segment
 
-pytestmark = pytest.mark.skipif(not jit.FOUND, reason="numba or torch's BLAS is not here")
+pytestmark = pytest.mark.skipif(not jit.FOUND, reason="numba is not here")
 SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "initializer_range": 0.2}
 
 

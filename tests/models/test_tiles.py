@@ -83,7 +83,6 @@ def test_mixtures_of_rows(mixed: Any, width: int, count: int) -> None:
         assert np.array_equal(out[[0, -1]], c[[0, -1]])
 
 
-@pytest.mark.skipif(not jit.WIDE, reason="products of narrower processors are a BLAS's, whose bits depend on the batch")
 @pytest.mark.parametrize("name", ["qwen2", "small-qwen3-moe"])
 def test_a_request_has_the_same_bits_in_every_batch(name: str) -> None:
     """Though its prefill, its decode steps and its experts' rows are others' too."""
