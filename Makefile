@@ -54,7 +54,9 @@ DISTRIBUTIONS := . ./rollkeel_sandbox ./rollkeel_doctor
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation $(DISTRIBUTIONS:%=-e %)
-	$(BIN)/python -c "from rollkeel.models import checksum, compiled, delta, packed, parity"  # kernels are compiled once, not in the first run
+	# Kernels are compiled once, not in the first run.
+	$(BIN)/python -c "from rollkeel.models import compiled" & \
+		$(BIN)/python -c "from rollkeel.models import checksum, delta, packed, parity" && wait $$!
 	@touch $@
 
 # The kernels for GPUs run in Triton's interpreter. It comes with a CUDA build of torch, not with one for CPUs.

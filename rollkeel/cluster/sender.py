@@ -54,9 +54,7 @@ class Sender:
         if adapters:
             weights = Weights.whole(self._trainer.named_adapters())
         else:
-            layout, pieces = self._trainer.parts
-            self._parts = self._parts or parts_of(layout, pieces)
-            weights = Weights.of(self._trainer.model, layout, pieces, self._parts)
+            weights = self._weights()
         key = adapters, head.mode, *((sink.index, sink.node) for sink in sinks)
         if key not in self._plans:
             hosts = self._hosts(sinks)
@@ -72,6 +70,12 @@ class Sender:
         sums = send_part(self._plans[key], self._mesh.rank, weights.held, about, carrier, through)
         self._last.done(head, cuts)
         return sums, self._last.traffic._replace(nbytes=carrier.nbytes)
+
+    def _weights(self) -> Weights:
+        """What lies on this rank, now: the optimizer may have moved it to the host and back."""
+        layout, pieces = self._trainer.parts
+        self._parts = self._parts or parts_of(layout, pieces)
+        return Weights.of(self._trainer.model, layout, pieces, self._parts)
 
     def _pulse(self, sink: Sink) -> Pulse:
         name, pulse = self._pulses.get(sink.index) or (sink.name, Pulse(sink.actor))

@@ -117,6 +117,9 @@ class Rank(sender.Sender):
         self._config, self._deadline_s = SyncConfig(), 1.0
         self._plans, self._bucket_bytes, self._last = {}, 2_000, LastSent()
 
+    def _weights(self) -> Any:
+        return Cut(self._trainer.model, *self._trainer.parts)
+
     def _hosts(self, sinks: Any) -> Any:
         return [0], [0] * len(sinks)
 
@@ -156,10 +159,6 @@ class Cut:
             part = whole.narrow(dim, start, min(each, whole.shape[dim] - start))
             starts = tuple(start if d == dim else 0 for d in range(whole.dim()))
             self.held[name] = [(starts, part)]
-
-    @classmethod
-    def of(cls, trainer: Trainer, rank: int) -> Cut:
-        return cls(trainer, rank)
 
     def plan(self, rooms: Sequence[dict[str, Room]], mode: str, hosts: Any) -> Any:
         grid = np.arange(self.trainer.ranks)
@@ -221,7 +220,6 @@ def history(seed: int, kind: str) -> dict[str, int]:
 
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "Weights", Cut)
     monkeypatch.setattr(sender, "Calls", Carrier)
 
 

@@ -51,7 +51,9 @@ class Ranks:
             for box in layout.boxes(name):
                 live[name][box.of_part] = whole.detach()[box.of_whole]
         pieces = pieces_of(self.model)
-        return Weights(held(live, parts_of(layout, pieces)), layout, pieces, {name: t.element_size() for name, t in live.items()})
+        return Weights(
+            held(live, parts_of(layout, pieces)), layout, pieces, {name: t.element_size() for name, t in live.items()}
+        )
 
     def plan(self, rooms: Sequence[dict[str, Room]], mode: str, hosts: Sequence[int] | None = None) -> Plan:
         size = self.layout(0).mesh.size
