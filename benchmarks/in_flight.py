@@ -90,9 +90,10 @@ def in_worker(model: Any, config: EngineConfig, options: argparse.Namespace) -> 
     engine = WorkerEngine(model.config, config.model_copy(update={"processes": 1}), device="cpu", max_length=CONTEXT)
     try:
         _ = engine.capabilities
+        views = checkpoint_views(model)  # once, as a trainer does
 
         def publish(version: int) -> None:
-            engine.update_weights(full_update(checkpoint_views(model).items(), version, config.dtype))
+            engine.update_weights(full_update(views.items(), version, config.dtype))
 
         return measured(engine, engine.parts[0].process.pid or 0, publish, model, options)
     finally:

@@ -3,6 +3,7 @@
     caller ── submit, interrupt, close ──▶ pipe ──▶ worker: LocalEngine, one decode step at a time
        │                                             │
        └── weights: one shared-memory buffer ──▶ copy, prove ──▶ segments and proofs back through the pipe
+             in parts: one is written while another is copied and proven
 
 What is said, and when a worker decodes, stands in `parts`.
 """
@@ -14,8 +15,8 @@ import os
 import signal
 import tempfile
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from multiprocessing import connection, reduction
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 
 from rollkeel import warm
 from rollkeel.config import EngineConfig
+from rollkeel.engines.intake import Intake
 from rollkeel.engines.part import Part, serve, unknown
 from rollkeel.engines.parts import PartedEngine
 from rollkeel.errors import RollkeelError
@@ -31,6 +33,8 @@ from rollkeel.host import keep_freed_memory
 from rollkeel.types import Proof, WeightSlice, WeightUpdate
 
 _ALIGN = 64
+_PART = 2**20
+"""Least bytes of a part of an update; of a large update a sixteenth, so that the last one is not waited for long."""
 
 
 @dataclass(kw_only=True)
@@ -85,12 +89,20 @@ class WorkerEngine(PartedEngine[_Worker]):
         asked = self._living()
         if self._memory is None or len(self._memory) < size:
             self._memory = self._share_memory(max(size, 1), asked)
-        _write_update(self._memory, layout, update.slices)
         self._version = -1
-        head = (update.kind, update.base_version, update.version, update.checksum, update.mode)
-        for worker in asked:
-            self._send(worker, ("update", layout, head))
+        self._tell(asked, ("begin", replace(update, slices=(), checksum=0)))
+        first, most = 0, max(_PART, size // 16)
+        for last in range(1, len(layout) + 1):
+            if last == len(layout) or layout[last][3] - layout[first][3] > most:
+                _write_update(self._memory, layout[first:last], update.slices[first:last])
+                self._tell(asked, ("take", layout[first:last]))
+                first = last
+        self._tell(asked, ("update", update.checksum))
         return self._proven(asked, update.version, "to apply weights")
+
+    def _tell(self, asked: Sequence[_Worker], message: tuple[Any, ...]) -> None:
+        for worker in asked:
+            self._send(worker, message)
 
     def close(self) -> None:
         for worker in self.parts:
@@ -135,10 +147,16 @@ def _write_update(memory: mmap.mmap, layout: Sequence[Any], slices: Sequence[Wei
 
 @dataclass
 class _Channel:
-    """A worker's end of its pipe, and the memory that came through it."""
+    """A worker's end of its pipe, the memory that came through it, and the update that is on its way."""
 
     pipe: connection.Connection
-    memory: mmap.mmap | None = field(default=None)
+    engine: Any
+    memory: mmap.mmap | None = None
+    head: WeightUpdate | None = None
+    intake: Intake | None = None
+    kept: list[WeightSlice] = field(default_factory=list)
+    """Of a delta, which is applied whole."""
+    refusal: RollkeelError | None = None
 
     def poll(self, timeout: float, /) -> bool:
         return self.pipe.poll(timeout)
@@ -148,18 +166,47 @@ class _Channel:
 
     def recv(self) -> Any:
         message = self.pipe.recv()
-        if message[0] != "memory":
+        if message[0] == "memory":
+            with open(reduction.recv_handle(self.pipe), "rb") as file:
+                self.memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        elif message[0] == "begin":
+            self._tried(self._begin, message[1])
+        elif message[0] == "take":
+            self._tried(self._take, message[1])
+        else:
             return message
-        with open(reduction.recv_handle(self.pipe), "rb") as file:
-            self.memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return None
 
     def act(self, engine: Any, message: tuple[Any, ...]) -> Proof:
         if message[0] != "update":
             raise unknown(message)
-        _, layout, head = message
+        assert self.head is not None
+        if self.refusal is not None:
+            raise self.refusal
+        if self.intake is None:
+            return engine.update_weights(replace(self.head, slices=self.kept, checksum=message[1]))
+        return engine.serve(self.head.version, *self.intake.finish(message[1]))
+
+    def _tried(self, step: Callable[[Any], None], given: Any) -> None:
+        """What is refused is said when all has come."""
+        try:
+            step(given)
+        except RollkeelError as error:
+            self.refusal = error
+
+    def _begin(self, head: WeightUpdate) -> None:
+        self.head, self.intake, self.kept, self.refusal = head, None, [], None
+        if head.kind != "delta":
+            base = self.engine.retire()
+            self.intake = Intake(head, self.engine.memory, self.engine.capabilities.dtype, base)
+
+    def _take(self, layout: Sequence[Any]) -> None:
         assert self.memory is not None  # it comes before the first update
-        return engine.update_weights(_read_update(self.memory, layout, *head))
+        slices = _read_update(self.memory, layout)
+        if self.intake is None:
+            self.kept += slices
+        elif self.refusal is None:
+            self.intake.take(slices)
 
 
 def _serve(pipe: connection.Connection, hf_config: Any, config: EngineConfig, options: dict[str, Any]) -> None:
@@ -171,27 +218,19 @@ def _serve(pipe: connection.Connection, hf_config: Any, config: EngineConfig, op
     keep_freed_memory()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
-        channel = _Channel(pipe)
-        serve(LocalEngine(hf_config, config, **options), channel, channel.act)
+        channel = _Channel(pipe, LocalEngine(hf_config, config, **options))
+        serve(channel.engine, channel, channel.act)
     except (EOFError, ConnectionError):
         return  # the caller is gone
     except RollkeelError as error:
         pipe.send(("error", error, 0))
 
 
-def _read_update(
-    memory: mmap.mmap,
-    layout: Sequence[Any],
-    kind: str,
-    base: int | None,
-    version: int,
-    checksum: int,
-    mode: str | None,
-) -> WeightUpdate:
+def _read_update(memory: mmap.mmap, layout: Sequence[Any]) -> list[WeightSlice]:
     slices, data = [], memoryview(memory)
     for name, dtype, shape, start, part, offset in layout:
         size = int(np.prod(shape)) * dtype.itemsize
         # The caller writes the next update there once this one is proven; one that gave up on us is found out by the proof.
         tensor = torch.frombuffer(data[start : start + size], dtype=dtype).view(shape)
         slices.append(WeightSlice(name=name, tensor=tensor, checksum=part, offset=offset))
-    return WeightUpdate(kind=kind, base_version=base, version=version, slices=slices, checksum=checksum, mode=mode)
+    return slices

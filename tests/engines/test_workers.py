@@ -18,6 +18,7 @@ import pytest
 from engine_kit import drain, engine_of, model_of, prompts_of, requests_of, run, same
 
 from rollkeel.config import EngineConfig
+from rollkeel.engines import workers
 from rollkeel.engines.open import open_engine
 from rollkeel.engines.workers import WorkerEngine
 from rollkeel.errors import BadInput, EngineFailure
@@ -40,6 +41,12 @@ def engine(model: Any, interrupted_at_birth: list[int]) -> Iterator[WorkerEngine
     assert isinstance(engine, Engine)
     yield engine
     engine.close()
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These models would come in one part."""
+    monkeypatch.setattr(workers, "_PART", 1)
 
 
 def publish(engine: WorkerEngine, model: Any, version: int) -> None:
@@ -89,6 +96,26 @@ def test_bad_requests_and_bad_weights_come_back_as_one_line_and_the_workers_live
     done = drain(engine)
     assert all(same(done[i].span, expected[i].span) for i in expected)
     assert {v for s in done.values() for v in s.span.versions.tolist()} == {6}
+
+
+def test_a_refused_part_is_said_at_the_end_and_the_next_update_is_served(
+    engine: WorkerEngine, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = list[str]()
+
+    def seen(worker: Any, message: tuple[Any, ...]) -> None:
+        sent.append(message[0])
+        worker.pipe.send(message)
+
+    monkeypatch.setattr(type(engine.parts[0]), "send", seen)
+    update = full_update(checkpoint_views(model).items(), 7, "fp32")
+    third = replace(update.slices[3], checksum=update.slices[3].checksum ^ 1)
+    with pytest.raises(EngineFailure, match=third.name):
+        engine.update_weights(replace(update, slices=[*update.slices[:3], third, *update.slices[4:]]))
+    assert sent.count("take") >= 10  # of two workers
+    assert engine.version == -1
+    publish(engine, model, 8)
+    assert engine.version == 8
 
 
 def test_update_and_interrupt_in_flight(engine: WorkerEngine, model: Any) -> None:
