@@ -65,13 +65,14 @@ def tensor_checksum(
     base = zlib.crc32(f"{name}:{dtype.itemsize}".encode())
     compiled = _COMPILED.get(dtype.itemsize) if tensor.device.type == "cpu" else None
     runs = _in_one_run(tensor.shape, pitches)
-    if compiled is not None and runs == 0 and tensor.dtype == dtype and tensor.is_contiguous() and tensor.numel():
+    kernel = runs == 0 and gpu.taken(tensor)
+    as_is = tensor.dtype == dtype and tensor.is_contiguous() and tensor.numel() > 0
+    if compiled is not None and runs == 0 and as_is and not kernel:
         # Most weights: what follows costs more than the sum of a small one.
         flat, total = tensor.detach().view(-1).view(UNSIGNED[dtype.itemsize]).numpy(), np.zeros(1, np.uint64)
         compiled(flat, 1, len(flat), 0, 0, offset, base, total)
         return int(total[0])
     on_host, on_device = np.zeros(1, np.uint64), torch.zeros((), dtype=torch.int64, device=tensor.device)
-    kernel = gpu.taken(tensor) and runs == 0
     for first, part, apart in _placed(tensor.detach(), offset, pitches, runs, PART_OF_KERNEL if kernel else PART):
         plain = part.to(dtype)
         if kernel:
