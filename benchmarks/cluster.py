@@ -140,6 +140,7 @@ def beside_peer(args: argparse.Namespace) -> None:
         same += [
             f"train.micro_batch_tokens={16 * (w.PROMPT_TOKENS + w.NEW_TOKENS)}",
             f"sampling.max_new_tokens={w.NEW_TOKENS}",
+            "train.updates_per_step=1",
         ]
         ours = [measure(args, [*words, *same])["update"] for words in list(SIDES.values())[1:3]]
         theirs = {1: list[float](), 2: list[float]()}
