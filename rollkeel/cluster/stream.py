@@ -21,11 +21,11 @@ from ray.exceptions import RayError
 
 from rollkeel.cluster.pulse import Pulse, awaited
 from rollkeel.engines.intake import Room
-from rollkeel.engines.shared_memory import Ring, Slot
+from rollkeel.engines.shared_memory import Ring, Slot, buckets
 from rollkeel.errors import DeltaRefused, EngineFailure
 from rollkeel.models.checksum import MASK
 from rollkeel.models.numerics import update_checksum
-from rollkeel.sync.sending import WINDOW, buckets
+from rollkeel.sync.sending import WINDOW
 from rollkeel.types import WeightSlice, WeightUpdate
 
 BUCKET_BYTES = 64 << 20

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,6 +65,20 @@ def opened(path: str) -> torch.Tensor:
 def read(slot: Slot, like: Like, rings: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """The tensors in a slot, where they lie; `rings`: opened, by path."""
     return list(places(like, rings[slot.path][slot.start :]))
+
+
+def buckets(pieces: Iterable[WeightSlice], most: int) -> Iterator[list[WeightSlice]]:
+    """Slices in order, together at most `most` bytes; a larger one alone."""
+    bucket, size = list[WeightSlice](), 0
+    for piece in pieces:
+        more = aligned(piece.tensor.numel() * piece.tensor.element_size())
+        if bucket and size + more > most:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(piece)
+        size += more
+    if bucket:
+        yield bucket
 
 
 def write(bucket: Sequence[WeightSlice], memory: torch.Tensor) -> None:

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import connection, reduction
 from typing import Any
 
-import numpy as np
 import torch
 
 from rollkeel import warm
@@ -28,11 +27,11 @@ from rollkeel.config import EngineConfig
 from rollkeel.engines.intake import Intake
 from rollkeel.engines.part import Part, serve, unknown
 from rollkeel.engines.parts import PartedEngine
+from rollkeel.engines.shared_memory import aligned, buckets, places, write
 from rollkeel.errors import RollkeelError
 from rollkeel.host import keep_freed_memory
 from rollkeel.types import Proof, WeightSlice, WeightUpdate
 
-_ALIGN = 64
 _PART = 2**20
 """Least bytes of a part of an update; of a large update a sixteenth, so that the last one is not waited for long."""
 
@@ -80,23 +79,18 @@ class WorkerEngine(PartedEngine[_Worker]):
     def update_weights(self, update: WeightUpdate) -> Proof:
         """Copy the update into shared memory once; every worker applies it and proves it."""
         _ = self.capabilities
-        layout, size = [], 0
-        for piece in update.slices:
-            layout.append(
-                (piece.name, piece.tensor.dtype, tuple(piece.tensor.shape), size, piece.checksum, piece.offset)
-            )
-            size += -(-piece.tensor.numel() * piece.tensor.element_size() // _ALIGN) * _ALIGN
+        size = sum(aligned(piece.tensor.nbytes) for piece in update.slices)
         asked = self._living()
         if self._memory is None or len(self._memory) < size:
             self._memory = self._share_memory(max(size, 1), asked)
         self._version = -1
         self._tell(asked, ("begin", replace(update, slices=(), checksum=0)))
-        first, most = 0, max(_PART, size // 16)
-        for last in range(1, len(layout) + 1):
-            if last == len(layout) or layout[last][3] - layout[first][3] > most:
-                _write_update(self._memory, layout[first:last], update.slices[first:last])
-                self._tell(asked, ("take", layout[first:last]))
-                first = last
+        memory, start = torch.frombuffer(self._memory, dtype=torch.uint8), 0
+        for part in buckets(update.slices, max(_PART, size // 16)):
+            write(part, memory[start:])
+            told = [(p.tensor.dtype, tuple(p.tensor.shape), p.name, p.checksum, p.offset) for p in part]
+            self._tell(asked, ("take", start, told))
+            start += sum(aligned(piece.tensor.nbytes) for piece in part)
         self._tell(asked, ("update", update.checksum))
         return self._proven(asked, update.version, "to apply weights")
 
@@ -137,21 +131,14 @@ class WorkerEngine(PartedEngine[_Worker]):
             return mmap.mmap(file.fileno(), size)
 
 
-def _write_update(memory: mmap.mmap, layout: Sequence[Any], slices: Sequence[WeightSlice]) -> None:
-    """Copy slices to their places."""
-    buffer = torch.from_numpy(np.frombuffer(memory, np.uint8))
-    for piece, entry in zip(slices, layout, strict=True):
-        view = buffer[entry[3] :][: piece.tensor.numel() * piece.tensor.element_size()]
-        view.view(piece.tensor.dtype).view(piece.tensor.shape).copy_(piece.tensor)
-
-
 @dataclass
 class _Channel:
     """A worker's end of its pipe, the memory that came through it, and the update that is on its way."""
 
     pipe: connection.Connection
     engine: Any
-    memory: mmap.mmap | None = None
+    memory: torch.Tensor | None = None
+    """Bytes. The caller writes the next update there once this one is proven; one that gave up on us is found out by the proof."""
     head: WeightUpdate | None = None
     intake: Intake | None = None
     kept: list[WeightSlice] = field(default_factory=list)
@@ -168,11 +155,12 @@ class _Channel:
         message = self.pipe.recv()
         if message[0] == "memory":
             with open(reduction.recv_handle(self.pipe), "rb") as file:
-                self.memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                shared = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self.memory = torch.frombuffer(shared, dtype=torch.uint8)
         elif message[0] == "begin":
-            self._tried(self._begin, message[1])
+            self._tried(self._begin, *message[1:])
         elif message[0] == "take":
-            self._tried(self._take, message[1])
+            self._tried(self._take, *message[1:])
         else:
             return message
         return None
@@ -187,10 +175,10 @@ class _Channel:
             return engine.update_weights(replace(self.head, slices=self.kept, checksum=message[1]))
         return engine.serve(self.head.version, *self.intake.finish(message[1]))
 
-    def _tried(self, step: Callable[[Any], None], given: Any) -> None:
+    def _tried(self, step: Callable[..., None], *given: Any) -> None:
         """What is refused is said when all has come."""
         try:
-            step(given)
+            step(*given)
         except RollkeelError as error:
             self.refusal = error
 
@@ -200,9 +188,13 @@ class _Channel:
             base = self.engine.retire()
             self.intake = Intake(head, self.engine.memory, self.engine.capabilities.dtype, base)
 
-    def _take(self, layout: Sequence[Any]) -> None:
+    def _take(self, start: int, told: Sequence[Any]) -> None:
         assert self.memory is not None  # it comes before the first update
-        slices = _read_update(self.memory, layout)
+        tensors = places([(dtype, shape) for dtype, shape, *_ in told], self.memory[start:])
+        slices = [
+            WeightSlice(name=name, tensor=tensor, checksum=checksum, offset=offset)
+            for (_, _, name, checksum, offset), tensor in zip(told, tensors, strict=True)
+        ]
         if self.intake is None:
             self.kept += slices
         elif self.refusal is None:
@@ -224,13 +216,3 @@ def _serve(pipe: connection.Connection, hf_config: Any, config: EngineConfig, op
         return  # the caller is gone
     except RollkeelError as error:
         pipe.send(("error", error, 0))
-
-
-def _read_update(memory: mmap.mmap, layout: Sequence[Any]) -> list[WeightSlice]:
-    slices, data = [], memoryview(memory)
-    for name, dtype, shape, start, part, offset in layout:
-        size = int(np.prod(shape)) * dtype.itemsize
-        # The caller writes the next update there once this one is proven; one that gave up on us is found out by the proof.
-        tensor = torch.frombuffer(data[start : start + size], dtype=dtype).view(shape)
-        slices.append(WeightSlice(name=name, tensor=tensor, checksum=part, offset=offset))
-    return slices

@@ -66,13 +66,7 @@ def tensor_checksum(
     compiled = _COMPILED.get(dtype.itemsize) if tensor.device.type == "cpu" else None
     runs = _in_one_run(tensor.shape, pitches)
     kernel = runs == 0 and gpu.taken(tensor)
-    as_is = tensor.dtype == dtype and tensor.is_contiguous() and tensor.numel() > 0
-    if compiled is not None and runs == 0 and as_is and not kernel:
-        # Most weights: what follows costs more than the sum of a small one.
-        flat, total = tensor.detach().view(-1).view(UNSIGNED[dtype.itemsize]).numpy(), np.zeros(1, np.uint64)
-        compiled(flat, 1, len(flat), 0, 0, offset, base, total)
-        return int(total[0])
-    on_host, on_device = np.zeros(1, np.uint64), torch.zeros((), dtype=torch.int64, device=tensor.device)
+    on_host, on_device = np.zeros(1, np.uint64), 0
     for first, part, apart in _placed(tensor.detach(), offset, pitches, runs, PART_OF_KERNEL if kernel else PART):
         plain = part.to(dtype)
         if kernel:
@@ -82,8 +76,8 @@ def tensor_checksum(
         elif compiled is not None:
             plain = plain if plain.stride(1) == 1 or plain.shape[1] == 1 else plain.contiguous()
             (rows, run), pitch = plain.shape, plain.stride(0)
-            flat = plain.as_strided(((rows - 1) * pitch + run,), (1,)).view(UNSIGNED[dtype.itemsize])
-            compiled(flat.numpy(), rows, run, pitch, apart, first, base, on_host)
+            flat = plain[0] if rows == 1 else plain.as_strided(((rows - 1) * pitch + run,), (1,))
+            compiled(flat.view(UNSIGNED[dtype.itemsize]).numpy(), rows, run, pitch, apart, first, base, on_host)
         else:
             on_device += _plain_sum(plain, base, first, apart)
     return (int(on_host[0]) + int(on_device)) & MASK
@@ -131,7 +125,8 @@ def _placed(tensor: torch.Tensor, offset: int, pitches: Sequence[int], runs: int
 def _parts(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
     """The elements of a tensor in order, contiguous and flat, at most `most` at one time."""
     if tensor.is_contiguous():
-        yield from tensor.view(-1).split(most) if tensor.numel() else ()
+        flat = tensor.view(-1)
+        yield from (flat,) if len(flat) <= most else flat.split(most)
         return
     rows = most * len(tensor) // tensor.numel()
     for part in tensor.split(max(1, rows)):

@@ -1,4 +1,4 @@
-"""How kernels are compiled and cached, ; without numba everything here is inert and `FOUND` False.
+"""How kernels are compiled and cached; without numba everything here is inert and `FOUND` False.
 
 Only entry points are cached on disk, each with everything it calls, and each has one signature whatever the model: weights
 come as addresses. So a process either compiles all of an entry point or loads all of it, and a resumed run repeats the bits

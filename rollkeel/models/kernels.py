@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from rollkeel.models.jit import carray, entry, exp, jit, pointer
-from rollkeel.models.tiles import DOTS, dots, dots_at, mixed, up
+from rollkeel.models.tiles import DOTS, dots, dots_at, mix, up
 
 UNROLL = 8
 """Keys, or logits, per pass of an unrolled loop."""
@@ -109,7 +109,7 @@ def _attend(qkv, heads, kv_heads, keys, values, table, positions, scale, scores,
                 o = out[b, (h * group + g) * width : (h * group + g + 1) * width]
                 for j in range(blocks):
                     of, at = values[table[b, j] * kv_heads + h].ctypes.data, s.ctypes.data + 4 * j * size
-                    mixed(at, of, min(size, n - j * size), width, o.ctypes.data, j == 0)
+                    mix(at, of, min(size, n - j * size), width, o.ctypes.data, j == 0)
                 for d in range(width):
                     o[d] /= total
 

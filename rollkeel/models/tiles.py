@@ -208,8 +208,8 @@ def _dots_of(rows: int) -> Any:
             before, ragged = builder.block, builder.icmp_signed(">", left, code.number(0))
             with builder.if_then(ragged):  # the last LANES floats of a row, without those that were there already
                 seen = code.spread(builder.trunc(builder.sub(lanes, left), code.index))
-                fresh_lanes = builder.icmp_signed(">=", ir.VectorType(code.index, LANES)(list(range(LANES))), seen)
-                more = add(builder.sub(width, lanes), sums, lambda v: builder.select(fresh_lanes, v, code.each(0.0)))
+                unseen = builder.icmp_signed(">=", ir.VectorType(code.index, LANES)(list(range(LANES))), seen)
+                more = add(builder.sub(width, lanes), sums, lambda v: builder.select(unseen, v, code.each(0.0)))
                 inside = builder.block
             total = [builder.phi(code.vector) for _ in sums]
             for place, without, also in zip(total, sums, more, strict=True):
@@ -346,7 +346,7 @@ def dots(a, b, out, fresh):
 
 
 @strict
-def mixed(weights, values, count, width, out, fresh):
+def mix(weights, values, count, width, out, fresh):
     """out [width] (=, +=) Σ weights[k] · values[k] over `count` rows, by addresses."""
     whole = width - width % COLUMNS
     for j in range(0, whole, COLUMNS):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from rollkeel.engines.intake import Room, rooms_of
-from rollkeel.engines.shared_memory import ALIGN, aligned
+from rollkeel.engines.shared_memory import ALIGN, buckets
 from rollkeel.models.checksum import MASK, pitches_of
 from rollkeel.models.numerics import held_checksum, rounded
 from rollkeel.sync.layouts import Held, Part, engine_layout, held, parts_of, trainer_layout
@@ -158,20 +158,6 @@ def slices(copies: Iterable[Copy], weights: Held, about: Outgoing) -> Iterator[W
                 offset = sum(a * p for a, p in zip(starts, pitches, strict=True))
                 checksum = held_checksum(copy.name, piece, about.mode, offset, pitches)
                 yield WeightSlice(name=copy.name, tensor=piece, checksum=checksum, starts=starts, rounded=copy.rounds)
-
-
-def buckets(pieces: Iterable[WeightSlice], most: int) -> Iterator[list[WeightSlice]]:
-    """Slices in order, together at most `most` bytes; a larger one alone."""
-    bucket, size = list[WeightSlice](), 0
-    for piece in pieces:
-        more = aligned(piece.tensor.numel() * piece.tensor.element_size())
-        if bucket and size + more > most:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(piece)
-        size += more
-    if bucket:
-        yield bucket
 
 
 def _within(parts: Sequence[tuple[tuple[int, ...], torch.Tensor]], copy: Copy) -> torch.Tensor:

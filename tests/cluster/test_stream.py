@@ -32,11 +32,11 @@ from rollkeel.config import EngineConfig
 from rollkeel.engines.intake import Intake
 from rollkeel.engines.local import LocalEngine
 from rollkeel.engines.messages import requests_out
+from rollkeel.engines.shared_memory import buckets
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import MODES, update_checksum
 from rollkeel.sync.publish import full_update
-from rollkeel.sync.sending import buckets
 from rollkeel.types import WeightSlice, WeightUpdate
 
 SMALL = 4_000

@@ -32,7 +32,7 @@ def dots() -> Any:
 @pytest.fixture(scope="module")
 def mixed() -> Any:
     def call(weights: Any, values: Any, out: Any, fresh: int) -> None:
-        tiles.mixed(weights.ctypes.data, values.ctypes.data, len(values), values.shape[1], out.ctypes.data, fresh)
+        tiles.mix(weights.ctypes.data, values.ctypes.data, len(values), values.shape[1], out.ctypes.data, fresh)
 
     return jit.njit(**jit.OPTIONS)(call)
 
