@@ -7,7 +7,7 @@
 `overhead`: step of one rank and one engine actor over that of one process with one engine worker, which computes the same bits; both
 have two copies of the weights, and publish them once a step. `bytes`: what passes the controller per trained token, to the ranks
 and back, to the engine and back, as pickled; Ray's own envelopes are not counted. `start`: from the call to the end of the first step, Ray included. `scaling`: update of one rank
-over that of two replicas, and beside it TRL's of its better experts, both on the 64 answers of 128 tokens of `benchmarks.peer`. `reduce=tree`: update
+over that of two replicas, and beside it the same of TRL with whichever of its experts are faster, both on the 64 answers of 128 tokens of `benchmarks.peer`. `reduce=tree`: update
 of two replicas that add gradients along a tree over that of two that do not. Medians over the measured steps. Targets: overhead under 5 %, 64
 bytes, 20 s.
 """

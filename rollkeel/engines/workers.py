@@ -33,7 +33,7 @@ from rollkeel.host import keep_freed_memory
 from rollkeel.types import Proof, WeightSlice, WeightUpdate
 
 _PART = 2**20
-"""Least bytes of a part of an update; of a large update a sixteenth, so that the last one is not waited for long."""
+"""Fewest bytes that are told of at once; a large update is cut into about sixteen parts, so that workers copy while the caller writes."""
 
 
 @dataclass(kw_only=True)

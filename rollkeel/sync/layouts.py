@@ -118,11 +118,11 @@ class Part(NamedTuple):
     like: torch.Tensor
     """The box as a view of the rank's part of the parameter: only shape, strides and offset count."""
     odd: bool
-    """It is no box of the parameter, of which the rank has all."""
+    """It is not a rectangular box of the parameter; then the rank holds all of the parameter."""
 
 
 def parts_of(layout: OnRank, pieces: Pieces) -> list[Part]:
-    """Of the rank of `layout`, the same at every publication."""
+    """What the rank of `layout` holds of every checkpoint tensor; the same at every publication."""
     out = list[Part]()
     for one in _tensors(pieces, layout.shapes):
         if one.region is None:

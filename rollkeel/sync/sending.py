@@ -57,7 +57,7 @@ class Weights:
 
     @staticmethod
     def of(model: torch.nn.Module, layout: Layout, pieces: Pieces, parts: Sequence[Part] | None = None) -> Weights:
-        """Of a trainer's model, see `LocalTrainer.parts`. `parts`: what `parts_of` says of it, by who asks often."""
+        """Of a trainer's model, see `LocalTrainer.parts`. `parts`: the result of `parts_of`, for callers that ask often."""
         live = tensors_of(model)
         sizes = {name: tensor.element_size() for name, tensor in live.items()}
         parts = parts_of(layout, pieces) if parts is None else parts
