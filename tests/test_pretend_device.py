@@ -47,7 +47,7 @@ KEPT = {
     "models/adapter_files.py save_adapters",
     "train/state.py _encode",
     "engines/kv.py PagedCache.read",
-    "engines/workers.py _write_update",
+    "engines/shared_memory.py write",
     "memory/moves.py InHost.leave",
 }
 """Whole tensors that leave the device: publications, checkpoints, KV that is kept, what waits in host memory."""
