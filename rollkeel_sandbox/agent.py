@@ -105,6 +105,8 @@ def _program(job: Job, uid: int | None, descriptors: list[int]) -> NoReturn:
         if job.kind == "python":
             os.execve(sys.executable, [sys.executable, "-X", "utf8", SOURCE_NAMES["python"], *job.args], env)
         os.execve("/bin/sh", ["sh", "-c", kinds.KINDS[job.kind].command, "sh", *job.args], env)
+    except OSError as error:
+        os.write(2, f"{type(error).__name__}: {error}\n".encode()[:4096])
     finally:
         os._exit(127)
 

@@ -265,6 +265,8 @@ def _program(cage: Cage, uid: int, scratch: str, pipes: Pipes, group: Group | No
         os.write(SETUP_FD, READY)
         os.close(SETUP_FD)
         payload.run(cage, kind, source, args, scratch)
+    except Exception as error:  # such as a module or a shell that the job's user may not read
+        os.write(2, f"{type(error).__name__}: {error}\n".encode()[:4096])
     finally:
         os._exit(127)
 

@@ -255,7 +255,8 @@ class _Layer:
             if not os.path.isdir(path):
                 if os.path.lexists(path) or not make:
                     raise Damaged(f"image: {'/'.join(parts)[:120]!r} is no folder of it")
-                os.mkdir(path, 0o755)
+                os.mkdir(path)
+                os.chmod(path, 0o755)  # whatever the caller's umask
                 self._mine.add(path)
             at.append(part)
         return os.path.join(*at)

@@ -52,12 +52,17 @@ def test_layers_lie_over_each_other(form: str, tmp_path: Path) -> None:
         source = docker_save(tmp_path / "image.tar", [LOWER, UPPER])
     else:
         source = oci(tmp_path / "image", [LOWER, UPPER], zipped=form == "oci")
-    root = unpack(source, tmp_path / "cache")
+    mask = os.umask(0o077)
+    try:
+        root = unpack(source, tmp_path / "cache")
+    finally:
+        os.umask(mask)
     assert tree(root) == {
         "dev": "/", "etc": "/", "etc/a": "new", "hard": "a", "lib": "-> usr/lib", "usr": "/", "usr/lib": "/",
         "usr/lib/x": "x", "usr/lib/y": "y", "old": "/", "old/3": "3", "secret": "s", "usr/bin": "/", "usr/bin/z": "-> /etc/a",
     }  # fmt: skip
-    assert stat.S_IMODE((root / "secret").stat().st_mode) == 0o711
+    modes = {name: stat.S_IMODE((root / name).stat().st_mode) for name in ("secret", "usr", "usr/lib")}
+    assert modes == {"secret": 0o711, "usr": 0o755, "usr/lib": 0o755}
     before = root.stat().st_mtime_ns
     assert unpack(source, tmp_path / "cache") == root
     assert root.stat().st_mtime_ns == before
@@ -165,6 +170,15 @@ def test_jobs_see_the_image_and_not_the_machine(tmp_path: Path, monkeypatch: pyt
             sandbox.run(Job(source=b"", kind="c"))
         with Terminal(sandbox) as terminal:
             assert terminal.run("read -r x </marker; echo $x").stdout == b"of the image\n"
+
+
+@CONFINED
+def test_a_shell_that_cannot_be_run_says_why(tmp_path: Path) -> None:
+    source = oci(tmp_path / "image", [layer([("bin/sh", "file", b"no program")], {"bin/sh": 0o755})])
+    with Sandbox(workers=1, image=source) as sandbox:
+        result = sandbox.run(Job(source=b"echo", kind="shell"))
+    assert (result.status, result.exit_code) == (Status.ERROR, 127)
+    assert result.stderr.startswith(b"OSError: [Errno 8] Exec format error")
 
 
 @CONFINED
