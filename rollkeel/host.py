@@ -80,6 +80,16 @@ def whole_pages(address: int, size: int) -> tuple[int, int]:
     return start, max(0, end - start)
 
 
+def untouched(size: int) -> mmap.mmap | bytearray:
+    """Zeros whose pages exist once they are written to, where the system can do that; of this process alone."""
+    if not sys.platform.startswith("linux"):
+        return bytearray(size)
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a system without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 def forget_pages(address: int, size: int) -> None:
     """Give whole pages back; they read as zeros from now on."""
     libc = ctypes.CDLL(None, use_errno=True)

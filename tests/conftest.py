@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from matplotlib.figure import Figure
 
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
@@ -103,14 +102,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session", autouse=True)
 def undrawn() -> Iterator[Callable[..., None]]:
     """Charts stay empty: they took two thirds of a tiny run. tests/report draws them, and so does every run in a process of its
-    own. Gives the real `Figure.savefig`."""
-    real = Figure.savefig
+    own. Gives what draws."""
+    from rollkeel.report import charts
 
-    def blank(_figure: Figure, file: Any, **_: Any) -> None:
-        file.write('<svg viewBox="0 0 1 1"></svg>')
-
+    real = charts._drawn
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", blank)
+        patch.setattr(charts, "_drawn", lambda *_: '<svg viewBox="0 0 1 1"></svg>')
         yield real
 
 
@@ -129,7 +126,7 @@ def own_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def drawn(undrawn: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Charts are drawn after all."""
-    monkeypatch.setattr(Figure, "savefig", undrawn)
+    monkeypatch.setattr("rollkeel.report.charts._drawn", undrawn)
 
 
 @pytest.fixture(scope="module")

@@ -111,6 +111,7 @@ def test_later_overrides_win_and_the_rest_of_the_recipe_stays() -> None:
         ("train.lr", "override 'train.lr': expected key=value"),
         ("=3", "expected key=value"),
         ("data.options=[", "not valid YAML"),
+        pytest.param(f"data.options={'[' * 9999}", "not valid YAML", id="nested"),
         ("data.path=x.jsonl", "or data.sources alone, got data.task and data.path; set the others to null"),
         ("data.task=null", "expected exactly one of data.task and data.path, or data.sources alone, got none; set one"),
     ],
@@ -196,6 +197,7 @@ def test_an_empty_recipe_is_a_mistake(text: str, tmp_path: Path) -> None:
     [
         ("- a\n- b\n", "expected a mapping of sections, got list"),
         ("run: [", "not valid YAML"),
+        pytest.param("- " * 9999, "not valid YAML", id="nested"),
         ("run: {steps: 1}\n\tx: 2", "not valid YAML"),
         ("\xff\xfe", "unknown key|not valid YAML|expected a mapping"),
         ("train: {lr: 1e-4, betas: [0.9, oops]}", "config train.betas.1"),

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from rollkeel.board.tail import Tail, json_object
 from rollkeel.errors import BadInput
@@ -22,6 +21,7 @@ from rollkeel.record.runfolder import CONFIG, EVENTS, METRICS, ROLLOUTS, rollout
 from rollkeel.report.charts import is_number, matching, smooth
 from rollkeel.report.panels import SPECS
 from rollkeel.report.run_files import status_of
+from rollkeel_doctor.yaml_text import YAMLError, parse_yaml
 
 DEPTH = 4
 """Folders below the one that was named in which runs are looked for."""
@@ -147,8 +147,8 @@ class Run:
         if not path.is_file() or not path.resolve().is_relative_to(self.root):
             return {}
         try:
-            tree = yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        except (OSError, yaml.YAMLError):
+            tree = parse_yaml(path.read_bytes())
+        except (OSError, YAMLError):
             return {}
         return leaves_of(tree) if isinstance(tree, dict) else {}
 

@@ -7,6 +7,7 @@ gathering a sequence's blocks yields matrices ready for batched products. Addres
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import torch
 
 from rollkeel.config import EngineConfig
 from rollkeel.errors import BadInput, EngineFailure
+from rollkeel.host import untouched
 from rollkeel.models import gpu, varlen
 from rollkeel.types import KeptKV
 
@@ -186,8 +188,8 @@ class PagedCache:
 
     def room(self, layer: int, kv_heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where keys and values of a layer lie, for who writes them there."""
-        first, second = (self._held(s, layer, kv_heads, width, self._dtype) for s in (self._keys, self._values))
-        return first, second
+        about = layer, kv_heads, width, self._dtype
+        return self._held(self._keys, *about), self._held(self._values, *about)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks in every layer, each (source, target): the last, half-filled blocks of shared prompts. No target is a source."""
@@ -359,17 +361,15 @@ class PagedCache:
     def _held(self, store: dict[int, torch.Tensor], layer: int, heads: int, width: int, dtype: torch.dtype) -> Any:
         if layer not in store:
             # Zeros, not empty: masked keys are multiplied by probability 0, and 0 * NaN would spread.
+            shape = (self.num_blocks * heads, self.block_size, width)
             with self.region():
-                shape = (self.num_blocks * heads, self.block_size, width)
-                store[layer] = torch.zeros(shape, dtype=dtype, device=self._device)
+                if self._device.type == "cpu":  # most blocks are never written to
+                    store[layer] = torch.frombuffer(untouched(math.prod(shape) * dtype.itemsize), dtype=dtype).view(
+                        shape
+                    )
+                else:
+                    store[layer] = torch.zeros(shape, dtype=dtype, device=self._device)
         return store[layer]
-
-
-def kv_memory(asked: float | None, device: torch.device) -> float:
-    """GB for keys and values. The rest of a GPU is for what a trainer allocates later."""
-    if asked is None and device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] / 2**30 * KV_SHARE
-    return asked or KV_GB
 
 
 def affordable_blocks(
@@ -384,9 +384,10 @@ def affordable_blocks(
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     width = max(width, getattr(text, "qk_head_dim", None) or 0)
-    size = torch.finfo(dtype).bits // 8
-    per_block = 2 * text.num_hidden_layers * heads * width * block_size * size
-    memory_gb = kv_memory(config.kv_memory_gb, device)
+    per_block = 2 * text.num_hidden_layers * heads * width * block_size * dtype.itemsize
+    memory_gb = config.kv_memory_gb or KV_GB
+    if config.kv_memory_gb is None and device.type == "cuda":  # the rest is for what a trainer allocates later
+        memory_gb = torch.cuda.mem_get_info(device)[0] / 2**30 * KV_SHARE
     affordable = int(memory_gb * 2**30 / per_block)
     spare = SPARE + (device.type != "cpu")
     needed = -(-max_length // block_size) + spare

@@ -74,12 +74,12 @@ class Curves(Figure):
 
 def matching(rows: Rows, patterns: Sequence[str]) -> list[str]:
     """Metric names with at least one number that fit the patterns, by pattern and then by name."""
-    names = sorted({key for row in rows for key, value in row.items() if is_number(value)})
+    names = sorted(set[str]().union(*rows))
     found: dict[str, None] = {}
     for pattern in patterns:
         regex = re.compile("[^/]+".join(re.escape(part) for part in pattern.split("*")))
         found |= dict.fromkeys(name for name in names if regex.fullmatch(name))
-    return list(found)
+    return [name for name in found if any(is_number(row.get(name)) for row in rows)]
 
 
 def series(rows: Rows, key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -132,6 +132,10 @@ _LEGEND = 84
 
 def drawing(title: str, caption: str, paint: Callable[[Axes], None], *, named: bool = False) -> Chart:
     """A chart in the page's style of whatever `paint` draws, with a legend if it labels more than one thing or is `named`."""
+    return Chart(title=title, caption=caption, markup=_drawn(title, paint, named))
+
+
+def _drawn(title: str, paint: Callable[[Axes], None], named: bool) -> str:
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(5.6, 2.7), layout="constrained")
         axes = figure.add_subplot()
@@ -142,7 +146,7 @@ def drawing(title: str, caption: str, paint: Callable[[Axes], None], *, named: b
         if len(labels) > 1 or (labels and named):
             columns = min(len(labels), 4, max(_LEGEND // (max(map(len, labels)) + 7), 1))
             figure.legend(handles, labels, loc="outside upper left", ncols=columns, handlelength=1.2)
-        return Chart(title=title, caption=caption, markup=_markup(figure, title))
+        return _markup(figure, title)
 
 
 def log_scale(axes: Axes) -> bool:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from rollkeel_doctor.errors import BadInput, Corrupt
+from rollkeel_doctor.yaml_text import parse_yaml
 
 CONFIG, METRICS, EVENTS = "config.yaml", "metrics.jsonl", "events.jsonl"
 
@@ -122,7 +123,7 @@ def _gaps(path: Path, config: dict[str, Any], steps: list[int], done: bool) -> l
 def _config(path: Path, problems: list[str]) -> tuple[str, dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
-        tree = yaml.safe_load(text)
+        tree = parse_yaml(text)
     except (OSError, yaml.YAMLError) as error:
         problems.append(f"{path.name} cannot be read: {' '.join(str(error).split())[:200]}")
         return "", {}

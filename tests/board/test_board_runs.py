@@ -235,5 +235,6 @@ def test_settings_that_differ_are_told_and_no_others(tmp_path: Path) -> None:
         {"key": "run.name", "values": ["a", "b"]},
         {"key": "objective", "values": ["none", "<b>"]},
     ]
-    (paths[0] / "config.yaml").write_text("{")
-    assert Run(0, "a", paths[0]).settings() == {}
+    for broken in ("{", "[" * 100_000, "- " * 100_000):
+        (paths[0] / "config.yaml").write_text(broken)
+        assert Run(0, "a", paths[0]).settings() == {}

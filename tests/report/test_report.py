@@ -252,6 +252,11 @@ def test_an_empty_a_running_and_a_killed_run(tmp_path: Path) -> None:
     shown = page(render(tmp_path / "bare"))
     assert "1 steps" in shown.text
     assert "config.yaml cannot be read" in shown.text
+    (tmp_path / "bare" / "config.yaml").write_text("{a: " * 100_000)
+    assert (
+        "config.yaml cannot be read: lists and mappings are nested deeper than 100"
+        in page(render(tmp_path / "bare")).text
+    )
 
 
 @pytest.mark.parametrize(
