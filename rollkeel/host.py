@@ -81,7 +81,7 @@ def whole_pages(address: int, size: int) -> tuple[int, int]:
 
 
 def untouched(size: int) -> mmap.mmap | bytearray:
-    """Zeros whose pages exist once they are written to, where the system can do that; of this process alone."""
+    """Memory of this process that reads as zeros. On Linux a page takes memory only once it is written to."""
     if not sys.platform.startswith("linux"):
         return bytearray(size)
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

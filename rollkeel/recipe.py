@@ -113,7 +113,7 @@ def _read(recipe: str | Path) -> dict[str, Any]:
     path = find_recipe(recipe)
     try:
         tree = parse_yaml(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BadInput(f"recipe {path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         got = "an empty file" if tree is None else type(tree).__name__
@@ -132,7 +132,7 @@ def _apply(tree: dict[str, Any], text: str, given: set[str]) -> None:
         raise BadInput(f"override {text!r}: expected key=value, for example train.lr=1e-4")
     try:
         value = parse_yaml(raw) if raw.strip() else None
-    except (yaml.YAMLError, RecursionError):
+    except yaml.YAMLError:
         raise BadInput(f"override {text!r}: the value is not valid YAML") from None
     parts = key.strip().split(".")
     node = tree

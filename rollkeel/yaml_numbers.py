@@ -28,4 +28,7 @@ def dump_yaml(tree: Any) -> str:
 
 def parse_yaml(text: str) -> Any:
     """The tree of a YAML text. Raises `yaml.YAMLError`."""
-    return yaml.load(text, _Loader)
+    try:
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        raise yaml.YAMLError("lists and mappings are nested too deeply") from None

@@ -1,4 +1,4 @@
-"""YAML of strangers, read by libyaml where there is it: ten times faster, and a text that is nested deeply enough would end the process."""
+"""Reads YAML that strangers wrote. libyaml, used where PyYAML has it, is fast but crashes on deep nesting, so depth is counted first."""
 
 from __future__ import annotations
 

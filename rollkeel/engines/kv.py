@@ -363,10 +363,9 @@ class PagedCache:
             # Zeros, not empty: masked keys are multiplied by probability 0, and 0 * NaN would spread.
             shape = (self.num_blocks * heads, self.block_size, width)
             with self.region():
-                if self._device.type == "cpu":  # most blocks are never written to
-                    store[layer] = torch.frombuffer(untouched(math.prod(shape) * dtype.itemsize), dtype=dtype).view(
-                        shape
-                    )
+                if self._device.type == "cpu":
+                    memory = untouched(math.prod(shape) * dtype.itemsize)  # most blocks are never written to
+                    store[layer] = torch.frombuffer(memory, dtype=dtype).view(shape)
                 else:
                     store[layer] = torch.zeros(shape, dtype=dtype, device=self._device)
         return store[layer]
