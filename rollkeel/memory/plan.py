@@ -19,7 +19,8 @@ RESERVED = 0.06
 """Share of a GPU that its driver, kernels and fragments take."""
 CHUNK, KEPT_BYTES, SCALED, BLOCK, KV_GB = 1024, 48 * 2**20, 256, 16, 4.0
 WIDE, WIDE_BYTES = 4, 4 * GB
-"""Of `rollkeel.train.logprobs`, `eight_bit` and `rollkeel.engines.kv`, which tests compare with these."""
+TILE, MOST_TILED = 32, 2**18
+"""Of `rollkeel.train.logprobs`, `eight_bit`, `rollkeel.engines.kv` and `rollkeel.models.tiled_experts`, which tests compare with these."""
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "bf16": 2, "fp16": 2}
 """Bytes of a number; quantised engines compute with rounded float32."""
 REMAINDERS = {"float32": 0, "bfloat16": 2, "float16": 4}
@@ -173,15 +174,20 @@ def activations(config: Config, shape: Shape, setting: Setting, tokens: int) -> 
     """What a pass keeps for its backward, and what the backward adds: the logits of a chunk, or one layer later on."""
     size, mode = SIZES[config.model.dtype], config.train.checkpointing
     kernels = not setting.cpu and config.mesh.tensor == 1
-    layer = layer_bytes(shape, size, "gpu" if kernels else "cpu" if setting.cpu and size == 4 else "")
+    plain = setting.cpu and size == 4
+    layer = layer_bytes(shape, size, "gpu" if kernels else "cpu" if plain else "")
     inputs = {"none": layer, "layer": shape.width * size, "selective": (shape.width + shape.queries) * size}[mode]
     experts = max(1, shape.experts)
     pair = 3 * shape.width + 3 * shape.mlp
-    working = 4 * shape.width + size * (shape.chosen * pair if shape.experts else 2 * max(shape.mlp, shape.queries))
+    between = shape.chosen * pair if shape.experts else 2 * max(shape.mlp, shape.queries)
+    between = shape.width if plain and _tiled(shape) else between
+    working = 4 * shape.width + size * between
     matrix = 0 if config.train.lora.rank else 4 * shape.width * shape.mlp * (1 if experts == 1 else 3 * experts)
     low = kernels and size == 2
     wide = CHUNK * max(1, min(WIDE, WIDE_BYTES // (6 * shape.vocab * CHUNK))) if low else CHUNK
-    logits = (6 if low else 8) * min(wide, tokens) * shape.vocab + min(KEPT_BYTES, tokens * shape.vocab * 4)
+    logits = (6 if low else 4 if setting.cpu else 8) * min(wide, tokens) * shape.vocab + min(
+        KEPT_BYTES, tokens * shape.vocab * 4
+    )
     head = 0 if config.train.lora.rank else 4 * shape.vocab * shape.width * (2 if shape.tied else 1)
     ends = shape.width * (4 + 2 * size) + 2 * size * shape.head
     again = 0 if mode == "none" else layer
@@ -208,7 +214,16 @@ def layer_bytes(shape: Shape, size: int, passes: Literal["", "cpu", "gpu"]) -> i
     if not shape.experts:
         return kept + (3 if passes == "gpu" else 4) * size * shape.mlp
     pair = size * (2 * shape.width + (3 if passes == "cpu" else 4) * shape.mlp) + 24
+    pair = size * 2 * shape.mlp + 16 if passes == "cpu" and _tiled(shape) else pair
     return kept + shape.chosen * pair + 8 * shape.experts
+
+
+def _tiled(shape: Shape) -> bool:
+    """Whether experts are computed a block of tokens at a time, where that is to be had."""
+    if not shape.experts:
+        return False
+    whole = shape.width % TILE == shape.mlp % TILE == 0
+    return whole and shape.width * shape.mlp <= MOST_TILED
 
 
 def engine(config: Config, shape: Shape, context: int, longest: int) -> dict[str, int]:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from rollkeel.config import LoraConfig
 from rollkeel.errors import BadInput
+from rollkeel.models import tiled_experts
 from rollkeel.models.experts import by_expert, by_expert_there, plain_experts
 from rollkeel.models.lora import ADAPTER, STACKS, adapter_names, low_rank
 from rollkeel.models.numerics import stays_precise
@@ -22,10 +23,10 @@ Split = torch.Tensor | list[tuple[int, int, int]]
 """Where the rows of each expert lie: `[E]` int32 ends on a device; expert, first and last + 1 on a CPU."""
 
 
-def _grouped(rows: torch.Tensor, weight: torch.Tensor, split: Split) -> torch.Tensor:
+def _grouped(rows: torch.Tensor, weight: torch.Tensor, split: Split, tiled: bool = False) -> torch.Tensor:
     if isinstance(split, torch.Tensor):
         return F.grouped_mm(rows, weight.transpose(1, 2), offs=split)
-    return _Grouped.apply(rows, weight, split)  # type: ignore[return-value]
+    return _Grouped.apply(rows, weight, split, tiled)  # type: ignore[return-value]
 
 
 class Adapter(torch.nn.Module):
@@ -47,19 +48,23 @@ class Adapter(torch.nn.Module):
         _ = module
         return out + low_rank(args[0], self.A, self.B, self.scale).to(out.dtype)
 
-    def grouped(self, rows: torch.Tensor, weight: torch.Tensor, split: Split) -> torch.Tensor:
-        """Each expert's rows times its own weight, and times its own adapters."""
+    def grouped(self, rows: torch.Tensor, weight: torch.Tensor, split: Split, tiled: bool) -> torch.Tensor:
+        """Each expert's rows times its own weight, and times its own adapters. `tiled`: the former by `tiled_experts`."""
         beside = _grouped(_grouped(rows.float(), self.A, split), self.B, split) * self.scale
-        return _grouped(rows, weight, split) + beside.to(rows.dtype)
+        return _grouped(rows, weight, split, tiled) + beside.to(rows.dtype)
 
 
 class _Grouped(torch.autograd.Function):
     """`rows [N, in]` sorted by expert, `weight [E, out, in]` → `[N, out]`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bounds: list[tuple[int, int, int]]) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, bounds: list[tuple[int, int, int]], tiled: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.bounds = bounds
+        if tiled:
+            return tiled_experts.grouped(rows, bounds, weight)
         out = rows.new_empty(len(rows), weight.shape[1])
         for expert, a, b in bounds:
             mm(rows[a:b], weight[expert].t(), out[a:b])
@@ -76,7 +81,7 @@ class _Grouped(torch.autograd.Function):
                 mm(d_out[a:b], weight[expert], d_rows[a:b])
             if d_weight is not None:
                 add_mm(d_weight[expert], d_out[a:b], rows[a:b])
-        return d_rows, d_weight, None
+        return d_rows, d_weight, None, None
 
 
 def _experts(self: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -84,8 +89,14 @@ def _experts(self: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: tor
     top_k = chosen.shape[-1]
     order, split = (by_expert if hidden.device.type == "cpu" else by_expert_there)(chosen, self.num_experts)
     rows = hidden.index_select(0, order // top_k)
-    gate, up = self.lora["gate_up_proj"].grouped(rows, self.gate_up_proj, split).chunk(2, -1)
-    out = self.lora["down_proj"].grouped(F.silu(gate) * up, self.down_proj, split)
+    # As the model without adapters computes, or at zero they would not be it to the bit.
+    tiled = tiled_experts.suits(hidden, self.gate_up_proj, self.down_proj)
+    wide = self.lora["gate_up_proj"].grouped(rows, self.gate_up_proj, split, tiled)
+    gate, up = wide.chunk(2, -1)
+    active: Any = tiled_experts.Gate.apply(wide) if tiled else F.silu(gate) * up
+    out = self.lora["down_proj"].grouped(active, self.down_proj, split, tiled)
+    if tiled:
+        return tiled_experts.Combined.apply(out, weights.to(hidden.dtype), order, split)  # type: ignore[return-value]
     pairs = torch.empty_like(out).index_copy(0, order, out).view(-1, top_k, hidden.shape[-1])
     return (pairs * weights.to(hidden.dtype).unsqueeze(2)).sum(1)
 

@@ -15,6 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 
 from rollkeel.models.fused import swiglu_backward
 from rollkeel.models.products import add_mm, mm
+from rollkeel.models.tiled_experts import TiledExperts, suits
 
 SORTED_EXPERTS = "rollkeel_sorted"
 """Name of the implementation in transformers' experts interface."""
@@ -102,7 +103,20 @@ def sorted_experts_forward(
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     order, bounds = by_expert(top_k_index, self.num_experts)
     weights = top_k_weights.to(hidden_states.dtype)
-    return SortedExperts.apply(hidden_states, weights, order, bounds, self.gate_up_proj, self.down_proj)  # type: ignore[return-value]
+    return swiglu_experts(hidden_states, weights, order, bounds, self.gate_up_proj, self.down_proj)
+
+
+def swiglu_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    order: torch.Tensor,
+    bounds: list[tuple[int, int, int]],
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    """`[N, D]` of `x [N, D]`; see `SortedExperts`, which small experts are quicker without."""
+    way = TiledExperts if suits(x, gate_up, down) else SortedExperts
+    return way.apply(x, weights, order, bounds, gate_up, down)  # type: ignore[return-value]
 
 
 def by_expert(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, list[tuple[int, int, int]]]:

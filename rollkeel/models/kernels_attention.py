@@ -142,7 +142,8 @@ def attend_backward(g, q, k, v, spans, shape, scale, sums, dq, dk, dv):
                 top[:] = 0
                 share[:] = 0
                 for i in range(count):
-                    top[i], share[i] = sums[head, start + i]
+                    top[i] = sums[head, start + i, 0]
+                    share[i] = sums[head, start + i, 1]
                 product(keys, wide, 1, columns, weights, seen, width, 1)
                 product(values, wide, 1, g_columns, slopes, seen, width, 1)
                 whole = up(seen, ROWS)

@@ -6,7 +6,10 @@ import numpy as np
 
 from rollkeel.models.jit import entry, exp, jit
 
-_ROW, _FLOAT, _REAL, _SIZE = "float32[:, ::1]", "float32[::1]", "float32", "int64"
+_ROW = "float32[:, ::1]"
+_FLOAT = "float32[::1]"
+_REAL = "float32"
+_SIZE = "int64"
 
 
 @entry(_ROW, _FLOAT, _REAL, _ROW, _FLOAT)
@@ -55,7 +58,8 @@ def rotary_forward(x, weight, eps, heads, cos, sin, out, scales):
             scale = np.float32(1) / np.sqrt(total / np.float32(2 * half) + eps)
             scales[n] = scale
             for d in range(half):
-                a, b = x[n, d] * scale * weight[d], x[n, d + half] * scale * weight[d + half]
+                a = x[n, d] * scale * weight[d]
+                b = x[n, d + half] * scale * weight[d + half]
                 out[n, d] = a * c[d] - b * s[d]
                 out[n, d + half] = b * c[d] + a * s[d]
         else:
@@ -70,7 +74,8 @@ def rotary_backward(g, x, weight, scales, heads, cos, sin, dx, dweight):
     half = x.shape[1] // 2
     turned = np.empty(2 * half, np.float32)
     for n in range(x.shape[0]):
-        c, s = cos[n // heads], sin[n // heads]
+        c = cos[n // heads]
+        s = sin[n // heads]
         for d in range(half):
             turned[d] = g[n, d] * c[d] + g[n, d + half] * s[d]
             turned[d + half] = g[n, d + half] * c[d] - g[n, d] * s[d]
@@ -84,7 +89,8 @@ def rotary_backward(g, x, weight, scales, heads, cos, sin, dx, dweight):
 def swiglu_backward(g, hidden, out):
     """Gradient `[N, 2W]` of silu(gate) · up by `hidden [N, 2W]` = [gate | up]: silu'(x) = σ(x) + silu(x) · (1 − σ(x))."""
     width = g.shape[1]
-    silu, slope = np.empty(width, np.float32), np.empty(width, np.float32)
+    silu = np.empty(width, np.float32)
+    slope = np.empty(width, np.float32)
     for n in range(hidden.shape[0]):
         gate = hidden[n, :width]
         up = hidden[n, width:]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,6 +10,7 @@ import torch
 
 from rollkeel.models import jit, kernels_attention
 from rollkeel.models.jit import array as _np
+from rollkeel.models.threads import each, shares
 
 _LIBRARY = torch.library.Library("rollkeel", "DEF")
 NAME = "rollkeel::packed_attention"
@@ -78,22 +77,12 @@ def _over_heads(
 ) -> None:
     """Heads of keys are dealt to threads: no two of them write to one place."""
     heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[2]
-    threads = min(torch.get_num_threads(), kv_heads)
-    bounds = [kv_heads * n // threads for n in range(threads + 1)]
 
-    def some(n: int) -> None:
-        shape = np.array([heads, kv_heads, width, bounds[n], bounds[n + 1]])
+    def some(first: int, end: int) -> None:
+        shape = np.array([heads, kv_heads, width, first, end])
         kernel(*taken, _np(spans), shape, np.float32(scale), *outs)
 
-    if threads == 1:
-        some(0)
-    else:
-        list(_threads(threads).map(some, range(threads)))
-
-
-@functools.cache
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, "attention")
+    each(some, shares(kv_heads))
 
 
 def _flat(tensor: torch.Tensor) -> np.ndarray:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from rollkeel.config import LoraConfig
 from rollkeel.errors import BadInput
 from rollkeel.models import gpu, jit, kernels_parity
-from rollkeel.models.experts import SortedExperts, bounds_of, by_expert_there
+from rollkeel.models.experts import bounds_of, by_expert_there, swiglu_experts
 from rollkeel.models.forward import FAMILIES, Attend, FastForward, Observe, rotation, supports
 from rollkeel.models.numerics import product
 
@@ -156,7 +156,7 @@ def experts(
         for i in range(1, k):
             out = out + pairs[:, i] * weights[:, i : i + 1]
     return with_gradient(
-        out.to(h.dtype), lambda: SortedExperts.apply(h, weights.to(h.dtype), order, bounds_of(ends), up, down)
+        out.to(h.dtype), lambda: swiglu_experts(h, weights.to(h.dtype), order, bounds_of(ends), up, down)
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rollkeel.errors import BadInput
-from rollkeel.models.experts import SortedExperts, by_expert, plain_experts
+from rollkeel.models.experts import by_expert, plain_experts, swiglu_experts
 from rollkeel.models.routers import expert_layers
 from rollkeel.train.mesh import Mesh
 from rollkeel.train.parts import cuts
@@ -85,7 +85,7 @@ def _forward_of(layer: Any, mesh: Mesh) -> Callable[[torch.Tensor, torch.Tensor,
         ids = torch.arange(each, device=counts.device).repeat(ranks).repeat_interleave(arriving.reshape(-1))
         mine, bounds = by_expert(ids, each)
         ones = hidden_states.new_ones(len(ids), 1)
-        out = SortedExperts.apply(rows, ones, mine, bounds, layer.gate_up_proj, layer.down_proj)
+        out = swiglu_experts(rows, ones, mine, bounds, layer.gate_up_proj, layer.down_proj)
         back = exchange(out, came, sent, group)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.numel(), device=order.device)

@@ -29,6 +29,7 @@ from rollkeel.memory import plan as memory
 from rollkeel.memory.plan import Setting, advice, layer_bytes, most_tokens, plan
 from rollkeel.memory.shapes import PUBLIC, Shape, shape_of
 from rollkeel.memory.table import markdown
+from rollkeel.models import tiled_experts
 from rollkeel.models.adapters import parameters
 from rollkeel.models.loading import Policy, load_policy
 from rollkeel.models.names import checkpoint_views
@@ -197,6 +198,8 @@ def test_what_a_card_took(name: str, mode: Any, measured: float) -> None:
 def test_constants_are_those_of_trainer_and_engine() -> None:
     assert (memory.CHUNK, memory.KEPT_BYTES, memory.KV_GB) == (logprobs.CHUNK, logprobs.KEEP_BYTES, kv.KV_GB)
     assert (memory.WIDE, memory.WIDE_BYTES) == (logprobs.WIDE, logprobs.WIDE_BYTES)
+    assert memory.MOST_TILED == tiled_experts.MOST
+    assert memory.TILE % tiled_experts.COLUMNS == 0
     assert memory.SCALED == eight_bit.BLOCK
     assert Layout().block_size == memory.BLOCK
     for name in PUBLIC:
@@ -209,10 +212,10 @@ def test_constants_are_those_of_trainer_and_engine() -> None:
 
 
 def test_kernels_of_low_precision_take_the_logits_that_are_planned() -> None:
-    """A token more brings logits in float32 and their gradient in bfloat16, until a chunk is full; elsewhere two float32."""
+    """A token more brings logits in float32 and their gradient in bfloat16, until a chunk is full; elsewhere two float32, on a CPU one."""
     for vocab, dtype, cpu, tokens, size in (
-        (151_936, "bfloat16", False, 4096, 6), (151_936, "bfloat16", True, 1024, 8), (151_936, "float32", False, 1024, 8),
-        (400_000, "bfloat16", False, 1024, 6), (262_144, "bfloat16", False, 2048, 6),
+        (151_936, "bfloat16", False, 4096, 6), (151_936, "bfloat16", True, 1024, 4), (151_936, "float32", False, 1024, 8),
+        (400_000, "bfloat16", False, 1024, 6), (262_144, "bfloat16", False, 2048, 6), (151_936, "float32", True, 1024, 4),
     ):  # fmt: skip
         config, shape = recipe("model.dtype=" + dtype, "train.lora.rank=2", "train.checkpointing=layer")
         shape, setting = replace(shape, vocab=vocab, layers=1, mlp=1), Setting(cpu=cpu)

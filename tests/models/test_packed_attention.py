@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +19,7 @@ import torch
 from rollkeel.models import jit, packed_attention, tiles
 from rollkeel.models.layout import Layout
 from rollkeel.models.packed_attention import attend
+from tests.models.narrow import passes
 
 pytestmark = pytest.mark.skipif(not jit.FOUND, reason="needs numba")
 Tensors = tuple[torch.Tensor, ...]
@@ -196,13 +194,4 @@ def test_a_changed_helper_is_compiled_anew() -> None:
 
 @pytest.mark.slow
 def test_smaller_vectors_compute_the_same(tmp_path: Path) -> None:
-    """As on a processor with vectors of eight floats."""
-    narrow = (
-        "import sys, llvmlite.binding as b; found = b.get_host_cpu_features(); found['avx512f'] = False;"
-        " b.get_host_cpu_features = lambda: found; import pytest; from rollkeel.models import tiles;"
-        " assert tiles.LANES == 8; sys.exit(pytest.main(sys.argv[1:]))"
-    )
-    words = ["-q", "-p", "no:xdist", "-m", "not slow", __file__, str(Path(__file__).with_name("test_tiles.py"))]
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", narrow, *words], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:]
+    passes(tmp_path, __file__, Path(__file__).with_name("test_tiles.py"))

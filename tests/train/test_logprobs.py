@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Grani
 
 from rollkeel.batch.packing import pack
 from rollkeel.errors import BadInput
+from rollkeel.models import jit
 from rollkeel.train import logprobs as module
 from rollkeel.train.head import head_of
 from rollkeel.train.logprobs import PolicyForward, token_logprobs
@@ -59,12 +60,14 @@ def test_truth_table() -> None:
     assert none is None
 
 
+@pytest.mark.parametrize("numba", [True, False])
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("chunk", [1, 8, 37, 100])
 @pytest.mark.parametrize("through_entropy", [True, False])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_values_and_gradients_equal_full_logits(monkeypatch, keep, chunk, through_entropy, softcap) -> None:
+def test_values_and_gradients_equal_full_logits(monkeypatch, numba, keep, chunk, through_entropy, softcap) -> None:
     monkeypatch.setattr(module, "KEEP_BYTES", 10**9 if keep else 0)
+    monkeypatch.setattr(jit, "FOUND", numba and jit.FOUND)
     hidden, weight, bias, targets, up = case()
     options = {"temperature": 0.7, "bias": bias, "scale": 0.5, "softcap": softcap}
     lp, h, _ = token_logprobs(hidden, weight, targets, chunk=chunk, **options)
@@ -77,6 +80,46 @@ def test_values_and_gradients_equal_full_logits(monkeypatch, keep, chunk, throug
     want = torch.autograd.grad((lp64 * up[0]).sum() + ((h64 * up[1]).sum() if through_entropy else 0), inputs)
     for a, b in zip(got, want, strict=True):
         assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+@pytest.mark.skipif(not jit.FOUND, reason="torch's entropy is 3e-4 off")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_large_vocabulary_in_float64(threads: int) -> None:
+    """Long sums in float32 alone would be off by 1e-5. A row of less than a vector is in `test_truth_table`."""
+    hidden, weight, bias, targets, up = case(total=9, vocab=150_001, spread=1.0)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        lp, h, _ = token_logprobs(hidden, weight, targets, bias=bias, chunk=4)
+        assert h is not None
+        got = torch.autograd.grad((lp * up[0]).sum() + (h * up[1]).sum(), (hidden, weight, bias))
+    finally:
+        torch.set_num_threads(before)
+    lp64, h64 = reference(hidden.double(), weight.double(), targets, 1.0, bias.double())
+    torch.testing.assert_close(lp.double(), lp64, rtol=0, atol=3e-6)
+    torch.testing.assert_close(h.double(), h64, rtol=0, atol=3e-6)
+    want = torch.autograd.grad((lp64 * up[0]).sum() + (h64 * up[1]).sum(), (hidden, weight, bias))
+    for a, b, bound in zip(got, want, (2e-4, 1e-5, 1e-5), strict=True):  # the first is a product of 150,000 terms
+        assert (a - b).abs().max() <= bound * b.abs().max()
+
+
+@pytest.mark.parametrize("numba", [True, False])
+def test_a_row_that_is_no_number_shows_and_its_neighbours_stay(monkeypatch, numba: bool) -> None:
+    monkeypatch.setattr(jit, "FOUND", numba and jit.FOUND)
+    for value in (math.nan, math.inf):
+        for place in (0, 49):
+            hidden, weight, bias, targets, _ = case()
+            with torch.no_grad():
+                hidden[5] = 0
+                hidden[5, 0] = value
+                weight[:, 0] = 0
+                weight[place, 0] = 1
+            lp, h, _ = token_logprobs(hidden, weight, targets, bias=bias)
+            lp.sum().backward()
+            assert h is not None
+            assert hidden.grad is not None
+            for rows in (lp.detach(), h.detach(), hidden.grad.sum(1)):
+                assert [n for n in range(37) if not torch.isfinite(rows[n])] == [5], (value, place)
 
 
 def test_gradient_through_entropy_alone_and_partial_inputs() -> None:
