@@ -7,7 +7,9 @@ A round is so many decode steps without a publication and as many with one in th
 `cost`: the difference. `copy`: of the same bytes from warm to warm memory. `beyond`: (cost − copy) / step, at most 2 is asked. The first
 three by the clock, medians of rounds that take turns; `least` takes the least of each in place of medians, for machines that others use.
 `engine` and `caller`: processor time of the engine's and of this process for the publication, less that of the copy, in steps of the engine's
-processor time: what neither a busy machine nor waiting for each other changes. Requests wait for the engine alone where it decodes on its own.
+processor time: what neither a busy machine nor waiting for each other changes.
+`flight`: the same as `beyond` of an engine that decodes on its own while this process publishes, as in `run.loop=async`: decode steps that
+it did not make in the time that they and the publication took, less the copy. What is done before the engine is told costs them little.
 """
 
 from __future__ import annotations
@@ -76,14 +78,40 @@ def measured(engine: Any, pid: int, publish: Callable[[int], Any], model: Any, o
         found["step"].append(seconds[0] / 2 / options.steps)
         found["cost"].append(seconds[1] - seconds[0])
     rows = {key: values[1:] for key, values in found.items()}  # the first round touches fresh memory
+    flight = lost(engine, publish, options, median(rows["step"])) - median(rows["copy"]) / median(rows["step"])
     step, cost, copy = (median(rows[key]) for key in ("step", "cost", "copy"))
     whole = [c + 2 * options.steps * s for c, s in zip(rows["cost"], rows["step"], strict=True)]
     least = min(rows["step"])
     beyond = (min(whole) - 2 * options.steps * least - min(rows["copy"])) / least
     return (
         f"{step * 1e3:8.2f} {cost * 1e3:8.2f} {copy * 1e3:8.2f} {(cost - copy) / step:8.2f} {beyond:8.2f} |"
-        f" {median(rows['engine']):8.2f} {median(rows['caller']):8.2f}"
+        f" {median(rows['engine']):8.2f} {median(rows['caller']):8.2f} | {flight:8.2f}"
     )
+
+
+def lost(engine: Any, publish: Callable[[int], Any], options: argparse.Namespace, step: float) -> float:
+    """Decode steps that an engine which decodes on its own does not make because of a publication, on average."""
+    found = []
+    for version in range(1000, 1000 + options.rounds):
+        rates = []
+        for publishes in (False, True):
+            engine.poll(0)  # from here on it decodes on its own
+            begun, before = _made(engine)
+            time.sleep(options.steps * step)
+            if publishes:
+                publish(version)
+            time.sleep(options.steps * step)
+            ended, behind = _made(engine)
+            rates.append((behind - before, ended - begun))
+        (alone, took), (made, lasted) = rates
+        found.append(lasted * alone / took - made)
+    return float(np.mean(found[1:] or found))
+
+
+def _made(engine: Any) -> tuple[float, int]:
+    """When it has made how many decode steps."""
+    engine.progress()
+    return time.perf_counter(), engine.steps[0]
 
 
 def in_worker(model: Any, config: EngineConfig, options: argparse.Namespace) -> str:
@@ -115,11 +143,14 @@ def in_actor(model: Any, config: EngineConfig, options: argparse.Namespace) -> s
     try:
         _ = engine.capabilities
         parts = Layout(model, Mesh()), pieces_of(model)
-        trainer: Any = SimpleNamespace(model=model, parts=parts, named_adapters=dict)
+        trainer: Any = SimpleNamespace(model=model, parts=parts, named_adapters=dict, version=0)
         sender = Sender(trainer, Mesh(), SyncConfig(), 60.0)
 
         class Source:
             traffic = Traffic()
+
+            def prepare(self, head: Any) -> None:
+                sender.prepare(head)
 
             def stream(self, head: Any, sinks: Any) -> list[int]:
                 return sender.send(head, sinks)[0]
@@ -147,7 +178,7 @@ def main() -> None:
     weights = checkpoint_views(model).values()
     count, mb = sum(t.numel() for t in weights), sum(t.nbytes for t in weights) / 1e6
     print(f"{count:,} parameters, {mb:.0f} MB, {options.dtype}, load {os.getloadavg()[0]:.1f}")
-    print("engine    step ms     cost     copy   beyond    least |  engine   caller")
+    print("engine    step ms     cost     copy   beyond    least |  engine   caller |  flight")
     config = EngineConfig.model_validate({"slots": options.slots, "kv": "keep", "dtype": options.dtype})
     for name, way in {"worker": in_worker, "actor": in_actor}.items():
         print(f"{name:8}{way(model, config, options)}", flush=True)

@@ -26,6 +26,10 @@ class Source(Protocol):
     traffic: Traffic
     """Of the last stream."""
 
+    def prepare(self, head: WeightUpdate) -> None:
+        """Do what can be done of `stream` while the engines still sample with what they have."""
+        ...
+
     def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> Sequence[int]:
         """Send all weights, or with `head.kind == "adapter"` all adapters, or with `delta` what changed of the weights, from where they
         are. Returns the checksum of what each sink got.
@@ -49,6 +53,9 @@ class OwnWeights:
         self._weights, self._adapters = weights, adapters
         self._bucket_bytes, self._deadline_s = bucket_bytes, deadline_s
         self.traffic = Traffic()
+
+    def prepare(self, head: WeightUpdate) -> None:
+        """Nothing: pairs are made one by one."""
 
     def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> Sequence[int]:
         if head.kind == "delta":
@@ -120,6 +127,7 @@ class StreamPublisher:
         mode = "fp32" if kind == "adapter" else self.engine.capabilities.dtype
         head = WeightUpdate(kind=kind, base_version=base, version=version, slices=(), checksum=0, mode=mode)
         while True:
+            self.source.prepare(head)
             try:
                 return self.engine.publish(head, lambda sinks: self._feed(head, sinks), to)
             except BegunAgain:

@@ -250,6 +250,11 @@ class Rank:
         state, version = self._objective.state_dict(), self._made.version
         return pickle.dumps({"output": wire.output_out(output), "objective": state, "version": version})
 
+    def _prepare(self, head: Any) -> None:
+        """What can be done of a `stream` before engines are told of it."""
+        if self._sender is not None:
+            self._sender.prepare(head)
+
     def _stream(self, head: Any, sinks: Sequence[Any], deadline_s: float) -> Any:
         """Send what the plan gives this rank of the weights, or of what is trained beside them. Returns a checksum for each engine and
         the traffic, or which of them failed: no rank waits for another one here, so that all can go on."""

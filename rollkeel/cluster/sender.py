@@ -16,7 +16,7 @@ from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.sync.last_sent import LastSent, Traffic
 from rollkeel.sync.layouts import Part, parts_of
 from rollkeel.sync.plan import Plan
-from rollkeel.sync.sending import MADE, WINDOW, Outgoing, Weights, send_part
+from rollkeel.sync.sending import MADE, WINDOW, Outgoing, Sums, Weights, send_part, sums_of
 from rollkeel.train.mesh import Mesh
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import WeightUpdate
@@ -38,6 +38,10 @@ class Sender:
         self._node = ray.get_runtime_context().get_node_id()
         self._nodes = mesh.everyone(self._node)
         self._plans = dict[tuple[Any, ...], Plan]()
+        self._about: Outgoing | None = None
+        """Of the last plan for all weights."""
+        self._prepared: tuple[tuple[Any, ...], Sums] = (), {}
+        """What they are sums of, and sums."""
         self._rings: dict[int, tuple[str, Ring | None]] = {}
         """By number of the engine, and which actor that is; None for one that gets its buckets through Ray's object store."""
         self._pulses = dict[int, tuple[str, Pulse]]()
@@ -62,14 +66,33 @@ class Sender:
         pulses = [self._pulse(sink) for sink in sinks]
         carrier = Calls(head, sinks, self._deadline_s, self._shared(sinks), pulses)
         about = Outgoing(sinks[0].rooms, head.mode, self._bucket_bytes)
-        if self._last is None or adapters:
+        if adapters:
             sums = send_part(self._plans[key], self._mesh.rank, weights.held, about, carrier)
             return sums, Traffic(nbytes=carrier.nbytes)
         cuts = key, self._bucket_bytes
+        summed, known = self._prepared
+        self._prepared = (), {}
+        if summed != (*cuts, self._trainer.version):
+            known = {}
+        self._about = about
+        if self._last is None:
+            sums = send_part(self._plans[key], self._mesh.rank, weights.held, about, carrier, known=known)
+            return sums, Traffic(nbytes=carrier.nbytes)
         through = self._last.through(head, cuts, about)
-        sums = send_part(self._plans[key], self._mesh.rank, weights.held, about, carrier, through)
+        sums = send_part(self._plans[key], self._mesh.rank, weights.held, about, carrier, through, known)
         self._last.done(head, cuts)
         return sums, self._last.traffic._replace(nbytes=carrier.nbytes)
+
+    def prepare(self, head: WeightUpdate) -> None:
+        """Make the checksums of what is to be sent to the engines of the last time, while they still sample. `send` finds out whether they
+        are of what it sends."""
+        self._prepared = (), {}
+        if head.kind == "adapter" or self._about is None:
+            return
+        for key, plan in self._plans.items():
+            if not key[0]:
+                made = sums_of(plan, self._mesh.rank, self._weights().held, self._about)
+                self._prepared = (key, self._about.bucket_bytes, self._trainer.version), made
 
     def _weights(self) -> Weights:
         """What lies on this rank, now: the optimizer may have moved it to the host and back."""

@@ -78,6 +78,10 @@ class RemoteTrainer:
         self.version = told["version"]
         return wire.output_in(told["output"])
 
+    def prepare(self, head: Any) -> None:
+        """See `rollkeel.cluster.publish.Source`."""
+        self._ranks.gather("prepare", head)
+
     def stream(self, head: Any, sinks: Sequence[Any]) -> Sequence[int]:
         """See `rollkeel.cluster.publish.Source`: from all ranks to the engines, past this process."""
         sent = self._ranks.gather("stream", head, ray.put(list(sinks)), self._deadline_s)

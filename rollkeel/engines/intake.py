@@ -203,16 +203,18 @@ class Intake:
             raise EngineFailure(f"weight update {head.version}: {name} arrived rounded in some boxes only")
         if waits:
             self._waiting[name] = tensor.dtype
-        if not rounds or piece.rounded or waits:
-            if isinstance(view, Packed) or tensor.data_ptr() != view.data_ptr():  # else it was written there as it came
-                view.copy_(tensor)
+        exact = not rounds or piece.rounded or waits
+        new = tensor if exact else rounded(name, tensor, mode)
+        if isinstance(view, Packed):
+            view.copy_(new)
+            view = view.read()
+            new = None
+        elif new.data_ptr() == view.data_ptr():
+            new = None  # it was written there as it came
+        if piece.starts and exact:
+            prove_box(piece, view, (offset, pitches), head, mode, new)
         else:
-            view.copy_(rounded(name, tensor, mode))
-        view = view.read() if isinstance(view, Packed) else view
-        if piece.starts and (not rounds or piece.rounded or waits):
-            prove_box(piece, view, (offset, pitches), head, mode)
-        else:
-            prove_piece(replace(piece, offset=offset), view, head, mode)
+            prove_piece(replace(piece, offset=offset), view, head, mode, new)
 
     def _round(self, name: str, dtype: torch.dtype) -> None:
         """Round in place what is held of a weight, some rows at a time. Its boxes were proven as they came."""

@@ -147,20 +147,27 @@ def prove(update: WeightUpdate, held: Mapping[str, torch.Tensor], mode: str) -> 
     return check_total(sum(piece.checksum for piece in update.slices), update.checksum, update.version)
 
 
-def prove_piece(piece: WeightSlice, held: torch.Tensor, update: WeightUpdate, mode: str) -> None:
-    """Raises `EngineFailure` unless `held` is what the slice says, rounded to `mode`."""
+def prove_piece(
+    piece: WeightSlice, held: torch.Tensor, update: WeightUpdate, mode: str, source: torch.Tensor | None = None
+) -> None:
+    """Raises `EngineFailure` unless `held` is what the slice says, rounded to `mode`. `source`: is copied there before."""
     if update.mode != mode:
         piece = _restated(piece, update, mode)
-    if held_checksum(piece.name, held, mode, piece.offset) != piece.checksum:
+    if held_checksum(piece.name, held, mode, piece.offset, source=source) != piece.checksum:
         came = 0 if update.kind == "delta" else update_checksum(piece.name, piece.tensor, mode, piece.offset)
         raise _unproven(piece, came, update, mode)
 
 
 def prove_box(
-    piece: WeightSlice, held: torch.Tensor, at: tuple[int, Sequence[int]], update: WeightUpdate, mode: str
+    piece: WeightSlice,
+    held: torch.Tensor,
+    at: tuple[int, Sequence[int]],
+    update: WeightUpdate,
+    mode: str,
+    source: torch.Tensor | None = None,
 ) -> None:
     """The same of a box that nothing rounds any more, or not yet. `at`: its offset and pitches, see `held_checksum`."""
-    if held_checksum(piece.name, held, mode, *at) != piece.checksum:
+    if held_checksum(piece.name, held, mode, *at, source) != piece.checksum:
         raise _unproven(piece, held_checksum(piece.name, piece.tensor, mode, *at), update, mode)
 
 

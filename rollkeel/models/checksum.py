@@ -11,11 +11,13 @@ import numpy as np
 import torch
 
 from rollkeel.models import gpu
-from rollkeel.models.jit import FOUND, entry
+from rollkeel.models.jit import FOUND, entry, jit
 
 MASK = 2**64 - 1
 PART = 2**19
 """Elements at one time: what a part needs beside the weights stays below 32 MB, and in the processor's caches."""
+BLOCK = 2**10
+"""Elements that are copied before they are summed, which the nearest cache holds."""
 PART_OF_KERNEL = 2**27
 """The same on a GPU: one launch for most tensors."""
 SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -23,35 +25,57 @@ SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LOW, _STEP, _HIGH, _FLIP = 2**32 - 1, 0x9E3779B1, 0x85EBCA77, 0x5BD1E995
 
 
-def _sum(bits, rows, run, pitch, apart, offset, base, out):  # type: ignore[no-untyped-def]
+@jit
+def _key(i, first):  # type: ignore[no-untyped-def]
+    x = np.uint64(np.uint32(np.uint32(i) * np.uint32(_STEP) + first))
+    return ((x * x) >> np.uint64(16)) & np.uint64(_LOW) | np.uint64(1)
+
+
+def _sum(bits, source, rows, run, pitch, apart, offset, base, out):  # type: ignore[no-untyped-def]
     """Adds to out[0] the checksum of `rows` runs of elements in one pass, where PyTorch makes ten. Runs begin `pitch` elements
-    apart in `bits` and `apart` positions apart in the tensor, the first at `offset`."""
+    apart in `bits` and `apart` positions apart in the tensor, the first at `offset`. `source`: what is written to `bits` before, if it is
+    one run; or nothing. A block is summed while the next one is written, for the one waits for memory and the other computes."""
     total = np.uint64(0)
+    for i in range(min(len(source), BLOCK)):
+        bits[i] = source[i]
     for row in range(rows):
         done = 0
         while done < run:  # once, but where positions pass a multiple of 2**32
             position = offset + row * apart + done
             low = position & _LOW
             count = min(run - done, _LOW + 1 - low)
+            if len(source):
+                count = min(count, BLOCK)
             high = np.uint64(position >> 32) * np.uint64(_HIGH)
             first = np.uint32(np.uint64(base) + np.uint64(low) * np.uint64(_STEP) + high)
-            part = bits[row * pitch + done : row * pitch + done + count]
-            for i in range(count):
-                x = np.uint64(np.uint32(np.uint32(i) * np.uint32(_STEP) + first))
-                key = ((x * x) >> np.uint64(16)) & np.uint64(_LOW) | np.uint64(1)
-                total += (np.uint64(part[i]) ^ np.uint64(_FLIP)) * key
+            begin = row * pitch + done
+            part = bits[begin : begin + count]
+            new = source[done + BLOCK : done + BLOCK + count]
+            there = bits[begin + BLOCK : begin + BLOCK + len(new)]
+            for i in range(len(new)):
+                there[i] = new[i]
+                total += (np.uint64(part[i]) ^ np.uint64(_FLIP)) * _key(i, first)
+            rest = part[len(new) :]
+            first = np.uint32(np.uint64(first) + np.uint64(len(new)) * np.uint64(_STEP))
+            for i in range(len(rest)):
+                total += (np.uint64(rest[i]) ^ np.uint64(_FLIP)) * _key(i, first)
             done += count
     out[0] += total
 
 
 _ARGUMENTS = (*["int64"] * 5, "uint32", "uint64[::1]")
-_COMPILED = {width: entry(f"uint{8 * width}[::1]", *_ARGUMENTS)(_sum) for width in ((1, 2, 4, 8) if FOUND else ())}
+_COMPILED = {w: entry(*2 * [f"uint{8 * w}[::1]"], *_ARGUMENTS)(_sum) for w in ((1, 2, 4, 8) if FOUND else ())}
 """By bytes per element."""
 UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 def tensor_checksum(
-    name: str, tensor: torch.Tensor, offset: int = 0, dtype: torch.dtype | None = None, pitches: Sequence[int] = ()
+    name: str,
+    tensor: torch.Tensor,
+    offset: int = 0,
+    dtype: torch.dtype | None = None,
+    pitches: Sequence[int] = (),
+    source: torch.Tensor | None = None,
 ) -> int:
     """Checksum of `tensor` as elements `offset …` of the flattened tensor `name`; parts add up modulo 2**64.
 
@@ -59,14 +83,25 @@ def tensor_checksum(
     missing element changes the sum. Keys are no linear function of positions (middle squares of a Weyl sequence, Widynski,
     arXiv:1704.00358), or two rows with equal sums could change places. It guards against bugs, not against an adversary.
     `dtype`: of the tensor's values in that dtype. `pitches`: of a box, how many positions of the whole lie between neighbours
-    along each dimension (`pitches_of`); whole rows need none.
+    along each dimension (`pitches_of`); whole rows need none. `source`: is copied to `tensor` before; what is summed is read from there.
     """
     dtype = dtype or tensor.dtype
     base = zlib.crc32(f"{name}:{dtype.itemsize}".encode())
     compiled = _COMPILED.get(dtype.itemsize) if tensor.device.type == "cpu" else None
     runs = _in_one_run(tensor.shape, pitches)
-    kernel = runs == 0 and gpu.taken(tensor)
     on_host, on_device = np.zeros(1, np.uint64), 0
+    if compiled is not None and runs == 0 and tensor.dtype == dtype and tensor.is_contiguous():
+        bits = _bits(tensor)
+        new = bits[:0]
+        if source is not None and _alike(tensor, source):
+            new = _bits(source)
+        elif source is not None:
+            tensor.copy_(source)
+        compiled(bits, new, 1, len(bits), 0, 0, offset, base, on_host)
+        return int(on_host[0])
+    if source is not None:
+        tensor.copy_(source)
+    kernel = runs == 0 and gpu.taken(tensor)
     for first, part, apart in _placed(tensor.detach(), offset, pitches, runs, PART_OF_KERNEL if kernel else PART):
         plain = part.to(dtype)
         if kernel:
@@ -77,10 +112,22 @@ def tensor_checksum(
             plain = plain if plain.stride(1) == 1 or plain.shape[1] == 1 else plain.contiguous()
             (rows, run), pitch = plain.shape, plain.stride(0)
             flat = plain[0] if rows == 1 else plain.as_strided(((rows - 1) * pitch + run,), (1,))
-            compiled(flat.view(UNSIGNED[dtype.itemsize]).numpy(), rows, run, pitch, apart, first, base, on_host)
+            bits = _bits(flat)
+            compiled(bits, bits[:0], rows, run, pitch, apart, first, base, on_host)
         else:
             on_device += _plain_sum(plain, base, first, apart)
     return (int(on_host[0]) + int(on_device)) & MASK
+
+
+def _bits(tensor: torch.Tensor) -> np.ndarray:
+    """A contiguous tensor as integers."""
+    return tensor.detach().view(-1).view(UNSIGNED[tensor.element_size()]).numpy()
+
+
+def _alike(tensor: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether the bits of `source`, one after the other, are to be in `tensor`."""
+    same = source.dtype == tensor.dtype and source.shape == tensor.shape and source.device == tensor.device
+    return same and source.is_contiguous()
 
 
 def pitches_of(shape: Sequence[int]) -> tuple[int, ...]:

@@ -130,13 +130,21 @@ def update_checksum(name: str, tensor: torch.Tensor, mode: str | None, offset: i
     return held_checksum(name, rounded(name, tensor, mode), mode, offset)
 
 
-def held_checksum(name: str, held: torch.Tensor, mode: str, offset: int = 0, pitches: Sequence[int] = ()) -> int:
+def held_checksum(
+    name: str,
+    held: torch.Tensor,
+    mode: str,
+    offset: int = 0,
+    pitches: Sequence[int] = (),
+    source: torch.Tensor | None = None,
+) -> int:
     """Checksum of what an engine of `mode` holds under `name`: `update_checksum` of what it was to hold, if it is that. Of a box:
-    with its `pitches`, see `tensor_checksum`.
+    with its `pitches`, and after `source` was copied there, see `tensor_checksum`.
 
     A weight that the engine keeps more precisely than its mode (a router's bias) is compared at the mode's precision.
     """
-    return tensor_checksum(name, held, offset, compute_dtype(mode) if held.is_floating_point() else None, pitches)
+    dtype = compute_dtype(mode) if held.is_floating_point() else None
+    return tensor_checksum(name, held, offset, dtype, pitches, source)
 
 
 def round_fp8(x: torch.Tensor) -> torch.Tensor:

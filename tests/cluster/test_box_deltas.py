@@ -112,10 +112,11 @@ class Carrier:
 
 class Rank(sender.Sender):
     def __init__(self, rank: int, trainer: Trainer) -> None:
-        self._trainer: Any = SimpleNamespace(model=trainer, parts=(rank,), named_adapters=dict)
+        self._trainer: Any = SimpleNamespace(model=trainer, parts=(rank,), named_adapters=dict, version=0)
         self._mesh: Any = SimpleNamespace(rank=rank)
         self._config, self._deadline_s = SyncConfig(), 1.0
         self._plans, self._bucket_bytes, self._last = {}, 2_000, LastSent()
+        self._about, self._prepared = None, ((), {})
 
     def _weights(self) -> Any:
         return Cut(self._trainer.model, *self._trainer.parts)
@@ -139,6 +140,9 @@ class Trainer:
     masters: dict[str, torch.Tensor]
     senders: list[Rank] = field(default_factory=list)
     traffic: Traffic = field(default_factory=Traffic)
+
+    def prepare(self, head: WeightUpdate) -> None:
+        pass
 
     def stream(self, head: WeightUpdate, sinks: Sequence[Any]) -> list[int]:
         sent = [one.send(head, sinks) for one in self.senders]

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
 
@@ -34,6 +35,7 @@ from rollkeel.config import EngineConfig, SyncConfig
 from rollkeel.engines.shared_memory import ALIGN, Ring
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.names import checkpoint_views
+from rollkeel.sync import sending
 from rollkeel.sync.layouts import Held
 from rollkeel.sync.plan import Plan
 from rollkeel.sync.publish import full_update
@@ -205,8 +207,11 @@ class OneRank:
     """A source that is a trainer's only rank, in this process."""
 
     def __init__(self, model: Any, **config: Any) -> None:
-        trainer: Any = SimpleNamespace(model=model, parts=(Layout(model, OwnPlace()), pieces_of(model)))
-        self.sender = Sender(trainer, OwnPlace(), SyncConfig(**config), 60)
+        self.trainer: Any = SimpleNamespace(model=model, parts=(Layout(model, OwnPlace()), pieces_of(model)), version=0)
+        self.sender = Sender(self.trainer, OwnPlace(), SyncConfig(**config), 60)
+
+    def prepare(self, head: WeightUpdate) -> None:
+        self.sender.prepare(head)
 
     def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> list[int]:
         return self.sender.send(head, sinks)[0]
@@ -240,6 +245,49 @@ def test_a_rank_shares_memory_with_engines_of_its_host_if_it_may_and_can(
     ):
         StreamPublisher(actors, OneRank(model, transport="shm")).publish(None, 84)
     assert actors.version == -1
+
+
+def test_sums_are_made_before_engines_are_told(monkeypatch: pytest.MonkeyPatch, ray_cluster: None) -> None:
+    """From the second publication on, of what travels as it is; and sums of other weights are not taken."""
+    model = model_of("tiny-qwen3-moe", 3)
+    engine = ActorEngine(model.config, CONFIG.model_copy(update={"dtype": "fp32"}), [{}], device="cpu", max_length=96)
+    source, made = OneRank(model), list[str]()
+    original, asked = sending.held_checksum, ActorEngine.publish
+
+    def summed(name: str, *about: Any) -> int:
+        made.append(name)
+        return original(name, *about)
+
+    def told(self: ActorEngine, *about: Any) -> Any:
+        made.append("told")
+        return asked(self, *about)
+
+    monkeypatch.setattr(sending, "held_checksum", summed)
+    monkeypatch.setattr(ActorEngine, "publish", told)
+    publisher, every = StreamPublisher(engine, source), len(checkpoint_views(model))
+    try:
+        for version, before in ((1, 0), (2, every), (3, every)):
+            made.clear()
+            source.trainer.version = version
+            publisher.publish(None, version)
+            assert engine.version == version
+            assert (made.index("told"), len(made)) == (before, every + 1)
+        source.prepare = lambda head: (source.sender.prepare(head), setattr(source.trainer, "version", 5))  # type: ignore[method-assign]
+        made.clear()
+        publisher.publish(None, 5)
+        assert (made.index("told"), len(made), engine.version) == (every, 2 * every + 1, 5)
+
+        def changed(head: WeightUpdate) -> None:
+            source.sender.prepare(head)
+            with torch.no_grad():
+                next(model.parameters()).mul_(2)
+
+        source.prepare = changed  # type: ignore[method-assign]
+        with pytest.raises(EngineFailure, match="arrived with a wrong checksum"):
+            publisher.publish(None, 6)
+        assert engine.version == -1
+    finally:
+        engine.close()
 
 
 def mapped(part: Any) -> int:

@@ -154,6 +154,9 @@ class Ranks:
         kind: Any = ray.remote(num_cpus=0)(Rank)
         self.rank, self.pairs = kind.remote(), [(n, t.clone()) for n, t in checkpoint_views(model).items()]
 
+    def prepare(self, head: WeightUpdate) -> None:
+        pass
+
     def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> list[int]:
         return [ray.get(self.rank.stream.remote(self.pairs, head, list(sinks)), timeout=60)]
 

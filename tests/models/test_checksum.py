@@ -99,6 +99,36 @@ def test_a_box_whose_positions_pass_two_to_the_32_is_the_sum_of_its_elements(
 
 
 @pytest.mark.skipif(not jit.FOUND, reason="numba is not here")
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [0, 1, 1023, 1024, 1025, 5000])
+def test_what_is_copied_before_is_there_and_summed_there(
+    count: int, dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Around the size of a block, and where positions pass 2**32 in the middle of one."""
+    if not compiled:
+        monkeypatch.setattr(checksum, "_COMPILED", {})
+    x = (torch.arange(count) * 1.37 % 200).to(dtype)
+    for offset in (0, 2**32 - 700, 2**32 - 1024):
+        memory = torch.full((count + 4,), 7).to(dtype)
+        assert tensor_checksum("w", memory[2:-2], offset, source=x) == tensor_checksum("w", x, offset)
+        assert torch.equal(memory[2:-2], x)
+        assert memory[[0, 1, -2, -1]].eq(7).all()
+
+
+def test_a_copy_into_other_forms_and_types() -> None:
+    x = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
+    places = [torch.zeros(10, 6).t(), torch.zeros(6, 20)[:, ::2], torch.zeros(6, 10, dtype=torch.bfloat16)]
+    for source in (x, x.t().contiguous().t(), x[::2].repeat_interleave(2, 0)[:6]):
+        for place in places:
+            got = tensor_checksum("w", place, 3, source=source)
+            assert torch.equal(place, source.to(place.dtype))
+            assert got == tensor_checksum("w", source.to(place.dtype), 3)
+    box, pitches = torch.zeros(6, 10), pitches_of((9, 14))
+    assert tensor_checksum("w", box, 5, None, pitches, x) == tensor_checksum("w", x, 5, None, pitches)
+    assert torch.equal(box, x)
+
+
 def test_every_width_is_summed_in_one_pass() -> None:
     assert set(checksum._COMPILED) == {1, 2, 4, 8}
 

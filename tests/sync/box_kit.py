@@ -18,7 +18,7 @@ from rollkeel.sync.sending import Outgoing, Weights, send_part
 from rollkeel.train.mesh import Mesh
 from rollkeel.train.parts import part_shape
 from rollkeel.train.sharded import Layout, pieces_of, tensors_of
-from rollkeel.types import WeightSlice
+from rollkeel.types import WeightSlice, WeightUpdate
 
 BUCKET = 5_000
 """Bytes: less than most weights of the tiny models."""
@@ -39,6 +39,9 @@ class Ranks:
 
     model: Any
     sizes: dict[str, int]
+
+    def prepare(self, head: WeightUpdate) -> None:
+        """As a `cluster.publish.Source`: nothing."""
 
     def layout(self, rank: int) -> Layout:
         return Layout(self.model, replace(Mesh(**self.sizes), rank=rank))
