@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -11,17 +13,28 @@ from ray.exceptions import RayError
 from rollkeel.cluster.pulse import Pulse, awaited
 from rollkeel.cluster.stream import Calls, Sink
 from rollkeel.config_cluster import SyncConfig
-from rollkeel.engines.shared_memory import ALIGN, AVAILABLE, Ring
+from rollkeel.engines.shared_memory import ALIGN, AVAILABLE, Ring, Slot, buckets
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.sync.last_sent import LastSent, Traffic
 from rollkeel.sync.layouts import Part, parts_of
 from rollkeel.sync.plan import Plan
-from rollkeel.sync.sending import MADE, WINDOW, Outgoing, Sums, Weights, send_part, sums_of
+from rollkeel.sync.sending import MADE, WINDOW, Outgoing, Ready, Weights, ready_of, send_part
 from rollkeel.train.mesh import Mesh
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.types import WeightUpdate
 
 MB = 2**20
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What can be done of a publication before engines are told."""
+
+    of: tuple[Any, ...] = ()
+    """Plan, size of a bucket, version of the weights."""
+    ready: Ready = ()
+    placed: Mapping[int, list[Slot]] = field(default_factory=dict)
+    """Where the first buckets lie, by number of the sink."""
 
 
 class Sender:
@@ -38,10 +51,9 @@ class Sender:
         self._node = ray.get_runtime_context().get_node_id()
         self._nodes = mesh.everyone(self._node)
         self._plans = dict[tuple[Any, ...], Plan]()
-        self._about: Outgoing | None = None
-        """Of the last plan for all weights."""
-        self._prepared: tuple[tuple[Any, ...], Sums] = (), {}
-        """What they are sums of, and sums."""
+        self._about: tuple[Outgoing, list[int]] | None = None
+        """Of the last plan for all weights, and the engines' numbers."""
+        self._prepared = Prepared()
         self._rings: dict[int, tuple[str, Ring | None]] = {}
         """By number of the engine, and which actor that is; None for one that gets its buckets through Ray's object store."""
         self._pulses = dict[int, tuple[str, Pulse]]()
@@ -64,35 +76,50 @@ class Sender:
             hosts = self._hosts(sinks)
             self._plans = {key: weights.plan([sink.rooms for sink in sinks], head.mode, hosts)}
         pulses = [self._pulse(sink) for sink in sinks]
-        carrier = Calls(head, sinks, self._deadline_s, self._shared(sinks), pulses)
+        rings = self._shared(sinks)
         about = Outgoing(sinks[0].rooms, head.mode, self._bucket_bytes)
+        cuts = key, self._bucket_bytes
+        prepared, self._prepared = self._prepared, Prepared()
+        if prepared.of != (*cuts, self._trainer.version):
+            prepared = Prepared()
+        carrier = Calls(head, sinks, self._deadline_s, rings, pulses, prepared.placed)
         if adapters:
             sums = send_part(self._plans[key], self._mesh.rank, weights.held, about, carrier)
             return sums, Traffic(nbytes=carrier.nbytes)
-        cuts = key, self._bucket_bytes
-        summed, known = self._prepared
-        self._prepared = (), {}
-        if summed != (*cuts, self._trainer.version):
-            known = {}
-        self._about = about
-        if self._last is None:
-            sums = send_part(self._plans[key], self._mesh.rank, weights.held, about, carrier, known=known)
-            return sums, Traffic(nbytes=carrier.nbytes)
-        through = self._last.through(head, cuts, about)
-        sums = send_part(self._plans[key], self._mesh.rank, weights.held, about, carrier, through, known)
+        self._about = about, [sink.index for sink in sinks]
+        through = None if self._last is None else self._last.through(head, cuts, about)
+        part = self._plans[key], self._mesh.rank, weights.held, about, carrier
+        if through is None or self._last is None:
+            return send_part(*part, ready=prepared.ready), Traffic(nbytes=carrier.nbytes)
+        sums = send_part(*part, through, prepared.ready)
         self._last.done(head, cuts)
         return sums, self._last.traffic._replace(nbytes=carrier.nbytes)
 
     def prepare(self, head: WeightUpdate) -> None:
-        """Make the checksums of what is to be sent to the engines of the last time, while they still sample. `send` finds out whether they
-        are of what it sends."""
-        self._prepared = (), {}
+        """Cut and sum what is to be sent to the engines of the last time, and lay the first of it where they will read it, while they
+        still sample. `send` finds out whether it is what it sends."""
+        self._prepared = Prepared()
         if head.kind == "adapter" or self._about is None:
             return
+        about, numbers = self._about
+        rank = self._mesh.rank
         for key, plan in self._plans.items():
             if not key[0]:
-                made = sums_of(plan, self._mesh.rank, self._weights().held, self._about)
-                self._prepared = (key, self._about.bucket_bytes, self._trainer.version), made
+                ready = ready_of(plan, rank, self._weights().held, about)
+                placed = {} if self._last is not None else self._placed(ready, about, numbers)
+                of = key, about.bucket_bytes, self._trainer.version
+                self._prepared = Prepared(of, ready, placed)
+
+    def _placed(self, ready: Ready, about: Outgoing, numbers: Sequence[int]) -> dict[int, list[Slot]]:
+        """Write as many buckets as may be under way."""
+        out = dict[int, list[Slot]]()
+        first = ((to, bucket) for to, pieces in ready for bucket in buckets(pieces, about.bucket_bytes))
+        for to, bucket in itertools.islice(first, WINDOW):
+            for number in to:
+                _, ring = self._rings.get(numbers[number], ("", None))
+                if ring is not None:
+                    out.setdefault(number, []).append(ring.put(bucket))
+        return out
 
     def _weights(self) -> Weights:
         """What lies on this rank, now: the optimizer may have moved it to the host and back."""

@@ -127,15 +127,17 @@ class Calls:
         deadline_s: float,
         rings: Mapping[int, Ring] | None = None,
         pulses: Sequence[Pulse] = (),
+        placed: Mapping[int, list[Slot]] | None = None,
     ) -> None:
         """`rings`: memory shared with those of the sinks, by number, that do not get buckets through Ray's object store. `pulses`: of
-        all sinks, from earlier publications; without, new ones."""
+        all sinks, from earlier publications; without, new ones. `placed`: where the first buckets lie in rings already, in order."""
         self.nbytes = 0
         """Sent so far, to all of them."""
         self._head = head
         self._sinks = sinks
         self._deadline_s = deadline_s
         self._rings = rings or {}
+        self._placed = {number: deque(slots) for number, slots in (placed or {}).items()}
         self._pulses = list(pulses) or [Pulse(sink.actor) for sink in sinks]
         for pulse in self._pulses:
             pulse.beats()
@@ -150,8 +152,12 @@ class Calls:
         calls = dict[ray.ObjectRef, int]()
         for number in to:
             sink = self._sinks[number]
-            if number in self._rings:
-                data: Any = self._rings[number].put(bucket)
+            ring = self._rings.get(number)
+            there = self._placed.get(number)
+            if ring is not None and there:
+                data: Any = there.popleft()
+            elif ring is not None:
+                data = ring.put(bucket)
             else:
                 data = stored = stored if stored is not None else ray.put(bytes_of(bucket))
             calls[sink.actor.bucket.remote(sink.attempt, layout, data)] = number

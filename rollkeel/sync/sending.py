@@ -80,8 +80,8 @@ class Weights:
         return plan(source, engine_layout(rooms, mode, own, hosts[1]))
 
 
-Sums = Mapping[tuple[str, tuple[int, ...]], int]
-"""Checksums of slices by name and first index."""
+Ready = Sequence[tuple[tuple[int, ...], list[WeightSlice]]]
+"""What a rank sends, in order, by who receives it."""
 
 
 def send_part(
@@ -91,13 +91,13 @@ def send_part(
     about: Outgoing,
     carrier: Carrier,
     through: Callable[[Iterable[WeightSlice]], Iterable[WeightSlice]] = lambda slices: slices,
-    known: Sums | None = None,
+    ready: Ready = (),
 ) -> list[int]:
     """Send what `made` gives this rank, each slice as `through` makes it. Returns the sum of checksums that each receiver got from it.
-    `known`: what `sums_of` says of these weights."""
+    `ready`: what `ready_of` says of these weights."""
     sums = [0] * len(made.hosts[1])
-    for to, copies in routes(made, rank).items():
-        for bucket in buckets(through(slices(copies, weights, about, known or {})), about.bucket_bytes):
+    for to, pieces in ready or _made(made, rank, weights, about):
+        for bucket in buckets(through(pieces), about.bucket_bytes):
             carrier.put(bucket, to)
             for receiver in to:
                 sums[receiver] += sum(piece.checksum for piece in bucket)
@@ -106,16 +106,20 @@ def send_part(
     return [total & MASK for total in sums]
 
 
-def sums_of(made: Plan, rank: int, weights: Held, about: Outgoing) -> Sums:
-    """Checksums of what this rank would send, but for what has to be made first: rounded, or narrower than it is here. Half of what sending
-    takes, for which nobody has to wait yet."""
-    out = dict[tuple[str, tuple[int, ...]], int]()
-    for copies in routes(made, rank).values():
-        made_first = (c.rounds or _narrows(about.rooms[c.name], weights[c.name][0][1]) for c in copies)
-        others = [c for c, made in zip(copies, made_first, strict=True) if not made]
-        for piece in slices(others, weights, about, {}):
-            out[piece.name, piece.starts] = piece.checksum
-    return out
+def _made(
+    made: Plan, rank: int, weights: Held, about: Outgoing
+) -> Iterator[tuple[tuple[int, ...], Iterator[WeightSlice]]]:
+    for to, copies in routes(made, rank).items():
+        yield to, slices(copies, weights, about)
+
+
+def ready_of(made: Plan, rank: int, weights: Held, about: Outgoing) -> Ready:
+    """All that this rank sends, if it is sent as it lies here, with its checksums; nothing where something is rounded or narrowed before,
+    which would take memory."""
+    for copy in made.sends(rank):
+        if copy.rounds or _narrows(about.rooms[copy.name], weights[copy.name][0][1]):
+            return []
+    return [(to, list(pieces)) for to, pieces in _made(made, rank, weights, about)]
 
 
 class WholeFeed:
@@ -166,7 +170,7 @@ def _narrows(room: Room, box: torch.Tensor) -> bool:
     return room.dtype.itemsize < box.element_size()
 
 
-def slices(copies: Iterable[Copy], weights: Held, about: Outgoing, known: Sums) -> Iterator[WeightSlice]:
+def slices(copies: Iterable[Copy], weights: Held, about: Outgoing) -> Iterator[WeightSlice]:
     """The boxes of `copies`, rounded where the plan says so, in pieces of part of a bucket, with the checksums of what must be in the
     engines' memory."""
     most = about.bucket_bytes // PIECES
@@ -177,10 +181,8 @@ def slices(copies: Iterable[Copy], weights: Held, about: Outgoing, known: Sums) 
         for rows, first in _cut(box, copy.starts, most, narrow.itemsize, 1):
             made = (rounded(copy.name, rows, about.mode) if copy.rounds else rows).to(narrow)
             for piece, starts in _cut(made, first, most, narrow.itemsize, made.dim()):
-                checksum = known.get((copy.name, starts))
-                if checksum is None:
-                    offset = sum(a * p for a, p in zip(starts, pitches, strict=True))
-                    checksum = held_checksum(copy.name, piece, about.mode, offset, pitches)
+                offset = sum(a * p for a, p in zip(starts, pitches, strict=True))
+                checksum = held_checksum(copy.name, piece, about.mode, offset, pitches)
                 yield WeightSlice(name=copy.name, tensor=piece, checksum=checksum, starts=starts, rounded=copy.rounds)
 
 

@@ -94,7 +94,7 @@ class Engines:
 class Carrier:
     """To engines of this process."""
 
-    def __init__(self, head: WeightUpdate, sinks: Sequence[Any], deadline_s: float, rings: Any, pulses: Any) -> None:
+    def __init__(self, head: WeightUpdate, sinks: Sequence[Any], *_: Any) -> None:
         self.head, self.sinks, self.nbytes = head, sinks, 0
 
     def put(self, bucket: Sequence[WeightSlice], to: Sequence[int]) -> None:
@@ -116,7 +116,7 @@ class Rank(sender.Sender):
         self._mesh: Any = SimpleNamespace(rank=rank)
         self._config, self._deadline_s = SyncConfig(), 1.0
         self._plans, self._bucket_bytes, self._last = {}, 2_000, LastSent()
-        self._about, self._prepared = None, ((), {})
+        self._about, self._prepared = None, sender.Prepared()
 
     def _weights(self) -> Any:
         return Cut(self._trainer.model, *self._trainer.parts)
