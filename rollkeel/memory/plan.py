@@ -175,12 +175,14 @@ def activations(config: Config, shape: Shape, setting: Setting, tokens: int) -> 
     size, mode = SIZES[config.model.dtype], config.train.checkpointing
     kernels = not setting.cpu and config.mesh.tensor == 1
     plain = setting.cpu and size == 4
-    layer = layer_bytes(shape, size, "gpu" if kernels else "cpu" if plain else "")
+    lora = config.train.lora
+    tiled = plain and _tiled(shape) and not (lora.rank and lora.experts)
+    layer = layer_bytes(shape, size, "gpu" if kernels else "tiles" if tiled else "cpu" if plain else "")
     inputs = {"none": layer, "layer": shape.width * size, "selective": (shape.width + shape.queries) * size}[mode]
     experts = max(1, shape.experts)
     pair = 3 * shape.width + 3 * shape.mlp
     between = shape.chosen * pair if shape.experts else 2 * max(shape.mlp, shape.queries)
-    between = shape.width if plain and _tiled(shape) else between
+    between = shape.width if tiled else between
     working = 4 * shape.width + size * between
     matrix = 0 if config.train.lora.rank else 4 * shape.width * shape.mlp * (1 if experts == 1 else 3 * experts)
     low = kernels and size == 2
@@ -197,12 +199,14 @@ def activations(config: Config, shape: Shape, setting: Setting, tokens: int) -> 
     }
 
 
-def layer_bytes(shape: Shape, size: int, passes: Literal["", "cpu", "gpu"]) -> int:
+def layer_bytes(shape: Shape, size: int, passes: Literal["", "cpu", "tiles", "gpu"]) -> int:
     """Bytes per token that a decoder layer keeps for its backward.
 
-    `passes`: norms and rotary embeddings are single ones, by numba in float32 or by kernels, and of kernels SwiGLU too; else
-    transformers' modules.
+    `passes`: norms and rotary embeddings are single ones, by numba in float32, with `tiles` experts too, or by kernels, and of kernels
+    SwiGLU too; else transformers' modules.
     """
+    tiled = passes == "tiles"
+    passes = "cpu" if tiled else passes
     # Input of a norm, its normalised form, and what goes into the products behind it.
     norm = 2 * size if passes else 4 + 2 * size
     before = size if passes == "cpu" else 0
@@ -214,7 +218,7 @@ def layer_bytes(shape: Shape, size: int, passes: Literal["", "cpu", "gpu"]) -> i
     if not shape.experts:
         return kept + (3 if passes == "gpu" else 4) * size * shape.mlp
     pair = size * (2 * shape.width + (3 if passes == "cpu" else 4) * shape.mlp) + 24
-    pair = size * 2 * shape.mlp + 16 if passes == "cpu" and _tiled(shape) else pair
+    pair = size * 2 * shape.mlp + 16 if tiled else pair
     return kept + shape.chosen * pair + 8 * shape.experts
 
 

@@ -165,6 +165,21 @@ def test_adapters_are_those_of_the_config(preset: str, lora: LoraConfig) -> None
     assert (parts["gradients"], parts["moments"], parts["engine's weights"]) == (4 * count, 8 * count, 4 * count)
 
 
+def test_experts_with_adapters_keep_more_than_those_computed_in_blocks() -> None:
+    """Tokens of each pair, gates and results, of which a block of tokens keeps gates alone."""
+    path, rank = "preset:small-qwen3-moe", LoraConfig(rank=2)
+    shape = shape_of(path, {})
+    kept = [
+        plan(Config(model=ModelConfig(path=path), train=TrainConfig(lora=lora)), shape, Setting(cpu=True)).parts[
+            "activations"
+        ]
+        for lora in (LoraConfig(), rank, rank.model_copy(update={"experts": True}))
+    ]
+    pair = 4 * (2 * shape.width + shape.mlp) + 8
+    tokens = TrainConfig().micro_batch_tokens
+    assert kept[0] == kept[1] == kept[2] - tokens * shape.layers * shape.chosen * pair
+
+
 def _tensors(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return [tree]
