@@ -90,7 +90,8 @@ def tensor_checksum(
     compiled = _COMPILED.get(dtype.itemsize) if tensor.device.type == "cpu" else None
     runs = _in_one_run(tensor.shape, pitches)
     on_host, on_device = np.zeros(1, np.uint64), 0
-    if compiled is not None and runs == 0 and tensor.dtype == dtype and tensor.is_contiguous():
+    kernel = runs == 0 and gpu.taken(tensor)
+    if compiled is not None and runs == 0 and not kernel and tensor.dtype == dtype and tensor.is_contiguous():
         bits = _bits(tensor)
         new = bits[:0]
         if source is not None and _alike(tensor, source):
@@ -101,7 +102,6 @@ def tensor_checksum(
         return int(on_host[0])
     if source is not None:
         tensor.copy_(source)
-    kernel = runs == 0 and gpu.taken(tensor)
     for first, part, apart in _placed(tensor.detach(), offset, pitches, runs, PART_OF_KERNEL if kernel else PART):
         plain = part.to(dtype)
         if kernel:
