@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
@@ -26,14 +25,23 @@ from rollkeel.types import WeightUpdate
 MB = 2**20
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Sent(NamedTuple):
+    """How weights were sent."""
+
+    key: tuple[Any, ...]
+    """Of the plan."""
+    about: Outgoing
+    engines: list[int]
+    """Their numbers, in the order of the plan."""
+
+
+class Prepared(NamedTuple):
     """What can be done of a publication before engines are told."""
 
     of: tuple[Any, ...] = ()
     """Plan, size of a bucket, version of the weights."""
     ready: Ready = ()
-    placed: Mapping[int, list[Slot]] = field(default_factory=dict)
+    placed: Mapping[int, list[Slot]] | None = None
     """Where the first buckets lie, by number of the sink."""
 
 
@@ -51,8 +59,8 @@ class Sender:
         self._node = ray.get_runtime_context().get_node_id()
         self._nodes = mesh.everyone(self._node)
         self._plans = dict[tuple[Any, ...], Plan]()
-        self._about: tuple[Outgoing, list[int]] | None = None
-        """Of the last plan for all weights, and the engines' numbers."""
+        self._sent: Sent | None = None
+        """The last publication, if it was one of weights."""
         self._prepared = Prepared()
         self._rings: dict[int, tuple[str, Ring | None]] = {}
         """By number of the engine, and which actor that is; None for one that gets its buckets through Ray's object store."""
@@ -82,15 +90,12 @@ class Sender:
         prepared, self._prepared = self._prepared, Prepared()
         if prepared.of != (*cuts, self._trainer.version):
             prepared = Prepared()
+        self._sent = None if adapters else Sent(key, about, [sink.index for sink in sinks])
         carrier = Calls(head, sinks, self._deadline_s, rings, pulses, prepared.placed)
-        if adapters:
-            sums = send_part(self._plans[key], self._mesh.rank, weights.held, about, carrier)
-            return sums, Traffic(nbytes=carrier.nbytes)
-        self._about = about, [sink.index for sink in sinks]
-        through = None if self._last is None else self._last.through(head, cuts, about)
         part = self._plans[key], self._mesh.rank, weights.held, about, carrier
-        if through is None or self._last is None:
+        if self._last is None or adapters:
             return send_part(*part, ready=prepared.ready), Traffic(nbytes=carrier.nbytes)
+        through = self._last.through(head, cuts, about)
         sums = send_part(*part, through, prepared.ready)
         self._last.done(head, cuts)
         return sums, self._last.traffic._replace(nbytes=carrier.nbytes)
@@ -99,24 +104,20 @@ class Sender:
         """Cut and sum what is to be sent to the engines of the last time, and lay the first of it where they will read it, while they
         still sample. `send` finds out whether it is what it sends."""
         self._prepared = Prepared()
-        if head.kind == "adapter" or self._about is None:
+        sent = self._sent
+        if head.kind == "adapter" or sent is None:
             return
-        about, numbers = self._about
-        rank = self._mesh.rank
-        for key, plan in self._plans.items():
-            if not key[0]:
-                ready = ready_of(plan, rank, self._weights().held, about)
-                placed = {} if self._last is not None else self._placed(ready, about, numbers)
-                of = key, about.bucket_bytes, self._trainer.version
-                self._prepared = Prepared(of, ready, placed)
+        ready = ready_of(self._plans[sent.key], self._mesh.rank, self._weights().held, sent.about)
+        placed = self._placed(ready, sent) if self._last is None else None
+        self._prepared = Prepared((sent.key, sent.about.bucket_bytes, self._trainer.version), ready, placed)
 
-    def _placed(self, ready: Ready, about: Outgoing, numbers: Sequence[int]) -> dict[int, list[Slot]]:
+    def _placed(self, ready: Ready, sent: Sent) -> dict[int, list[Slot]]:
         """Write as many buckets as may be under way."""
         out = dict[int, list[Slot]]()
-        first = ((to, bucket) for to, pieces in ready for bucket in buckets(pieces, about.bucket_bytes))
+        first = ((to, bucket) for to, pieces in ready for bucket in buckets(pieces, sent.about.bucket_bytes))
         for to, bucket in itertools.islice(first, WINDOW):
             for number in to:
-                _, ring = self._rings.get(numbers[number], ("", None))
+                _, ring = self._rings.get(sent.engines[number], ("", None))
                 if ring is not None:
                     out.setdefault(number, []).append(ring.put(bucket))
         return out

@@ -187,9 +187,8 @@ def activations(config: Config, shape: Shape, setting: Setting, tokens: int) -> 
     matrix = 0 if config.train.lora.rank else 4 * shape.width * shape.mlp * (1 if experts == 1 else 3 * experts)
     low = kernels and size == 2
     wide = CHUNK * max(1, min(WIDE, WIDE_BYTES // (6 * shape.vocab * CHUNK))) if low else CHUNK
-    logits = (6 if low else 4 if setting.cpu else 8) * min(wide, tokens) * shape.vocab + min(
-        KEPT_BYTES, tokens * shape.vocab * 4
-    )
+    each = 6 if low else 4 if setting.cpu else 8
+    logits = each * min(wide, tokens) * shape.vocab + min(KEPT_BYTES, tokens * shape.vocab * 4)
     head = 0 if config.train.lora.rank else 4 * shape.vocab * shape.width * (2 if shape.tied else 1)
     ends = shape.width * (4 + 2 * size) + 2 * size * shape.head
     again = 0 if mode == "none" else layer

@@ -62,14 +62,13 @@ class TiledExperts(torch.autograd.Function):
 
         each(some, list(zip(parts, out, strict=True)))
         ctx.save_for_backward(x, weights, order, hidden, gate_up, down)
-        ctx.bounds = bounds
+        ctx.parts = parts
         return functools.reduce(torch.Tensor.add_, out)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weights, order, hidden, gate_up, down = ctx.saved_tensors
-        parts, _ = _parts(ctx.bounds)
-        d_x = [torch.zeros_like(x) for _ in parts]
+        d_x = [torch.zeros_like(x) for _ in ctx.parts]
         d_weights = torch.empty_like(weights)
         learnt = ctx.needs_input_grad[4]  # with its down projection
         d_gate_up, d_down = (torch.zeros_like(w) if learnt else w.new_empty(0, 0, 0) for w in (gate_up, down))
@@ -80,7 +79,7 @@ class TiledExperts(torch.autograd.Function):
         def some(part: np.ndarray, own: torch.Tensor) -> None:
             kernels_experts.backward(*given, part, *held, _np(own), *made)
 
-        each(some, list(zip(parts, d_x, strict=True)))
+        each(some, list(zip(ctx.parts, d_x, strict=True)))
         learns = (d_gate_up, d_down) if learnt else (None, None)
         return functools.reduce(torch.Tensor.add_, d_x), d_weights, None, None, *learns
 

@@ -116,7 +116,7 @@ class Rank(sender.Sender):
         self._mesh: Any = SimpleNamespace(rank=rank)
         self._config, self._deadline_s = SyncConfig(), 1.0
         self._plans, self._bucket_bytes, self._last = {}, 2_000, LastSent()
-        self._about, self._prepared = None, sender.Prepared()
+        self._sent, self._prepared = None, sender.Prepared()
 
     def _weights(self) -> Any:
         return Cut(self._trainer.model, *self._trainer.parts)
