@@ -24,8 +24,8 @@ def statistics(
     entropies: torch.Tensor,
     topk: torch.Tensor,
 ) -> torch.Tensor:
-    """Logits `z [N, V]` → probabilities, where they lie; fills `[N]` log Σ exp(z), log-probs at `targets [N]`, entropies in nats, unless
-    there is no room for them, and `[N, K]` log-probs at `topk_ids`."""
+    """Turns logits `z [N, V]` into probabilities, in place. Fills `normaliser` with log Σ exp(z), `logprobs` with those at `targets [N]`,
+    `entropies` (nats) unless it is empty, and `topk [N, K]` with log-probs at `topk_ids`."""
     wanted = [(logprobs[:, None], targets[:, None])]
     if topk_ids is not None:
         wanted.append((topk, topk_ids))
@@ -46,8 +46,8 @@ def gradient(
     d_entropy: torch.Tensor | None,
     factor: float,
 ) -> torch.Tensor:
-    """Logits `z [N, V]` → where they lie, −factor · p · (d_entropy · (log p + H) + d_logprobs): the gradient by them, but for the targets'
-    own."""
+    """Turns logits `z [N, V]` into their gradient, in place: −factor · p · (d_entropy · (log p + H) + d_logprobs), without the term of the
+    target itself."""
     nothing = torch.zeros_like(normaliser)
     by_logprob = nothing if d_logprobs is None else d_logprobs * -factor
     by_entropy = nothing if d_entropy is None else d_entropy * -factor

@@ -11,7 +11,7 @@ import torch
 
 
 def shares(size: int) -> list[tuple[int, int]]:
-    """First and last + 1 of each thread's part of `size` things, all but as large; no thread has none."""
+    """First and last + 1 of each thread's part of `size` things. Parts differ by one at most; a thread without a part is not listed."""
     threads = max(1, min(torch.get_num_threads(), size))
     return [(size * n // threads, size * (n + 1) // threads) for n in range(threads)]
 
