@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import gc
 import mmap
 import os
 import signal
@@ -17,6 +19,7 @@ from typing import Any
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _FIXED = 0x10
 """`MAP_FIXED`, which `mmap` lacks."""
+_USUALLY, _RARELY = gc.get_threshold(), (50_000, 20, 1_000)
 _PART = 1 << 28
 """Most bytes of one read or write."""
 
@@ -46,6 +49,20 @@ def keep_freed_memory() -> None:
     mallopt(_MMAP_THRESHOLD, 32 << 20)  # glibc refuses more
     mallopt(_TRIM_THRESHOLD, 2**31 - 1)
     mallopt(_TOP_PAD, 64 << 20)
+
+
+def collect_later() -> None:
+    """Hardly look for cycles until `collect_as_usual`: importing makes half a million objects, and looking at them all again and again
+    is a sixth of a start. At its end a process of rollkeel does not look at all, which would take a second."""
+    gc.set_threshold(*_RARELY)
+    atexit.register(gc.freeze)
+
+
+def collect_as_usual() -> None:
+    """Undo `collect_later`, if it was called; but what there is by now is never looked at again."""
+    if gc.get_threshold() == _RARELY:
+        gc.freeze()
+        gc.set_threshold(*_USUALLY)
 
 
 def give_back_freed_memory() -> None:
@@ -108,6 +125,11 @@ def put_pages_in(file: int, offset: int, address: int, size: int) -> None:
     """Have the file's pages, which `write_pages` wrote from there, in the place of whole pages: they are read when they are touched,
     and what is written to them goes to memory, not to the file."""
     _map(address, size, mmap.MAP_PRIVATE, file, offset)
+
+
+def share_pages(file: int, offset: int, address: int, size: int) -> None:
+    """Have the file's pages from there in the place of whole pages, also for what is written to them."""
+    _map(address, size, mmap.MAP_SHARED, file, offset)
 
 
 def take_pages_out(file: int, offset: int, address: int, size: int) -> None:

@@ -6,6 +6,7 @@ environment of the moment. It ends with this process, however that ends.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -54,6 +55,7 @@ def started(
 
 
 def _enter(environment: Mapping[str, str], target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    gc.freeze()  # what the server has imported
     os.environ.clear()  # the server's is that of when it began
     os.environ.update(environment)
     target(*args)

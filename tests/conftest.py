@@ -1,6 +1,7 @@
 """Shared test set-up: one CPU thread, decided before torch is imported anywhere, one cache of warm starts, and property tests
 whose examples depend on nothing but the code; `make test-explore` draws new ones."""
 
+import gc
 import multiprocessing.util
 import os
 import resource
@@ -32,6 +33,20 @@ def _interpret_kernels() -> None:
 
 
 _interpret_kernels()
+
+
+USUALLY = gc.get_threshold()
+gc.set_threshold(50_000, 20, 1_000)  # collecting imports most of what there is, twice over
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays, and need not be looked at in search of cycles again and again."""
+    gc.freeze()
+    gc.set_threshold(*USUALLY)
+
+
+def pytest_unconfigure() -> None:
+    gc.freeze()
 
 
 MOST_CPU_S = 20.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import typer
 
 from rollkeel.cli import about, conformance, data, diagnose, evaluate, objectives, tasks, train
 from rollkeel.errors import REFUSALS, RunStopped
-from rollkeel.host import keep_freed_memory
+from rollkeel.host import collect_later, keep_freed_memory
 from rollkeel_doctor.cli import guarded as answered
 from rollkeel_doctor.errors import DoctorError
 from rollkeel_sandbox import cli as sandbox
@@ -45,8 +46,16 @@ def _options(
 def main(argv: list[str] | None = None) -> None:
     """Entry point: every refusal is one line on standard error and its exit code."""
     keep_freed_memory()
+    if argv is None:
+        collect_later()
     words = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    sys.exit(guarded(lambda: app(args=words, standalone_mode=False)))
+    sys.exit(guarded(lambda: _command()(args=words, standalone_mode=False)))
+
+
+@functools.cache
+def _command() -> Any:
+    """What `app` would build again at every call."""
+    return typer.main.get_command(app)
 
 
 def guarded(call: Callable[[], Any]) -> int:

@@ -11,9 +11,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from rollkeel.cluster.pulse import CONTROL
 from rollkeel.cluster.stream import Layout, unpacked
 from rollkeel.engines.intake import Intake, Room
+from rollkeel.engines.open_memory import OpenMemory
 from rollkeel.engines.part import unknown
 from rollkeel.errors import DeltaRefused, EngineFailure, RollkeelError
 from rollkeel.protocols import RestingEngine
@@ -29,8 +32,8 @@ Said = tuple[int, list[bytes]]
 class Bucket:
     attempt: int
     layout: Layout
-    data: Sequence[Any]
-    """Bytes of each slice, as numpy arrays or tensors."""
+    data: Sequence[Any] | None
+    """Bytes of each slice, as numpy arrays or tensors; None where they are in the engine's memory already."""
     done: Future[str]
     """Why it was refused, or nothing."""
 
@@ -38,8 +41,10 @@ class Bucket:
 class Weights:
     """The engine's side of a publication: `begin`, buckets, `finish`. Until the last one nothing is served."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, memory: OpenMemory | None = None) -> None:
+        """`memory`: in which senders may find the engine's weights."""
         self._engine = engine
+        self._memory, self._unproven = memory, False
         self._attempt, self._newest = 0, -1
         self._intake: Intake | None = None
         self._refusal, self._kind = "nothing was announced", ""
@@ -66,14 +71,26 @@ class Weights:
         if self._intake is None:
             return self._refusal
         try:
-            self._intake.take(unpacked(bucket.layout, bucket.data))
+            data = bucket.data if bucket.data is not None else self._written(self._intake, bucket.layout)
+            self._intake.take(unpacked(bucket.layout, data))
         except RollkeelError as error:
             self._intake, self._refusal = None, str(error)
             return self._refusal
         return ""
 
-    def _begin(self, attempt: int, head: WeightUpdate, tells: bool = False) -> bool | dict[str, Room]:
-        """`tells`: where the memory has what the update brings."""
+    @staticmethod
+    def _written(intake: Intake, layout: Layout) -> list[torch.Tensor]:
+        """The engine's own memory, where a sender has written these slices to."""
+        out = list[torch.Tensor]()
+        for piece in unpacked(layout, [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in layout]):
+            place = intake.live(piece, strided=True)
+            if place is None:
+                raise EngineFailure(f"weights: {piece.name} is not held as it was written")
+            out.append(place)
+        return out
+
+    def _begin(self, attempt: int, head: WeightUpdate, tells: bool = False) -> tuple[dict[str, Room] | None, str]:
+        """Where the engine has what the update brings, if it `tells`; and the path of the memory that senders may write to."""
         self._intake = None
         self._attempt = attempt
         self._refusal = f"weight update {head.version}: was refused"
@@ -84,8 +101,15 @@ class Weights:
             raise EngineFailure(
                 f"weight update {head.version}: expected version {self._newest}, which this engine had, or a later one"
             )
+        if self._memory is None or head.kind == "adapter":
+            path, rooms = "", intake.rooms
+        else:
+            if self._unproven:
+                self._memory.renew()
+            self._unproven = True
+            path, rooms = self._memory.path, self._memory.rooms(intake.rooms, engine.weights) if tells else {}
         self._intake, self._newest = intake, head.version
-        return intake.rooms if tells else True
+        return rooms if tells else None, path
 
     def _finish(self, attempt: int, checksum: int) -> Proof:
         intake, self._intake = self._intake, None
@@ -94,7 +118,9 @@ class Weights:
         if intake is None:
             raise EngineFailure(self._refusal)
         self._refusal = f"weight update {self._newest}: was already finished"
-        return self._engine.serve(self._newest, *intake.finish(checksum))
+        proof = self._engine.serve(self._newest, *intake.finish(checksum))
+        self._unproven = False
+        return proof
 
 
 class Channel:

@@ -19,10 +19,11 @@ from rollkeel.cluster.arriving import Bucket, Channel, Said, Weights
 from rollkeel.cluster.stream import Bytes, Layout
 from rollkeel.config import EngineConfig
 from rollkeel.engines.open import open_engine
+from rollkeel.engines.open_memory import OpenMemory
 from rollkeel.engines.part import serve
-from rollkeel.engines.shared_memory import Slot, opened, read
+from rollkeel.engines.shared_memory import AVAILABLE, Slot, opened, read
 from rollkeel.errors import RollkeelError
-from rollkeel.host import keep_freed_memory
+from rollkeel.host import collect_as_usual, keep_freed_memory
 
 BEAT_S = 1.0
 """Longest silence of an actor that decodes on its own; a fifth of its deadline where that is shorter."""
@@ -74,7 +75,7 @@ class EngineActor:
     def bucket(self, attempt: int, layout: Layout, data: Bytes) -> str:
         """Write a bucket of publication `attempt`; returns why it was refused, or nothing."""
         done, came = Future[str](), data
-        if isinstance(data, Slot):
+        if isinstance(data, Slot):  # else it came with the call, or is in the engine's memory
             came = read(data, [(entry.dtype, entry.shape) for entry in layout], self._rings)
         self._channel.inbox.put(Bucket(attempt, layout, came, done))
         while not self._channel.ended:
@@ -99,8 +100,11 @@ def _live(channel: Channel, hf_config: Any, config: EngineConfig, options: dict[
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
         channel.send(("here", (node, os.getpid()), 0))
-        engine = open_engine(hf_config, config, **options)
-        channel.weights = Weights(engine)
+        alone = config.kind != "local" or options.get("offload", "none") != "none"
+        memory = None if alone or not AVAILABLE else OpenMemory()
+        engine = open_engine(hf_config, config, **options, zeros=memory.zeros if memory else torch.zeros)
+        channel.weights = Weights(engine, memory)
+        collect_as_usual()
         serve(engine, channel, channel.weights.act)
     except RollkeelError as error:
         channel.send(("error", error, 0))

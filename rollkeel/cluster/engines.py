@@ -288,10 +288,12 @@ class ActorEngine(PartedEngine[_Actor]):
         for part in asked:
             self._send(part, ("begin", self._attempt, head, kind not in part.rooms))
         sinks = []
-        for part, told in zip(asked, self._answers(asked, self._deadline_s, "to await weights"), strict=True):
+        answers = self._answers(asked, self._deadline_s, "to await weights")
+        for part, (told, memory) in zip(asked, answers, strict=True):
             if kind not in part.rooms:  # of engines that are alike the same object, which then travels once
                 part.rooms[kind] = next((p.rooms[kind] for p in self.parts if p.rooms.get(kind) == told), told)
-            sinks.append(Sink(part.name, part.handle, self._attempt, part.index, part.node, part.rooms[kind]))
+            about = self._attempt, part.index, part.node, part.rooms[kind], memory
+            sinks.append(Sink(part.name, part.handle, *about))
         try:
             sums = feed(sinks)
         except EngineFailure:

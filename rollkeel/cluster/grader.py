@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from rollkeel import plugins
 from rollkeel.cluster import logs
 from rollkeel.config import Config
-from rollkeel.host import versions
+from rollkeel.host import collect_as_usual, versions
 from rollkeel.rewards.graders import Lane
 from rollkeel.rewards.here import Here, Part, part_of
 from rollkeel.tasks import get
@@ -66,6 +66,7 @@ class GraderActor:
 
     def __init__(self, config: Config) -> None:
         logs.write_there()
+        collect_as_usual()
         self._config = config
         self._here = Here(config.reward.graders)
         self._waiting = deque[tuple[int, Part]]()

@@ -12,10 +12,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from rollkeel.cluster import ACTOR_LOG
 from rollkeel.record.runfolder import ACTORS
 
-VARIABLE = "ROLLKEEL_ACTOR_LOG"
-"""In an actor's environment: the file that its output goes to."""
 ASK = signal.SIGUSR1
 DUMP_S = 0.5
 """For processes to write their stacks, before they are killed."""
@@ -23,12 +22,12 @@ DUMP_S = 0.5
 
 def variables(run: Path, name: str) -> dict[str, str]:
     """Environment of the actor `name` of a run."""
-    return {VARIABLE: str(run.resolve() / ACTORS / f"{name}.log")}
+    return {ACTOR_LOG: str(run.resolve() / ACTORS / f"{name}.log")}
 
 
 def write_there() -> None:
     """From now on this process writes its output where `variables` said, behind what is there; nowhere else if nobody said it."""
-    if not (path := os.environ.get(VARIABLE)):
+    if not (path := os.environ.get(ACTOR_LOG)):
         return
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

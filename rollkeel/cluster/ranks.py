@@ -23,7 +23,7 @@ from rollkeel.batch.build import TrainingBatch
 from rollkeel.cluster import logs, wire
 from rollkeel.config import Config
 from rollkeel.errors import BadInput, EngineFailure, RunStopped
-from rollkeel.host import keep_freed_memory
+from rollkeel.host import collect_as_usual, keep_freed_memory
 from rollkeel.loop.assemble import build_objective, device_of
 from rollkeel.loop.machines import trainer_options
 from rollkeel.loop.reward_model import reward_model
@@ -212,6 +212,7 @@ class Rank:
         options = {"device": device_of(self._config), "mesh": self._mesh, **trainer_options(self._config)}
         self._trainer = LocalTrainer(self._policy, self._config.train, **options)
         self._trainer.fresh = Fresh.of(self._config)
+        collect_as_usual()
 
     def _batch(self, whole: bytes | None, told: bytes) -> tuple[TrainingBatch, dict[str, Any]]:
         """The batch that a call is about, of the one that is here or of another `whole` one, and what else was told."""

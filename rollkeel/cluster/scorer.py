@@ -15,6 +15,7 @@ from rollkeel.cluster.grader import about
 from rollkeel.cluster.graders import lost
 from rollkeel.config import Config
 from rollkeel.errors import GraderFailure, RollkeelError
+from rollkeel.host import collect_as_usual
 from rollkeel.rewards.mix import parts_of
 from rollkeel.train.preferences import RewardModel
 from rollkeel.types import GraderSpec
@@ -34,6 +35,7 @@ class ScorerActor:
 
     def __init__(self, threads: int) -> None:
         logs.write_there()
+        collect_as_usual()
         torch.set_num_threads(threads)
 
     def load(self, path: str, device: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from ray.exceptions import RayError
 from rollkeel.cluster.pulse import Pulse, awaited
 from rollkeel.cluster.stream import Calls, Sink
 from rollkeel.config_cluster import SyncConfig
+from rollkeel.engines.open_memory import Views, views_of
 from rollkeel.engines.shared_memory import ALIGN, AVAILABLE, Ring, Slot, buckets
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.sync.last_sent import LastSent, Traffic
@@ -64,6 +66,8 @@ class Sender:
         self._prepared = Prepared()
         self._rings: dict[int, tuple[str, Ring | None]] = {}
         """By number of the engine, and which actor that is; None for one that gets its buckets through Ray's object store."""
+        self._views: dict[int, tuple[tuple[str, int], Views]] = {}
+        """By number of the engine, which file its memory is, as a path may come to be another one's, and what is there."""
         self._pulses = dict[int, tuple[str, Pulse]]()
         """By number of the engine, and which actor that is."""
         self._bucket_bytes = 0
@@ -91,7 +95,7 @@ class Sender:
         if prepared.of != (*cuts, self._trainer.version):
             prepared = Prepared()
         self._sent = None if adapters else Sent(key, about, [sink.index for sink in sinks])
-        carrier = Calls(head, sinks, self._deadline_s, rings, pulses, prepared.placed)
+        carrier = Calls(head, sinks, self._deadline_s, rings, pulses, prepared.placed, self._open(sinks))
         part = self._plans[key], self._mesh.rank, weights.held, about, carrier
         if self._last is None or adapters:
             return send_part(*part, ready=prepared.ready), Traffic(nbytes=carrier.nbytes)
@@ -118,7 +122,7 @@ class Sender:
         for to, bucket in itertools.islice(first, WINDOW):
             for number in to:
                 _, ring = self._rings.get(sent.engines[number], ("", None))
-                if ring is not None:
+                if ring is not None and sent.engines[number] not in self._views:
                     out.setdefault(number, []).append(ring.put(bucket))
         return out
 
@@ -156,6 +160,21 @@ class Sender:
                 out[number] = ring
             elif self._config.transport == "shm":
                 raise BadInput(f"sync.transport=shm: engine {sink.name} shares no memory with this rank; set auto")
+        return out
+
+    def _open(self, sinks: Sequence[Sink]) -> dict[int, Views]:
+        """Memory of engines on this host that is written to, by number of the sink."""
+        out = dict[int, Views]()
+        for number, sink in enumerate(sinks):
+            known, views = self._views.pop(sink.index, (("", 0), {}))
+            if not sink.memory or not self._near(sink):
+                continue
+            try:
+                file = sink.memory, os.stat(sink.memory).st_ino
+                out[number] = views if file == known else views_of(sink.memory, sink.rooms)
+            except OSError:  # its processes are not ours to see, in a container of their own
+                continue
+            self._views[sink.index] = file, out[number]
         return out
 
     def _fit(self, sinks: Sequence[Sink]) -> None:

@@ -21,11 +21,11 @@ from ray.exceptions import RayError
 
 from rollkeel.cluster.pulse import Pulse, awaited
 from rollkeel.engines.intake import Room
-from rollkeel.engines.shared_memory import Ring, Slot, buckets
+from rollkeel.engines.open_memory import Views, write
+from rollkeel.engines.shared_memory import WINDOW, Ring, Slot, buckets
 from rollkeel.errors import DeltaRefused, EngineFailure
 from rollkeel.models.checksum import MASK
 from rollkeel.models.numerics import update_checksum
-from rollkeel.sync.sending import WINDOW
 from rollkeel.types import WeightSlice, WeightUpdate
 
 BUCKET_BYTES = 64 << 20
@@ -50,8 +50,8 @@ class Entry(NamedTuple):
 
 
 Layout = list[Entry]
-Bytes = Sequence[np.ndarray] | Slot
-"""Of each slice of a bucket, or where all of them are."""
+Bytes = Sequence[np.ndarray] | Slot | None
+"""Of each slice of a bucket, or where all of them are; None where they are in the engine's memory already."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class Sink:
     """Ray's name of the machine that it is on."""
     rooms: Mapping[str, Room] = field(default_factory=dict)
     """Where the engine has the weights, by checkpoint name."""
+    memory: str = ""
+    """Path of the memory in which they have places, now; nothing where senders cannot write to it."""
 
 
 Feed = Callable[[Sequence[Sink]], Sequence[int]]
@@ -128,16 +130,19 @@ class Calls:
         rings: Mapping[int, Ring] | None = None,
         pulses: Sequence[Pulse] = (),
         placed: Mapping[int, list[Slot]] | None = None,
+        views: Mapping[int, Views] | None = None,
     ) -> None:
         """`rings`: memory shared with those of the sinks, by number, that do not get buckets through Ray's object store. `pulses`: of
-        all sinks, from earlier publications; without, new ones. `placed`: where the first buckets lie in rings already, in order."""
+        all sinks, from earlier publications; without, new ones. `placed`: where the first buckets lie in rings already, in order.
+        `views`: of sinks whose engines' memory is written to."""
         self.nbytes = 0
         """Sent so far, to all of them."""
         self._head = head
         self._sinks = sinks
         self._deadline_s = deadline_s
         self._rings = rings or {}
-        self._placed = {number: deque(slots) for number, slots in (placed or {}).items()}
+        self._views = views or {}
+        self._placed = {n: deque(slots) for n, slots in (placed or {}).items() if n not in self._views}
         self._pulses = list(pulses) or [Pulse(sink.actor) for sink in sinks]
         for pulse in self._pulses:
             pulse.beats()
@@ -154,8 +159,11 @@ class Calls:
             sink = self._sinks[number]
             ring = self._rings.get(number)
             there = self._placed.get(number)
-            if ring is not None and there:
-                data: Any = there.popleft()
+            views = self._views.get(number)
+            if views is not None and write(bucket, sink.rooms, views, self._head.mode or ""):
+                data: Any = None
+            elif ring is not None and there:
+                data = there.popleft()
             elif ring is not None:
                 data = ring.put(bucket)
             else:
@@ -207,7 +215,7 @@ def bytes_of(bucket: Sequence[WeightSlice]) -> list[np.ndarray]:
 
 
 def unpacked(layout: Layout, data: Sequence[np.ndarray | torch.Tensor]) -> list[WeightSlice]:
-    """The slices of a bucket, as views of the object store, which are read-only, or of shared memory."""
+    """The slices of a bucket, as views of the object store, which are read-only, of shared memory, or of the engine's own."""
     out = []
     for entry, came in zip(layout, data, strict=True):
         tensor = came if isinstance(came, torch.Tensor) else torch.from_numpy(came).view(entry.dtype).view(entry.shape)

@@ -10,7 +10,7 @@ from rollkeel.config import EngineConfig, LoraConfig
 from rollkeel.engines.kv import PagedCache
 from rollkeel.engines.sampling import Sampler, sample
 from rollkeel.errors import BadInput
-from rollkeel.models.forward import FastForward, supports
+from rollkeel.models.forward import FastForward, Zeros, supports
 
 
 class Pieces(NamedTuple):
@@ -21,7 +21,9 @@ class Pieces(NamedTuple):
     draw: Sampler = sample
 
 
-def open_forward(text: Any, config: EngineConfig, device: torch.device, lora: LoraConfig | None) -> Pieces:
+def open_forward(
+    text: Any, config: EngineConfig, device: torch.device, lora: LoraConfig | None, zeros: Zeros = torch.zeros
+) -> Pieces:
     """The pieces for the architecture `text`. Raises `BadInput` where `engine.forward` does not compute it."""
     if config.forward == "transformers" or (config.forward == "auto" and not supports(text)):
         # Imported here: it brings in most of transformers, which a worker of a known family starts without.
@@ -34,5 +36,5 @@ def open_forward(text: Any, config: EngineConfig, device: torch.device, lora: Lo
         from rollkeel.engines.parity import ParityCache, draw
         from rollkeel.models.parity import ParityForward
 
-        return Pieces(ParityForward(text, config.dtype, device, lora), ParityCache, draw)
-    return Pieces(FastForward(text, config.dtype, device, lora))
+        return Pieces(ParityForward(text, config.dtype, device, lora, zeros), ParityCache, draw)
+    return Pieces(FastForward(text, config.dtype, device, lora, zeros))

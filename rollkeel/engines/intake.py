@@ -29,6 +29,15 @@ from rollkeel.models.numerics import held_checksum, is_quantised, rounded, weigh
 from rollkeel.types import WeightSlice, WeightUpdate
 
 
+class Place(NamedTuple):
+    """Of a weight in memory that senders of the same host write to (`open_memory`)."""
+
+    start: int
+    """First byte."""
+    strides: tuple[int, ...]
+    """Elements."""
+
+
 class Room(NamedTuple):
     """A weight in an engine's memory, or the part of it that the engine holds."""
 
@@ -39,6 +48,17 @@ class Room(NamedTuple):
     """First index of what is held."""
     stops: tuple[int, ...]
     """One past the last."""
+    place: Place | None = None
+    """None in memory of the engine alone."""
+
+
+class Box(NamedTuple):
+    """Where a slice belongs."""
+
+    starts: tuple[int, ...]
+    """First index in the whole weight."""
+    within: tuple[slice, ...]
+    """Its part of what an engine holds."""
 
 
 class Packed:
@@ -80,6 +100,31 @@ def rooms_of(held: Mapping[str, torch.Tensor]) -> dict[str, Room]:
 def _shape(piece: WeightSlice) -> tuple[int, ...]:
     """Of what the slice is, or is a delta, of."""
     return piece.box or tuple(piece.tensor.shape)
+
+
+def inside(piece: WeightSlice, room: Room) -> Box | None:
+    """Where in such a room the slice lies; None if it lies elsewhere, or is empty."""
+    shape, starts = _shape(piece), piece.starts
+    if len(shape) != len(room.shape) or not piece.tensor.numel():
+        return None
+    if not starts and shape:
+        first, odd = divmod(piece.offset, pitches_of(room.shape)[0])
+        starts = (first, *(0 for _ in shape[1:]))
+        if odd or shape[1:] != room.shape[1:]:
+            return None
+    if len(starts) != len(shape):
+        return None
+    ends = zip(room.starts, starts, shape, room.stops, strict=True)
+    if not all(a <= b and b + n <= c for a, b, n, c in ends):
+        return None
+    within = tuple(slice(a - b, a - b + n) for a, b, n in zip(starts, room.starts, shape, strict=True))
+    return Box(starts, within)
+
+
+def unchanged(piece: WeightSlice, dtype: torch.dtype, mode: str) -> bool:
+    """Whether an engine of `mode` with weights of `dtype` holds just the bytes of this slice. Of the tensor only its shape and dtype count."""
+    rounds = weight_rounder(mode) is not None and is_quantised(piece.name, piece.tensor) and not piece.rounded
+    return not (piece.box or rounds) and piece.tensor.dtype == dtype
 
 
 class Intake:
@@ -136,33 +181,21 @@ class Intake:
         check_total(self._total, checksum, version)
         return checksum, self._base
 
-    def live(self, piece: WeightSlice) -> torch.Tensor | None:
-        """Where the bytes of such a slice may be written before it is taken: the engine's own memory, if it is in one piece and holds
+    def live(self, piece: WeightSlice, strided: bool = False) -> torch.Tensor | None:
+        """Where such a slice may be written before it is taken: the engine's own memory, if it is in one piece, or `strided`, and holds
         just these bytes. Of `piece` only the tensor's shape and dtype count, so it may be on the meta device."""
         _, _, view = self._place(piece)
-        rounds = weight_rounder(self._mode) is not None and is_quantised(piece.name, view) and not piece.rounded
-        if self._head.kind == "delta" or isinstance(view, Packed) or rounds or view.dtype != piece.tensor.dtype:
+        if isinstance(view, Packed) or not unchanged(piece, view.dtype, self._mode):
             return None
-        return view if view.is_contiguous() else None
+        return view if strided or view.is_contiguous() else None
 
     def _place(self, piece: WeightSlice) -> tuple[Room, tuple[int, ...], torch.Tensor]:
         """The room of the engine's weight, the first index of the slice in the whole of it, and the memory that it is for."""
-        view, shape = self._held.get(piece.name), _shape(piece)
-        if view is None or len(shape) != view.dim() or not view.numel() or not piece.tensor.numel():
+        view, room = self._held.get(piece.name), self.rooms.get(piece.name)
+        box = None if room is None or view is None else inside(piece, room)
+        if box is None or room is None or view is None:
             raise misfit(piece, view, self._head.version)
-        room, starts = self.rooms[piece.name], piece.starts
-        if not starts and shape:
-            first, odd = divmod(piece.offset, pitches_of(room.shape)[0])
-            starts = (first, *(0 for _ in shape[1:]))
-            if odd or shape[1:] != room.shape[1:]:
-                raise misfit(piece, view, self._head.version)
-        if len(starts) != len(shape):
-            raise misfit(piece, view, self._head.version)
-        ends = zip(room.starts, starts, shape, room.stops, strict=True)
-        if not all(a <= b and b + n <= c for a, b, n, c in ends):
-            raise misfit(piece, view, self._head.version)
-        inside = tuple(slice(a - b, a - b + n) for a, b, n in zip(starts, room.starts, shape, strict=True))
-        return room, starts, view[inside]
+        return room, box.starts, view[box.within]
 
     def _enter(self, piece: WeightSlice, starts: tuple[int, ...]) -> None:
         """Raises `EngineFailure` for a box that has arrived already, all of it or in part."""

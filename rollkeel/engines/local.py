@@ -33,7 +33,7 @@ from rollkeel.engines.slots import LOOK, Slots
 from rollkeel.engines.weights import take
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.compiled import compiled_decode, suits
-from rollkeel.models.forward import FastForward, said_forward
+from rollkeel.models.forward import FastForward, Zeros, said_forward
 from rollkeel.models.numerics import is_quantised, weight_rounder
 from rollkeel.types import Capabilities, KeptKV, Proof, Request, Segment, Status, TokenSpan, WeightUpdate
 
@@ -55,12 +55,12 @@ class LocalEngine:
         layout: Layout | None = None,
         lora: LoraConfig | None = None,
         graphs: Graphs | None = None,
+        zeros: Zeros = torch.zeros,
     ) -> None:
         """Build from an architecture (`hf_config`); weights come with the first `update_weights`. `lora`: serve adapters
         beside the weights. `max_length` bounds prompt + response, tokens; the default is the model's context. `graphs` records
-        decode steps instead of what the device has for it."""
-        self._device = torch.device(device)
-        text = hf_config.get_text_config()
+        decode steps instead of what the device has for it. `zeros` makes the weights."""
+        self._device, self._zeros, text = torch.device(device), zeros, hf_config.get_text_config()
         self._max_length = longest(hf_config, config, max_length)
         self._forward, cache, draw = self._open(text, config, lora)
         if weight_rounder(config.dtype) and not any(is_quantised(n, w) for n, w in self._forward.destinations.items()):
@@ -104,7 +104,7 @@ class LocalEngine:
         )
 
     def _open(self, text: Any, config: EngineConfig, lora: LoraConfig | None) -> Pieces:
-        return open_forward(text, config, self._device, lora)
+        return open_forward(text, config, self._device, lora, self._zeros)
 
     @property
     def version(self) -> int:

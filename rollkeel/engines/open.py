@@ -17,6 +17,7 @@ from rollkeel import plugins
 from rollkeel.config import EngineConfig, LoraConfig
 from rollkeel.engines.local import LocalEngine
 from rollkeel.errors import BadInput
+from rollkeel.models.forward import Zeros
 from rollkeel.protocols import Engine
 from rollkeel.types import SamplingParams
 
@@ -40,11 +41,13 @@ def open_engine(
     planned: int = 0,
     pauses: bool = False,
     offload: str = "none",
+    zeros: Zeros = torch.zeros,
 ) -> Engine:
     """An engine for the architecture `hf_config`; it serves nothing until weights are published.
 
     `planned`: bytes of `device` that a trainer holds while a server samples there; `pauses`: whether it trains only while
     nothing is sampled. `offload`: what the embedded engine drops meanwhile, nothing, its KV (`optimizer`), or its weights too (`all`).
+    `zeros`: makes the embedded engine's weights.
     `lora`: of the adapters it is to serve, which the embedded engine alone does. `log_path`: where an inference server's output goes. Raises `BadInput` for a server that is not installed.
     """
     if lora is not None and config.kind != "local":
@@ -77,7 +80,7 @@ def open_engine(
 
         weights = offload == "all"
         return RestingLocal(hf_config, config, device=device, max_length=max_length, lora=lora, weights=weights)
-    return LocalEngine(hf_config, config, device=device, max_length=max_length, lora=lora)
+    return LocalEngine(hf_config, config, device=device, max_length=max_length, lora=lora, zeros=zeros)
 
 
 def check_engine(config: EngineConfig, sampling: SamplingParams) -> None:

@@ -19,6 +19,8 @@ from rollkeel.types import WeightSlice
 ALIGN = 64
 """Bytes; each tensor begins at a multiple."""
 AVAILABLE = sys.platform == "linux"
+WINDOW = 2
+"""Buckets that a sender may have under way to one receiver."""
 
 
 Like = Sequence[tuple[torch.dtype, Sequence[int]]]

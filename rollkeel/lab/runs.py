@@ -28,7 +28,7 @@ from rollkeel import plugins
 from rollkeel.config import Config
 from rollkeel.errors import BAD_INPUTS, REFUSALS, BadInput, Interrupted, RunStopped
 from rollkeel.events import write_atomic
-from rollkeel.host import signals_blocked
+from rollkeel.host import collect_later, signals_blocked
 from rollkeel.lab.preset import Arm, Preset, Rows
 from rollkeel.recipe import load
 from rollkeel.record.runfolder import CONFIG, METRICS, read_rows
@@ -232,6 +232,7 @@ class _Worker:
 
 def _work(run: Planned, send: connection.Connection) -> None:
     """In the worker: no output, one thread, and no signal from the terminal, whose Ctrl-C is for the parent."""
+    collect_later()
     os.setsid()
     os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive")
     null = os.open(os.devnull, os.O_WRONLY)

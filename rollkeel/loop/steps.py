@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from rollkeel.config import Config
 from rollkeel.errors import Interrupted, RunStopped, StoppedByCheck
+from rollkeel.host import collect_as_usual
 from rollkeel.loop.learn import learn
 from rollkeel.loop.run import HeldOut, Run
 from rollkeel.loop.watch import (
@@ -42,6 +43,7 @@ def train(run: Run, first: int) -> None:
     """Steps `first` … `config.run.steps`; step 0 evaluates the start model. Raises `Interrupted` when asked to stop, after a
     checkpoint of the last whole step, and `RunStopped` when a rule ends the run."""
     done, barren = first - 1, _barren_before(run)
+    collect_as_usual()
     try:
         if first == 0:
             start(run)

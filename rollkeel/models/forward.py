@@ -20,6 +20,8 @@ from rollkeel.models.numerics import activation_rounder, compute_dtype, logits_o
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Gate = Callable[[torch.Tensor], torch.Tensor]
+Zeros = Callable[..., torch.Tensor]
+"""As `torch.zeros`: sizes, dtype and device."""
 Observe = Callable[[int | None, str, torch.Tensor], None]
 """Told layer (None outside of the layers), name and `[N, ...]` value of an operation. It must copy what it keeps."""
 
@@ -167,7 +169,9 @@ class FastForward:
     fixed_order = False
     """True in the arithmetic of `run.parity`."""
 
-    def __init__(self, config: Any, mode: str, device: torch.device, lora: LoraConfig | None = None) -> None:
+    def __init__(
+        self, config: Any, mode: str, device: torch.device, lora: LoraConfig | None = None, zeros: Zeros = torch.zeros
+    ) -> None:
         self.dtype = compute_dtype(mode)
         self.device = device
         self._round = activation_rounder(mode)
@@ -184,7 +188,7 @@ class FastForward:
         """While set, told the value after every operation; what is computed stays the same to the bit, but for the last places of kernels
         on a GPU, which run while nobody looks."""
 
-        new = functools.partial(torch.zeros, dtype=self.dtype, device=device)
+        new = functools.partial(zeros, dtype=self.dtype, device=device)
         self.embedding, self.norm = new(self.vocab_size, config.hidden_size), new(config.hidden_size)
         self.layers = [_Layer(config, i, new, self.head_dim) for i in range(self.num_layers)]
         # Views of the very memory that is computed with, by checkpoint name: nothing is derived, so a proof can look at it.

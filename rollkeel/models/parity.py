@@ -22,7 +22,7 @@ from rollkeel.config import LoraConfig
 from rollkeel.errors import BadInput
 from rollkeel.models import gpu, jit, kernels_parity
 from rollkeel.models.experts import bounds_of, by_expert_there, swiglu_experts
-from rollkeel.models.forward import FAMILIES, Attend, FastForward, Observe, rotation, supports
+from rollkeel.models.forward import FAMILIES, Attend, FastForward, Observe, Zeros, rotation, supports
 from rollkeel.models.numerics import product
 
 Route = Callable[[int, torch.Tensor], torch.Tensor]
@@ -320,9 +320,11 @@ class ParityForward(FastForward):
 
     fixed_order = True
 
-    def __init__(self, config: Any, mode: str, device: torch.device, lora: LoraConfig | None = None) -> None:
+    def __init__(
+        self, config: Any, mode: str, device: torch.device, lora: LoraConfig | None = None, zeros: Zeros = torch.zeros
+    ) -> None:
         check(config, mode, device, lora is not None and lora.rank > 0)
-        super().__init__(config, mode, device)
+        super().__init__(config, mode, device, zeros=zeros)
         self.dtype = torch.float32  # of keys and values, which those of lower precision are exact in
         layers = [
             Weights(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from rollkeel.engines.intake import Room, rooms_of
-from rollkeel.engines.shared_memory import ALIGN, buckets
+from rollkeel.engines.shared_memory import ALIGN, WINDOW, buckets
 from rollkeel.models.checksum import MASK, pitches_of
 from rollkeel.models.numerics import held_checksum, rounded
 from rollkeel.sync.layouts import Held, Part, engine_layout, held, parts_of, trainer_layout
@@ -23,8 +23,6 @@ from rollkeel.sync.plan import Copy, Plan, plan
 from rollkeel.train.sharded import Layout, Pieces, tensors_of
 from rollkeel.types import WeightSlice, WeightUpdate
 
-WINDOW = 2
-"""Buckets that a carrier may have under way to one receiver."""
 MADE = 1.5
 """Buckets that a sender needs beside those: rounded or narrowed weights of the one that it fills, and of a piece of the next."""
 PIECES = 4

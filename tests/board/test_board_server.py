@@ -38,9 +38,6 @@ def _audit(event: str, values: tuple[Any, ...]) -> None:
         ASKED.append((event, *values))
 
 
-sys.addaudithook(_audit)
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("board") / "runs"
@@ -53,6 +50,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def port(root: Path) -> Iterator[int]:
     board = Board([root])
+    sys.addaudithook(_audit)  # cannot be taken back, and is asked about every import and file
     with listen(board, "127.0.0.1", 0) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield server.server_address[1]

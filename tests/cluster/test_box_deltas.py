@@ -83,8 +83,9 @@ class Engines:
         asked = self.parts if to is None else to
         sinks = []
         for part in asked:
-            rooms = part.weights.act(part, ("begin", self.attempt, head, True))
-            sinks.append(SimpleNamespace(name=str(id(part)), index=part.index, node=part.node, rooms=rooms, part=part))
+            rooms, memory = part.weights.act(part, ("begin", self.attempt, head, True))
+            about = {"index": part.index, "node": part.node, "rooms": rooms, "memory": memory}
+            sinks.append(SimpleNamespace(name=str(id(part)), part=part, **about))
         sums = feed(sinks)
         proofs = [p.weights.act(p, ("finish", self.attempt, s)) for p, s in zip(asked, sums, strict=True)]
         assert {p.version for p in proofs} == {head.version}
@@ -117,6 +118,7 @@ class Rank(sender.Sender):
         self._config, self._deadline_s = SyncConfig(), 1.0
         self._plans, self._bucket_bytes, self._last = {}, 2_000, LastSent()
         self._sent, self._prepared = None, sender.Prepared()
+        self._views = dict[int, Any]()
 
     def _weights(self) -> Any:
         return Cut(self._trainer.model, *self._trainer.parts)
