@@ -27,7 +27,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -75,14 +74,14 @@ class Half:
             self._intake.take(pieces)
             return
         for piece in pieces:
-            if (view := self._view(piece)).data_ptr() != piece.tensor.data_ptr():
+            if not piece.tensor.is_meta and (view := self._view(piece)).data_ptr() != piece.tensor.data_ptr():
                 view.copy_(piece.tensor)
 
-    def live(self, piece: WeightSlice, strided: bool = False) -> torch.Tensor | None:
+    def live(self, piece: WeightSlice) -> torch.Tensor | None:
         """See `Intake.live`."""
         if self._intake is not None:
-            return self._intake.live(piece, strided)
-        return view if (view := self._view(piece)).is_contiguous() or strided else None
+            return self._intake.live(piece)
+        return view if (view := self._view(piece)).is_contiguous() else None
 
     def _view(self, piece: WeightSlice) -> torch.Tensor:
         place = tuple(slice(a, a + n) for a, n in zip(piece.starts, piece.tensor.shape, strict=True))
@@ -113,8 +112,6 @@ def engine(pipe: Any, names: Sequence[str]) -> None:
             WeightSlice(name=n, tensor=t, checksum=c, starts=starts)
             for (n, _, _, c, starts), t in zip(about, found, strict=True)
         ]
-        if slot is None:
-            pieces = [replace(piece, tensor=half.live(piece, strided=True)) for piece in pieces]
         half.take(pieces)
         pipe.send(True)
 

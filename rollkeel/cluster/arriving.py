@@ -11,8 +11,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from rollkeel.cluster.pulse import CONTROL
 from rollkeel.cluster.stream import Layout, unpacked
 from rollkeel.engines.intake import Intake, Room
@@ -71,23 +69,11 @@ class Weights:
         if self._intake is None:
             return self._refusal
         try:
-            data = bucket.data if bucket.data is not None else self._written(self._intake, bucket.layout)
-            self._intake.take(unpacked(bucket.layout, data))
+            self._intake.take(unpacked(bucket.layout, bucket.data))
         except RollkeelError as error:
             self._intake, self._refusal = None, str(error)
             return self._refusal
         return ""
-
-    @staticmethod
-    def _written(intake: Intake, layout: Layout) -> list[torch.Tensor]:
-        """The engine's own memory, where a sender has written these slices to."""
-        out = list[torch.Tensor]()
-        for piece in unpacked(layout, [torch.empty(one.shape, dtype=one.dtype, device="meta") for one in layout]):
-            place = intake.live(piece, strided=True)
-            if place is None:
-                raise EngineFailure(f"weights: {piece.name} is not held as it was written")
-            out.append(place)
-        return out
 
     def _begin(self, attempt: int, head: WeightUpdate, tells: bool = False) -> tuple[dict[str, Room] | None, str]:
         """Where the engine has what the update brings, if it `tells`; and the path of the memory that senders may write to."""

@@ -114,11 +114,12 @@ def inside(piece: WeightSlice, room: Room) -> Box | None:
             return None
     if len(starts) != len(shape):
         return None
-    ends = zip(room.starts, starts, shape, room.stops, strict=True)
-    if not all(a <= b and b + n <= c for a, b, n, c in ends):
-        return None
-    within = tuple(slice(a - b, a - b + n) for a, b, n in zip(starts, room.starts, shape, strict=True))
-    return Box(starts, within)
+    within = list[slice]()
+    for least, first, size, most in zip(room.starts, starts, shape, room.stops, strict=True):
+        if not least <= first <= most - size:
+            return None
+        within.append(slice(first - least, first - least + size))
+    return Box(starts, tuple(within))
 
 
 def unchanged(piece: WeightSlice, dtype: torch.dtype, mode: str) -> bool:
@@ -164,7 +165,7 @@ class Intake:
 
     @torch.inference_mode()
     def take(self, slices: Sequence[WeightSlice]) -> None:
-        """Write these slices, rounded, and prove that they are there."""
+        """Write these slices, rounded, and prove that they are there. One on the meta device has been written there as it is."""
         for piece in slices:
             room, starts, view = self._place(piece)
             self._enter(piece, starts)
@@ -181,13 +182,13 @@ class Intake:
         check_total(self._total, checksum, version)
         return checksum, self._base
 
-    def live(self, piece: WeightSlice, strided: bool = False) -> torch.Tensor | None:
-        """Where such a slice may be written before it is taken: the engine's own memory, if it is in one piece, or `strided`, and holds
+    def live(self, piece: WeightSlice) -> torch.Tensor | None:
+        """Where the bytes of such a slice may be written before it is taken: the engine's own memory, if it is in one piece and holds
         just these bytes. Of `piece` only the tensor's shape and dtype count, so it may be on the meta device."""
         _, _, view = self._place(piece)
         if isinstance(view, Packed) or not unchanged(piece, view.dtype, self._mode):
             return None
-        return view if strided or view.is_contiguous() else None
+        return view if view.is_contiguous() else None
 
     def _place(self, piece: WeightSlice) -> tuple[Room, tuple[int, ...], torch.Tensor]:
         """The room of the engine's weight, the first index of the slice in the whole of it, and the memory that it is for."""
@@ -195,7 +196,8 @@ class Intake:
         box = None if room is None or view is None else inside(piece, room)
         if box is None or room is None or view is None:
             raise misfit(piece, view, self._head.version)
-        return room, box.starts, view[box.within]
+        whole = tuple(piece.tensor.shape) == view.shape and not isinstance(view, Packed)
+        return room, box.starts, view if whole and not piece.box else view[box.within]
 
     def _enter(self, piece: WeightSlice, starts: tuple[int, ...]) -> None:
         """Raises `EngineFailure` for a box that has arrived already, all of it or in part."""
@@ -225,6 +227,10 @@ class Intake:
             add_delta(view, piece.tensor)
             prove_box(piece, view, (offset, pitches), head, mode)
             return
+        if piece.tensor.is_meta:
+            if isinstance(view, Packed) or not unchanged(piece, view.dtype, mode):
+                raise EngineFailure(f"weight update {head.version}: {name} is not held as it was written")
+            piece = replace(piece, tensor=view)
         tensor = piece.tensor.to(view.device)
         rounds = weight_rounder(mode) is not None and is_quantised(name, view)
         if (piece.rounded or piece.starts) and head.mode != mode:
@@ -247,7 +253,7 @@ class Intake:
         if piece.starts and exact:
             prove_box(piece, view, (offset, pitches), head, mode, new)
         else:
-            prove_piece(replace(piece, offset=offset), view, head, mode, new)
+            prove_piece(piece if piece.offset == offset else replace(piece, offset=offset), view, head, mode, new)
 
     def _round(self, name: str, dtype: torch.dtype) -> None:
         """Round in place what is held of a weight, some rows at a time. Its boxes were proven as they came."""

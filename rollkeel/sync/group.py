@@ -1,6 +1,7 @@
 """Buckets of weights from rank to rank of one process group (gloo, NCCL), where trainer and engines are in one.
 
-Each bucket is messages: two lengths, what its tensors are, and their bytes: of large ones from where they lie, of small ones together.
+Each bucket is messages: a head of fixed size, with what its tensors are if that fits, and their bytes: of large ones from where they lie,
+of small ones together. A message travels once it is asked for, so a receiver asks for the next bucket before it takes this one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ from rollkeel.types import WeightSlice
 
 ALONE = 2**19
 """Bytes from which on a tensor is a message of its own."""
+HEAD, COUNT = 8192, 8
+"""Bytes of a head, and of the number with which it begins: of bytes that it says, or that the next message says."""
+
+
+_Message = tuple[torch.Tensor, Any]
+"""What is to come into memory, and what tells when it is there."""
 
 
 class GroupCarrier:
@@ -72,9 +79,11 @@ class GroupCarrier:
                 small.append(piece)
 
     def _send(self, about: Any, parts: Sequence[torch.Tensor], to: Sequence[int]) -> None:
-        told = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8, device=self._device)
-        lengths = torch.tensor([len(told), sum(aligned(part.nbytes) for part in parts)], device=self._device)
-        messages = [lengths, told, *parts]
+        told = json.dumps(about).encode()
+        fits = len(told) <= HEAD - COUNT
+        head = len(told).to_bytes(COUNT, "little") + (told if fits else b"")
+        heads = [head.ljust(HEAD, b"\0"), *([] if fits else [told])]
+        messages = [*(torch.frombuffer(bytearray(one), dtype=torch.uint8).to(self._device) for one in heads), *parts]
         ranks = [self._receivers[receiver] for receiver in to]
         self._under_way.append([(dist.isend(m, r, group=self._group), r) for r in ranks for m in messages])
 
@@ -101,30 +110,44 @@ class Received:
         self._deadline_s = deadline_s
         self._group = group
         self._device = device
-        self._rooms = dict[int, torch.Tensor]()
+        self._rooms: dict[int, list[torch.Tensor]] = {rank: [torch.empty(0)] * 2 for rank in senders}
+        """Two of each sender: for the bucket that is taken and for the one that comes."""
         self.checksum = 0
         """Of all slices, as the senders that have ended said."""
 
     def __iter__(self) -> Iterator[list[WeightSlice]]:
         """One bucket of each sender in turn. Raises `EngineFailure` naming a rank that does not go on."""
-        coming = {rank: self._asked(rank) for rank in self._senders}
-        while coming:
-            for rank in list(coming):
-                lengths, work = coming.pop(rank)
-                self._came(work, rank)
-                told_bytes, size = lengths.tolist()
-                told, data = torch.empty(told_bytes, dtype=torch.uint8, device=self._device), self._room(rank, size)
-                self._came(dist.irecv(told, rank, group=self._group), rank)
-                about = json.loads(bytes(told.tolist()))
-                if isinstance(about, int):
-                    self.checksum = (self.checksum + about) & MASK
+        heads = {rank: self._message(rank, HEAD) for rank in self._senders}
+        ahead = {rank: self._next(heads, rank) for rank in self._senders}
+        while ahead:
+            for rank in list(ahead):
+                coming = ahead.pop(rank)
+                if coming is None:
                     continue
-                sizes, slices = about
-                yield self._bucket(rank, sizes, slices, data)
-                coming[rank] = self._asked(rank)
+                ahead[rank] = self._next(heads, rank)
+                slices, parts = coming
+                for part in parts:
+                    self._came(part, rank)
+                yield slices
 
-    def _bucket(self, rank: int, sizes: list[list[int]], about: list[Any], data: torch.Tensor) -> list[WeightSlice]:
-        """One bucket, of which `sizes` has the bytes and the number of slices of each message."""
+    def _next(self, heads: dict[int, _Message], rank: int) -> tuple[list[WeightSlice], list[Any]] | None:
+        """Ask for a bucket and the head behind it; None where the sender has ended."""
+        head = self._read(heads.pop(rank), rank)
+        size = int.from_bytes(head[:COUNT], "little")
+        fits = size <= HEAD - COUNT
+        about = json.loads(head[COUNT : COUNT + size] if fits else self._read(self._message(rank, size), rank))
+        if isinstance(about, int):
+            self.checksum = (self.checksum + about) & MASK
+            return None
+        sizes, slices = about
+        bucket = self._bucket(rank, sizes, slices, self._room(rank, sum(aligned(nbytes) for nbytes, _ in sizes)))
+        heads[rank] = self._message(rank, HEAD)
+        return bucket
+
+    def _bucket(
+        self, rank: int, sizes: list[list[int]], about: list[Any], data: torch.Tensor
+    ) -> tuple[list[WeightSlice], list[Any]]:
+        """One bucket, of which `sizes` has the bytes and the number of slices of each message, and what has to be waited for."""
         slices, parts = list[WeightSlice](), list[Any]()
         tensors = places([(getattr(torch, dtype), shape) for dtype, shape, *_ in about], data)
         for (_, _, name, checksum, starts, rounded), tensor in zip(about, tensors, strict=True):
@@ -141,19 +164,24 @@ class Received:
             parts.append(dist.irecv(room, rank, group=self._group))
             start += aligned(size)
             first += count
-        for part in parts:
-            self._came(part, rank)
-        return slices
+        return slices, parts
 
     def _room(self, rank: int, size: int) -> torch.Tensor:
-        """Memory for a bucket of a sender, which takes its last one's place: fresh memory costs more than what is sent."""
-        if len(self._rooms.get(rank, ())) < size:
-            self._rooms[rank] = torch.empty(size, dtype=torch.uint8, device=self._device)
-        return self._rooms[rank][:size]
+        """Memory for a bucket of a sender, which takes the place of the one before its last: fresh memory costs more than what is sent."""
+        rooms = self._rooms[rank]
+        rooms.reverse()
+        if len(rooms[0]) < size:
+            rooms[0] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return rooms[0][:size]
 
-    def _asked(self, rank: int) -> tuple[torch.Tensor, Any]:
-        lengths = torch.empty(2, dtype=torch.int64, device=self._device)
-        return lengths, dist.irecv(lengths, rank, group=self._group)
+    def _message(self, rank: int, size: int) -> _Message:
+        data = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return data, dist.irecv(data, rank, group=self._group)
+
+    def _read(self, message: _Message, rank: int) -> bytes:
+        data, work = message
+        self._came(work, rank)
+        return data.cpu().numpy().tobytes()
 
     def _came(self, work: Any, rank: int) -> None:
         _wait(work, self._deadline_s, f"weights of rank {rank}")

@@ -161,7 +161,7 @@ def test_what_was_not_written_or_written_wrongly_is_refused_and_then_moves_away(
     strange = [replace(pieces[0], tensor=pieces[0].tensor.double())]
     opened.begin(9)
     said = opened.weights.take(Bucket(opened.attempt, layout_of(strange), None, Future()))
-    assert said == f"weights: {pieces[0].name} is not held as it was written"
+    assert said == f"weight update 9: {pieces[0].name} is not held as it was written"
 
 
 def test_where_no_memory_is_left_to_move_to_nothing_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
