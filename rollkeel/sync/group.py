@@ -1,7 +1,8 @@
 """Buckets of weights from rank to rank of one process group (gloo, NCCL), where trainer and engines are in one.
 
 Each bucket is messages: a head of fixed size, with what its tensors are if that fits, and their bytes: of large ones from where they lie,
-of small ones together. A message travels once it is asked for, so a receiver asks for the next bucket before it takes this one.
+of small ones together. A message travels once it is asked for. So that one is always on its way, gloo gets the last of a bucket behind the
+head of the next one, of which a receiver then asks for the rest; NCCL has no tags, and gets all in the order in which it is asked for.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from rollkeel.types import WeightSlice
 
 ALONE = 2**19
 """Bytes from which on a tensor is a message of its own."""
+PARTS, SAID = 0, 1
+"""Tags of bytes, and of what they are."""
 HEAD, COUNT = 8192, 8
 """Bytes of a head, and of the number with which it begins: of bytes that it says, or that the next message says."""
 
 
 _Message = tuple[torch.Tensor, Any]
 """What is to come into memory, and what tells when it is there."""
+_Works = list[tuple[Any, int]]
+"""What tells that a message was taken, and by which rank."""
 
 
 class GroupCarrier:
@@ -40,7 +45,9 @@ class GroupCarrier:
         self._receivers = receivers
         self._group = group
         self._device = device
-        self._deadline_s, self._under_way = deadline_s, deque[list[tuple[Any, int]]]()
+        self._deadline_s, self._under_way = deadline_s, deque[_Works]()
+        self._held: tuple[_Works, torch.Tensor, list[int]] | None = None
+        """The last message of the last bucket, to whom it goes, and the others."""
 
     def put(self, bucket: Sequence[WeightSlice], to: Sequence[int]) -> None:
         if len(self._under_way) == WINDOW:
@@ -51,6 +58,7 @@ class GroupCarrier:
         self._send([[(part.nbytes, count) for part, count in parts], about], [part for part, _ in parts], to)
 
     def flush(self) -> None:
+        self._let_go()
         while self._under_way:
             self._sent(self._under_way.popleft())
 
@@ -82,12 +90,29 @@ class GroupCarrier:
         told = json.dumps(about).encode()
         fits = len(told) <= HEAD - COUNT
         head = len(told).to_bytes(COUNT, "little") + (told if fits else b"")
-        heads = [head.ljust(HEAD, b"\0"), *([] if fits else [told])]
-        messages = [*(torch.frombuffer(bytearray(one), dtype=torch.uint8).to(self._device) for one in heads), *parts]
+        said = [head.ljust(HEAD, b"\0"), *([] if fits else [told])]
+        first, *more = [torch.frombuffer(bytearray(one), dtype=torch.uint8).to(self._device) for one in said]
         ranks = [self._receivers[receiver] for receiver in to]
-        self._under_way.append([(dist.isend(m, r, group=self._group), r) for r in ranks for m in messages])
+        works = self._out([first, *more], ranks, SAID)
+        self._under_way.append(works)
+        self._let_go()
+        works += self._out(parts[:-1], ranks)
+        if parts:
+            self._held = works, parts[-1], ranks
+        if dist.get_backend(self._group) != "gloo":
+            self._let_go()
 
-    def _sent(self, works: Sequence[tuple[Any, int]]) -> None:
+    def _out(self, messages: Sequence[torch.Tensor], ranks: Sequence[int], tag: int = PARTS) -> _Works:
+        return [(dist.isend(message, rank, self._group, tag), rank) for rank in ranks for message in messages]
+
+    def _let_go(self) -> None:
+        """Send what was held back."""
+        if self._held is not None:
+            works, part, ranks = self._held
+            works += self._out([part], ranks)
+            self._held = None
+
+    def _sent(self, works: _Works) -> None:
         for work, rank in works:
             _wait(work, self._deadline_s, f"rank {rank} to take weights")
 
@@ -161,7 +186,7 @@ class Received:
             if live is not None and live.nbytes == size:
                 slices[first] = replace(piece, tensor=live)
                 room = live.view(-1).view(torch.uint8)
-            parts.append(dist.irecv(room, rank, group=self._group))
+            parts.append(dist.irecv(room, rank, self._group, PARTS))
             start += aligned(size)
             first += count
         return slices, parts
@@ -176,7 +201,7 @@ class Received:
 
     def _message(self, rank: int, size: int) -> _Message:
         data = torch.empty(size, dtype=torch.uint8, device=self._device)
-        return data, dist.irecv(data, rank, group=self._group)
+        return data, dist.irecv(data, rank, self._group, SAID)
 
     def _read(self, message: _Message, rank: int) -> bytes:
         data, work = message
