@@ -21,7 +21,7 @@ from rollkeel.config import EngineConfig
 from rollkeel.engines.open import open_engine
 from rollkeel.engines.open_memory import OpenMemory
 from rollkeel.engines.part import serve
-from rollkeel.engines.shared_memory import AVAILABLE, Slot, opened, read
+from rollkeel.engines.shared_memory import AVAILABLE, Slot, is_file, opened, read
 from rollkeel.errors import RollkeelError
 from rollkeel.host import collect_as_usual, keep_freed_memory
 
@@ -63,7 +63,7 @@ class EngineActor:
         """Map a ring of a sender on this host, and let go of those whose senders are gone or have closed them, which no memory would
         be left for; returns why it cannot be, or nothing."""
         for known, file in list(self._files.items()):
-            if not _is_file(known, file):  # several ranks call this at once
+            if not is_file(known, file):  # several ranks call this at once
                 self._files.pop(known, None)
                 self._rings.pop(known, None)
         try:
@@ -82,13 +82,6 @@ class EngineActor:
             with suppress(TimeoutError):
                 return done.result(BEAT_S)
         return "weights: the engine has ended"
-
-
-def _is_file(path: str, inode: int) -> bool:
-    try:
-        return os.stat(path).st_ino == inode
-    except OSError:
-        return False
 
 
 def _live(channel: Channel, hf_config: Any, config: EngineConfig, options: dict[str, Any]) -> None:

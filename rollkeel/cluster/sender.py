@@ -14,7 +14,7 @@ from rollkeel.cluster.pulse import Pulse, awaited
 from rollkeel.cluster.stream import Calls, Sink
 from rollkeel.config_cluster import SyncConfig
 from rollkeel.engines.open_memory import Views, views_of
-from rollkeel.engines.shared_memory import ALIGN, AVAILABLE, Ring, Slot, buckets
+from rollkeel.engines.shared_memory import ALIGN, AVAILABLE, Ring, Slot, buckets, is_file
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.sync.last_sent import LastSent, Traffic
 from rollkeel.sync.layouts import Part, parts_of
@@ -165,16 +165,18 @@ class Sender:
     def _open(self, sinks: Sequence[Sink]) -> dict[int, Views]:
         """Memory of engines on this host that is written to, by number of the sink."""
         out = dict[int, Views]()
+        self._views = {index: known for index, known in self._views.items() if is_file(*known[0])}
         for number, sink in enumerate(sinks):
-            known, views = self._views.pop(sink.index, (("", 0), {}))
             if not sink.memory or not self._near(sink):
                 continue
-            try:
-                file = sink.memory, os.stat(sink.memory).st_ino
-                out[number] = views if file == known else views_of(sink.memory, sink.rooms)
-            except OSError:  # its processes are not ours to see, in a container of their own
-                continue
-            self._views[sink.index] = file, out[number]
+            known = self._views.get(sink.index)
+            if known is None or known[0][0] != sink.memory:
+                try:
+                    known = (sink.memory, os.stat(sink.memory).st_ino), views_of(sink.memory, sink.rooms)
+                except OSError:  # its processes are not ours to see, in a container of their own
+                    continue
+            self._views[sink.index] = known
+            out[number] = known[1]
         return out
 
     def _fit(self, sinks: Sequence[Sink]) -> None:

@@ -64,6 +64,14 @@ def opened(path: str) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
 
+def is_file(path: str, inode: int) -> bool:
+    """Whether memory that was opened by this path is still what it leads to, and its process lives."""
+    try:
+        return os.stat(path).st_ino == inode
+    except OSError:
+        return False
+
+
 def read(slot: Slot, like: Like, rings: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """The tensors in a slot, where they lie; `rings`: opened, by path."""
     return list(places(like, rings[slot.path][slot.start :]))

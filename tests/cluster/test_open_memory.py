@@ -12,6 +12,7 @@ import sys
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
 from engine_kit import model_of, prompts_of, requests_of, run, same
 
 from rollkeel.cluster.arriving import Bucket, Weights
+from rollkeel.cluster.sender import Sender
 from rollkeel.cluster.stream import layout_of, slices_of
 from rollkeel.config import EngineConfig
 from rollkeel.engines.intake import Room, rooms_of
@@ -218,3 +220,30 @@ def test_the_memory_ends_with_its_process_and_is_in_no_folder() -> None:
     assert not Path(os.readlink(memory.path)).exists()
     with pytest.raises(OSError, match="No such file"):
         views_of("/proc/1/fd/99999", {})
+
+
+def test_a_sender_keeps_no_memory_of_an_engine_that_is_gone_or_has_moved() -> None:
+    memory, zeros = OpenMemory(), torch.zeros(4)
+    held = {"weight": memory.zeros(4, dtype=torch.float32, device=CPU)}
+    rooms = memory.rooms(rooms_of(held), held)
+    sender: Any = SimpleNamespace(_views={}, _near=lambda sink: sink.node == "here")
+
+    def opened(index: int, node: str, path: str) -> dict[int, Views]:
+        return Sender._open(sender, [SimpleNamespace(index=index, node=node, memory=path, rooms=rooms)])  # type: ignore[list-item]
+
+    first = opened(5, "here", memory.path)[0]["weight"]
+    assert opened(5, "here", memory.path)[0]["weight"] is first
+    assert opened(6, "there", memory.path) == opened(7, "here", "") == opened(8, "here", "/proc/1/fd/99999") == {}
+    before = memory.path
+    memory.renew()
+    again = opened(5, "here", memory.path)[0]["weight"]
+    again.fill_(3)
+    assert (held["weight"].tolist(), torch.equal(first, zeros)) == ([3] * 4, True)
+    memory.renew()  # the path of the first file may be this one's now
+    third = opened(5, "here", memory.path)[0]["weight"]
+    third.fill_(4)
+    assert held["weight"].tolist() == [4] * 4
+    assert before != memory.path or third is not first
+    os.close(memory._file)
+    assert opened(9, "there", "") == {}
+    assert sender._views == {}
