@@ -45,6 +45,7 @@ class Prepared(NamedTuple):
     ready: Ready = ()
     placed: Mapping[int, list[Slot]] | None = None
     """Where the first buckets lie, by number of the sink."""
+    weights: Weights | None = None
 
 
 class Sender:
@@ -79,14 +80,7 @@ class Sender:
         `DeltaRefused` where this rank or an engine has not what the delta is to be added to."""
         adapters = head.kind == "adapter"
         assert head.mode is not None  # the engines'
-        if adapters:
-            weights = Weights.whole(self._trainer.named_adapters())
-        else:
-            weights = self._weights()
         key = adapters, head.mode, *((sink.index, sink.node) for sink in sinks)
-        if key not in self._plans:
-            hosts = self._hosts(sinks)
-            self._plans = {key: weights.plan([sink.rooms for sink in sinks], head.mode, hosts)}
         pulses = [self._pulse(sink) for sink in sinks]
         rings = self._shared(sinks)
         about = Outgoing(sinks[0].rooms, head.mode, self._bucket_bytes)
@@ -94,6 +88,13 @@ class Sender:
         prepared, self._prepared = self._prepared, Prepared()
         if prepared.of != (*cuts, self._trainer.version):
             prepared = Prepared()
+        if adapters:
+            weights = Weights.whole(self._trainer.named_adapters())
+        else:
+            weights = prepared.weights or self._weights()
+        if key not in self._plans:
+            hosts = self._hosts(sinks)
+            self._plans = {key: weights.plan([sink.rooms for sink in sinks], head.mode, hosts)}
         self._sent = None if adapters else Sent(key, about, [sink.index for sink in sinks])
         carrier = Calls(head, sinks, self._deadline_s, rings, pulses, prepared.placed, self._open(sinks))
         part = self._plans[key], self._mesh.rank, weights.held, about, carrier
@@ -111,9 +112,10 @@ class Sender:
         sent = self._sent
         if head.kind == "adapter" or sent is None:
             return
-        ready = ready_of(self._plans[sent.key], self._mesh.rank, self._weights().held, sent.about)
+        weights = self._weights()
+        ready = ready_of(self._plans[sent.key], self._mesh.rank, weights.held, sent.about)
         placed = self._placed(ready, sent) if self._last is None else None
-        self._prepared = Prepared((sent.key, sent.about.bucket_bytes, self._trainer.version), ready, placed)
+        self._prepared = Prepared((sent.key, sent.about.bucket_bytes, self._trainer.version), ready, placed, weights)
 
     def _placed(self, ready: Ready, sent: Sent) -> dict[int, list[Slot]]:
         """Write as many buckets as may be under way."""
