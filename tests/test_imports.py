@@ -198,8 +198,12 @@ ENGINES = ("vllm", "ray")
             ("rollkeel", "torch", "pydantic"),
         ),
         ("rollkeel_doctor.cli", ("numpy", "pyarrow")),
+        (
+            "rollkeel.cluster.engine_actor, rollkeel.engines.local",
+            ("transformers.modeling_utils", "torch._dynamo", "vllm"),
+        ),
     ],
-    ids=["objectives", "instant", "sandbox", "doctor", "its help"],
+    ids=["objectives", "instant", "sandbox", "doctor", "its help", "an engine's actor"],
 )
 def test_what_an_import_brings_in(modules: str, absent: tuple[str, ...]) -> None:
     script = f"import sys; import {modules}; print(' '.join(m for m in {absent!r} if m in sys.modules))"

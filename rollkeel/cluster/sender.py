@@ -46,6 +46,7 @@ class Prepared(NamedTuple):
     placed: Mapping[int, list[Slot]] | None = None
     """Where the first buckets lie, by number of the sink."""
     weights: Weights | None = None
+    """What lies here."""
 
 
 class Sender:
