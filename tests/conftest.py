@@ -1,7 +1,6 @@
 """Shared test set-up: one CPU thread, decided before torch is imported anywhere, one cache of warm starts, and property tests
 whose examples depend on nothing but the code; `make test-explore` draws new ones."""
 
-import gc
 import multiprocessing.util
 import os
 import resource
@@ -15,6 +14,8 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from rollkeel.host import collect_as_usual, collect_later
 
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.load_profile("fixed")
@@ -35,18 +36,12 @@ def _interpret_kernels() -> None:
 _interpret_kernels()
 
 
-USUALLY = gc.get_threshold()
-gc.set_threshold(50_000, 20, 1_000)  # collecting imports most of what there is, twice over
+collect_later()
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays, and need not be looked at in search of cycles again and again."""
-    gc.freeze()
-    gc.set_threshold(*USUALLY)
-
-
-def pytest_unconfigure() -> None:
-    gc.freeze()
+    """By now most of what there is has been imported."""
+    collect_as_usual()
 
 
 MOST_CPU_S = 20.0

@@ -292,8 +292,8 @@ class ActorEngine(PartedEngine[_Actor]):
         for part, (told, memory) in zip(asked, answers, strict=True):
             if kind not in part.rooms:  # of engines that are alike the same object, which then travels once
                 part.rooms[kind] = next((p.rooms[kind] for p in self.parts if p.rooms.get(kind) == told), told)
-            about = self._attempt, part.index, part.node, part.rooms[kind], memory
-            sinks.append(Sink(part.name, part.handle, *about))
+            there = {"index": part.index, "node": part.node, "rooms": part.rooms[kind], "memory": memory}
+            sinks.append(Sink(part.name, part.handle, self._attempt, **there))
         try:
             sums = feed(sinks)
         except EngineFailure:

@@ -217,12 +217,12 @@ def bytes_of(bucket: Sequence[WeightSlice]) -> list[np.ndarray]:
 def unpacked(layout: Layout, data: Sequence[np.ndarray | torch.Tensor] | None) -> list[WeightSlice]:
     """The slices of a bucket, as views of the object store, which are read-only, or of shared memory; without `data` on the meta device."""
     out = []
-    for i, entry in enumerate(layout):
-        name, dtype, shape, checksum, offset, starts, box, rounded = entry
-        came = torch.empty(shape, dtype=dtype, device="meta") if data is None else data[i]
-        tensor = came if isinstance(came, torch.Tensor) else torch.from_numpy(came).view(dtype).view(shape)
-        known = {"offset": offset, "starts": starts, "box": box, "rounded": rounded}
-        out.append(WeightSlice(name=name, tensor=tensor, checksum=checksum, **known))
+    nowhere = (torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in layout)
+    for entry, came in zip(layout, nowhere if data is None else data, strict=True):
+        tensor = came if isinstance(came, torch.Tensor) else torch.from_numpy(came).view(entry.dtype).view(entry.shape)
+        known = entry._asdict()
+        del known["dtype"], known["shape"]
+        out.append(WeightSlice(tensor=tensor, **known))
     return out
 
 

@@ -47,8 +47,8 @@ def open_engine(
 
     `planned`: bytes of `device` that a trainer holds while a server samples there; `pauses`: whether it trains only while
     nothing is sampled. `offload`: what the embedded engine drops meanwhile, nothing, its KV (`optimizer`), or its weights too (`all`).
-    `zeros`: makes the embedded engine's weights.
-    `lora`: of the adapters it is to serve, which the embedded engine alone does. `log_path`: where an inference server's output goes. Raises `BadInput` for a server that is not installed.
+    `lora`: of the adapters it is to serve, which the embedded engine alone does. `zeros`: makes the weights of an embedded engine that
+    drops nothing. `log_path`: where an inference server's output goes. Raises `BadInput` for a server that is not installed.
     """
     if lora is not None and config.kind != "local":
         raise BadInput(NO_ADAPTERS.format(kind=config.kind))
