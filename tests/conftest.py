@@ -1,6 +1,7 @@
 """Shared test set-up: one CPU thread, decided before torch is imported anywhere, one cache of warm starts, and property tests
 whose examples depend on nothing but the code; `make test-explore` draws new ones."""
 
+import fnmatch
 import multiprocessing.util
 import os
 import resource
@@ -97,6 +98,23 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
                 f"took {took:.1f} s of CPU, more than {most:g}: shorten it or mark it slow",
             )
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Cases of a test that its mark `usually` does not name are slow."""
+    unseen = dict[str, set[str]]()
+    for item in items:
+        if (mark := item.get_closest_marker("usually")) is None or item.get_closest_marker("cuda") is not None:
+            continue
+        case = item.callspec.id  # pyright: ignore[reportAttributeAccessIssue]
+        named = {name for name in mark.args if fnmatch.fnmatchcase(case, name)}
+        unseen.setdefault(item.nodeid.partition("[")[0], set(mark.args)).difference_update(named)
+        if not named:
+            item.add_marker(pytest.mark.slow)
+    missing = {name: cases for name, cases in unseen.items() if cases}
+    if missing and not any("::" in word for word in config.args):
+        raise pytest.UsageError(f"usually: expected cases of the test, got {missing}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -49,9 +49,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory, words: list[str]) -> Path:
     return run
 
 
-@pytest.mark.parametrize(
-    ("stage", "step", "delay_s"), [("update", 8, 0.002), pytest.param("checkpoint", 3, 0.01, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "step", "delay_s"), [("update", 8, 0.002), ("checkpoint", 3, 0.01)])
 def test_a_killed_run_ends_as_if_nothing_had_happened(
     whole: Path, words: list[str], tmp_path: Path, stage: str, step: int, delay_s: float
 ) -> None:

@@ -222,6 +222,7 @@ def test_broken_graders_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # -- kill -9 -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usually("keep-rollout-6-0.002")
 @pytest.mark.parametrize(
     ("stage", "step", "delay_s"),
     [

@@ -258,6 +258,19 @@ def watched(patch: Patch) -> list[str]:
     return found
 
 
+@pytest.mark.usually(
+    "rewards that are 0 in silence-sync",
+    "weights that did not arrive-sync",
+    "stale KV-budgeted",
+    "shifted log-probs-sync",
+    "ids encoded anew-sync",
+    "wrong temperature-sync",
+    "versions forgotten by a resume-sync",
+    "trained without training-sync",
+    "NaN gradient-sync",
+    "every rollout twice-sync",
+    "empty answers-sync",
+)
 @pytest.mark.parametrize(("name", "mode"), CASES)
 def test_it_is_noticed_in_the_step_where_it_happens(
     name: str, mode: str, tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]

@@ -53,6 +53,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_kl_to_the_start_is_watched_without_a_term_and_changes_nothing(tmp_path: Path) -> None:
     """A term of 1e-12 measures every token and trains the same; the monitor sees the first half of them."""
     off, two = "train.kl_coefficient=0", ("run.steps=4", "rollout.prompts=32", "train.updates_per_step=1")

@@ -90,6 +90,7 @@ def test_killed_mixture_continues_bit_for_bit(words: list[str], whole: Path, tmp
     assert_same(run, whole)
 
 
+@pytest.mark.usually("loop2-3.0")
 @pytest.mark.parametrize(
     ("loop", "within"),
     [

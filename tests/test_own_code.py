@@ -256,6 +256,7 @@ def test_mistakes_in_a_feed_or_an_engine_are_one_line(
     assert message.format(file=here / "mine.py", draw=draw, poll=poll) in err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_a_preset_from_a_file_is_measured_in_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
     assert find("./mine.py").name == find("mine.py:PRESET").name == "mine"

@@ -32,6 +32,7 @@ def pytest_there(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.usually("environment")
 @pytest.mark.parametrize("kind", list(Kind))
 def test_it_trains_and_its_test_tests_it(
     kind: Kind, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -46,6 +46,7 @@ def told() -> Iterator[Any]:
         process.join()
 
 
+@pytest.mark.slow
 def test_each_has_the_environment_of_its_start_and_finds_everything_imported_by_one_thread(
     told: Any, no_fork_server: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,8 @@
                                      └─ memory of one host ──┘
                                         at most two that some engine has not taken yet
 
-So what a publication needs beside trainer and engines is a few buckets, whatever the size of the model.
+So what a publication needs beside trainer and engines is a few buckets, whatever the size of the model, and nothing for engines whose own
+memory is written to (`rollkeel.engines.open_memory`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from rollkeel.types import WeightSlice, WeightUpdate
 
 BUCKET_BYTES = 64 << 20
 DEADLINE_S = 600.0
+OPEN_WINDOW = 2 * WINDOW
+"""Buckets that are in engines' own memory and not proven yet. Nothing is kept for them; waiting for each would leave a core idle."""
 STORE = {"free_objects_batch_size": 1, "worker_niceness": 0}
 """`_system_config` of a Ray that we start; for one that others start, RAY_free_objects_batch_size=1 and RAY_worker_niceness=0 in its
 environment. As it comes, Ray frees objects that nobody holds any more once a second or by the hundred, and until then the store keeps
@@ -149,8 +152,11 @@ class Calls:
         self._under_way = deque[dict[ray.ObjectRef, int]]()
 
     def put(self, bucket: Sequence[WeightSlice], to: Sequence[int]) -> None:
-        if len(self._under_way) == WINDOW:
-            self._consumed(self._under_way.popleft())
+        self._wait(OPEN_WINDOW)
+        mode = self._head.mode or ""
+        opened = {n for n in to if n in self._views and write(bucket, self._sinks[n].rooms, self._views[n], mode)}
+        if len(opened) < len(to):
+            self._wait(WINDOW)
         self.nbytes += len(to) * sum(piece.tensor.nbytes for piece in bucket)
         layout = layout_of(bucket)
         stored = None
@@ -159,8 +165,7 @@ class Calls:
             sink = self._sinks[number]
             ring = self._rings.get(number)
             there = self._placed.get(number)
-            views = self._views.get(number)
-            if views is not None and write(bucket, sink.rooms, views, self._head.mode or ""):
+            if number in opened:
                 data: Any = None
             elif ring is not None and there:
                 data = there.popleft()
@@ -173,10 +178,14 @@ class Calls:
         self._under_way.append(calls)
 
     def flush(self) -> None:
-        while self._under_way:
-            self._consumed(self._under_way.popleft())
+        self._wait(1)
         for pulse in self._pulses:
             pulse.beats()
+
+    def _wait(self, most: int) -> None:
+        """Until fewer than `most` buckets are under way."""
+        while len(self._under_way) >= most:
+            self._consumed(self._under_way.popleft())
 
     def _consumed(self, calls: Mapping[ray.ObjectRef, int]) -> None:
         """Wait until every sink has taken a bucket."""

@@ -20,6 +20,7 @@ def missed(trials: list[Trial]) -> list[str]:
     ]
 
 
+@pytest.mark.usually("bf16")
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_names_the_perturbed_layer_and_operation(mode: str) -> None:
     trials = [trial(seed, mode) for seed in range(20)]

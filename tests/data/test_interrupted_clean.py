@@ -84,6 +84,7 @@ def test_two_processes_change_nothing(planted: Path, whole: dict[str, str], tmp_
     assert digests(tmp_path / "out") == whole
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_its_processes_start_is_the_callers(
     planted: Path, whole: dict[str, str], tmp_path: Path, interrupted_at_birth: list[int]
 ) -> None:

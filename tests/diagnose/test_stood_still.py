@@ -20,6 +20,7 @@ from rollkeel_doctor import Diagnosis
 LATE = ["run.steps=16", "experiment.lag=2", "eval.every=0", "rollout.prompts=16", "checkpoint.every=15"]
 
 
+@pytest.mark.usually("2")
 @pytest.mark.parametrize("arrives", [2, 99])
 def test_an_engine_that_stood_still_among_batches_that_wait(arrives: int, tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -391,6 +391,7 @@ def test_every_fault_is_there_with_sizes_of_its_own_in_every_split() -> None:
                 seen |= names
 
 
+@pytest.mark.usually("dev5", "test")
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_config_of_the_corpus_is_valid(split: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, task in OWN_TASKS.items():

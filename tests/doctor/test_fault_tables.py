@@ -53,6 +53,7 @@ def rollout(number: int, text: str) -> Rollout:
     )
 
 
+@pytest.mark.usually("full")
 @pytest.mark.parametrize("split", TABLES)
 def test_every_run_of_a_table_is_one_that_rollkeel_takes(split: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, task in OWN_TASKS.items():

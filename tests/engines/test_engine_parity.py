@@ -61,6 +61,7 @@ def trainer_of(model: Any, temperature: float = 1.0, **config: Any) -> LocalTrai
     return LocalTrainer(policy, TrainConfig(**config), temperature=temperature, total_updates=1, parity=True)
 
 
+@pytest.mark.usually("tiny-qwen3-moe-bf16", "tiny-qwen3-tied-fp32")
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_recorded_log_probs_are_the_trainers(preset: str, mode: str) -> None:

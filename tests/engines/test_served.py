@@ -178,6 +178,7 @@ def test_streams_that_ignore_an_abort_are_cut(open_engine: Any, monkeypatch: pyt
     assert_true(asked, segment.span, {1: 1.0})
 
 
+@pytest.mark.usually("None", "cut_after")
 @pytest.mark.parametrize("fault", [None, "crash_after", "cut_after"])
 def test_every_token_has_its_experts_and_those_of_the_prompt_or_is_sampled_again(
     open_engine: Any, fault: str | None
@@ -215,6 +216,7 @@ def test_experts_that_never_come_are_a_failure(open_engine: Any) -> None:
     assert "which experts" in segment.detail
 
 
+@pytest.mark.usually("0-crash_after", "0-finish_after", "37-cut_after", "37-nan_after")
 @pytest.mark.parametrize("fault", ["crash_after", "cut_after", "error_after", "nan_after", "finish_after"])
 @pytest.mark.parametrize("tokens", [0, 37])
 def test_a_loss_costs_and_doubles_no_token(open_engine: Any, fault: str, tokens: int) -> None:
@@ -299,6 +301,7 @@ def test_a_stopped_process_counts_as_hanging(open_engine: Any) -> None:
     assert backend.starts() == 2
 
 
+@pytest.mark.usually("die_at_start")
 @pytest.mark.parametrize("fault", ["die_at_start", "slow_start"])
 def test_a_server_that_does_not_come_up_is_started_again(open_engine: Any, fault: str) -> None:
     engine, backend = open_engine(publish=False, deadline_s=12.0)

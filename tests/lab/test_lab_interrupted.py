@@ -84,6 +84,7 @@ def test_an_interrupted_experiment_goes_on_from_its_checkpoint(tmp_path: Path, m
     assert weights(run.folder) == weights(whole.folder)
 
 
+@pytest.mark.usually("running-term")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "term"])
 @pytest.mark.parametrize("early", [True, False], ids=["starting", "running"])
 def test_a_signal_ends_the_workers_too_and_says_one_line(

@@ -227,6 +227,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
     ] == []
 
 
+@pytest.mark.usually("mixture-cpu", "masters-cpu", "adapters-pretend")
 @pytest.mark.parametrize(
     ("kind", "device"),
     [

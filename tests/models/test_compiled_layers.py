@@ -79,6 +79,7 @@ def test_neither_layers_nor_lengths_are_compiled_again() -> None:
     assert not torch._dynamo.utils.counters["recompile_limit"]
 
 
+@pytest.mark.slow
 def test_a_trainer_learns_the_same() -> None:
     results = []
     for compiled in (False, True):

@@ -89,6 +89,7 @@ def check(name: str, tmp_path: Path) -> None:
         assert all(math.log(1.0002) <= bound <= math.log(1.01) for bound in bounds)
 
 
+@pytest.mark.usually("dppo_topk_kl")
 @pytest.mark.parametrize("name", IN_THE_NORMAL_RUN)
 def test_recipe_trains(name: str, tmp_path: Path) -> None:
     check(name, tmp_path)

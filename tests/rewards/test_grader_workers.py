@@ -47,6 +47,7 @@ def alive(pid: int) -> bool:
     return True
 
 
+@pytest.mark.usually("hang in C-*", "crash-*", "greedy-*", "raise-*")
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

@@ -81,6 +81,7 @@ def run(engine: Any, state: BudgetedRollouts, sampling: SamplingParams, **more: 
     return parts
 
 
+@pytest.mark.usually("generated-served1", "finished-served0")
 @pytest.mark.parametrize("served", [{"kv": "recompute"}, {"kv": "keep"}], indirect=True)
 @pytest.mark.parametrize("count", ["generated", "finished"])
 def test_every_token_is_counted_once_and_of_the_weights_it_says(served: tuple[Any, FakeBackend], count: str) -> None:
@@ -96,6 +97,7 @@ def test_every_token_is_counted_once_and_of_the_weights_it_says(served: tuple[An
     assert backend.starts() == 1
 
 
+@pytest.mark.usually("generated")
 @pytest.mark.parametrize("count", ["generated", "finished"])
 def test_a_killed_server_loses_nothing(served: tuple[Any, FakeBackend], count: str) -> None:
     engine, backend = served

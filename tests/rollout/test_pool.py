@@ -131,6 +131,7 @@ def run_schedule(chosen: PoolRules, rng: random.Random, reloads: float = 0.02, i
     return pool
 
 
+@pytest.mark.usually("0", "5")
 @pytest.mark.parametrize("part", range(10))
 def test_ten_thousand_random_schedules_keep_every_invariant(part: int) -> None:
     """Each rollout ends once; budget, σ and capacity hold; no token is lost or trained twice; groups as DESIGN.md says."""

@@ -95,6 +95,7 @@ def assert_published(engine: LocalEngine, model: Any, mode: str) -> None:
         assert torch.equal(bits(view), bits(alone.weights[name])), name
 
 
+@pytest.mark.usually("tiny-qwen3-tied-fp32", "tiny-qwen3-moe-int8")
 @pytest.mark.parametrize(
     ("preset", "mode"),
     [

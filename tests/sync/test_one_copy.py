@@ -68,6 +68,7 @@ def copies(run: Path) -> list[int]:
     return [e["copies"] for e in events(run) if e["event"] == "weights"]
 
 
+@pytest.mark.usually("tied in bf16")
 @pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_run_is_the_same_to_the_bit_with_one_copy_and_with_two(
     name: str, apart: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

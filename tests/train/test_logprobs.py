@@ -282,8 +282,9 @@ def extra_bytes(total: int, entropy: bool, topk: int = 0) -> int:
 BOUND = 3 * 256 * 150_000 * 4 + 64 * 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("topk", [0, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("topk", [0, 20])
 def test_peak_memory_at_a_large_vocabulary(topk: int) -> None:
     assert extra_bytes(512, entropy=True, topk=topk) <= BOUND
 

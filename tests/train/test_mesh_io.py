@@ -50,10 +50,8 @@ MESHES: list[dict[str, Any]] = [{"shard": 2}, {"shard": 4}, {"shard": 2, "expert
 WATCHED = [
     Job(**sizes, what="watched", source=f"watched-{i}", parts=True, overrides=WIDE) for i, sizes in enumerate(MESHES)
 ]
-PLANNED = [
-    Job(**sizes, what="watched", parts=True, overrides=WIDE)
-    for sizes in ({"replicate": 2}, {"context": 2}, {"tensor": 2}, {"expert": 2, "tensor": 2}, {"shard": 3})
-]
+OTHERS: list[dict[str, Any]] = [{"context": 2}, {"expert": 2, "tensor": 2}, {"shard": 3}]
+PLANNED = [Job(**sizes, what="watched", parts=True, overrides=WIDE) for sizes in ({"replicate": 2}, {"tensor": 2})]
 TAUGHT = [Job(shard=2, expert=2, what="supervised", parts=True), Job(replicate=2, shard=2, what="supervised", **KEPT)]
 TAUGHT += [Job(shard=2, what="supervised", model="tiny-qwen3-tied", options={"reduce": "tree"})]
 TAUGHT += [Job(expert=2, what="supervised", options={"freeze_router": "router"})]
@@ -260,6 +258,18 @@ def planned(job: Job) -> dict[str, int]:
 
 @pytest.mark.parametrize("job", [*WATCHED, *PLANNED], ids=str)
 def test_a_plan_says_what_ranks_hold(job: Job, found: Found) -> None:
+    assert_as_planned(job, found)
+
+
+@pytest.mark.slow
+def test_a_plan_says_what_ranks_of_other_meshes_hold(tmp_path: Path) -> None:
+    jobs = [replace(PLANNED[0], replicate=1, **sizes) for sizes in OTHERS]
+    of = run(jobs, tmp_path)
+    for job in jobs:
+        assert_as_planned(job, of)
+
+
+def assert_as_planned(job: Job, found: Found) -> None:
     parts = planned(job)
     for kind in ("weights", "gradients", "moments"):
         held = [found(job, rank)[kind] for rank in range(job.size)]

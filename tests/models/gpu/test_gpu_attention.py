@@ -99,12 +99,14 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "SPLIT", 64)
 
 
+@pytest.mark.usually("*-1-16-dtype0", "*-4-64-dtype2", "*-7-128-dtype1", "*-2-24-dtype1")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("group", "width"), [(1, 16), (2, 32), (4, 64), (7, 128), (2, 24)])
 def test_values(device: str, dtype: torch.dtype, group: int, width: int) -> None:
     check(case(device, dtype, group, width))
 
 
+@pytest.mark.usually("*-None-dtype0", "*-1-dtype1", "*-40-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 1, 40, 64])
 def test_windows_sinks_and_narrow_values(device: str, dtype: torch.dtype, window: int | None) -> None:
@@ -113,6 +115,7 @@ def test_windows_sinks_and_narrow_values(device: str, dtype: torch.dtype, window
     check(case(device, dtype, 2, 32, window=window))
 
 
+@pytest.mark.usually("*-options0-dtype2", "*-options1-dtype1")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("options", [{}, {"window": 40}])
 def test_a_row_is_the_same_alone_and_in_any_table(device: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
@@ -125,6 +128,7 @@ def test_a_row_is_the_same_alone_and_in_any_table(device: str, dtype: torch.dtyp
     assert torch.equal(given.run(slice(2, 5)), whole[2:5])
 
 
+@pytest.mark.usually("*-12", "*-128")
 @pytest.mark.parametrize("size", [4, 12, 32, 64, 128])
 def test_blocks_of_any_size(device: str, size: int) -> None:
     """Many to a tile, halfway over its end, two to it, one to a split, and larger than a split."""

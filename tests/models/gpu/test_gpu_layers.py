@@ -99,11 +99,13 @@ def test_swiglu_at_the_ends_of_its_range(device: str) -> None:
     assert grad.tolist() == [0, 0, 0.5, 1, 1]
 
 
+@pytest.mark.usually("*-tiny-qwen3-moe", "*-qwen2")
 @pytest.mark.parametrize("name", NAMES)
 def test_hidden_states_and_every_gradient_are_those_of_transformers(device: str, name: str) -> None:
     assert_those_of_transformers(model(name, num_hidden_layers=2).to(device))
 
 
+@pytest.mark.usually("*-selective")
 @pytest.mark.parametrize("mode", ["none", "layer", "selective"])
 def test_in_bfloat16_as_near_to_float32_as_transformers(device: str, mode: str) -> None:
     """With what is computed again, too. Triton's interpreter cuts digits where a card rounds, which is twice the error."""

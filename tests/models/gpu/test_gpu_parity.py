@@ -59,6 +59,9 @@ EXACT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.usually(
+    "*-norm-dtype0", "*-linear-dtype1", "*-swiglu-dtype1", "*-routing-dtype0", "*-experts-dtype1", "*-logprobs-dtype0"
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_row_alone_is_the_row_in_a_batch(device: str, name: str, dtype: torch.dtype) -> None:
@@ -74,6 +77,7 @@ def test_products_of_experts_are_right(device: str) -> None:
     assert_products_are_right(x, weight, (0, 20, 20, 150))
 
 
+@pytest.mark.usually("*-dtype1-0.03")
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-2)])
 def test_attention_is_one_function_of_a_sequence(device: str, dtype: torch.dtype, near: float) -> None:
     """Longer than one step of the kernel."""

@@ -28,6 +28,7 @@ def drawn(logits: torch.Tensor, uniform: torch.Tensor, temperature: float = 1.0)
     )
 
 
+@pytest.mark.usually("*-0.5-1.0-1", "*-0.5-1.0-131", "*-4.0-0.7-1001", "*-40.0-1.0-64")
 @pytest.mark.parametrize("vocab", [1, 64, 131, 1001])
 @pytest.mark.parametrize(("spread", "temperature"), [(0.5, 1.0), (4.0, 0.7), (40.0, 1.0)])
 def test_tokens_and_log_probs(device: str, vocab: int, spread: float, temperature: float) -> None:
