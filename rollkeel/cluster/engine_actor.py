@@ -21,7 +21,7 @@ from rollkeel.config import EngineConfig
 from rollkeel.engines.open import open_engine
 from rollkeel.engines.open_memory import OpenMemory
 from rollkeel.engines.part import serve
-from rollkeel.engines.shared_memory import AVAILABLE, Slot, is_file, opened, read
+from rollkeel.engines.shared_memory import AVAILABLE, OpenedFiles, Slot, opened, read
 from rollkeel.errors import RollkeelError
 from rollkeel.host import collect_as_usual, keep_freed_memory
 
@@ -36,9 +36,7 @@ class EngineActor:
         """`options`: of `open_engine`."""
         logs.write_there()
         self._channel = Channel(min(BEAT_S, config.deadline_s / 5))
-        self._held, self._rings = dict[int, Any](), dict[str, torch.Tensor]()
-        self._files = dict[str, int]()
-        """Which file each ring is: a path may come to be another one's."""
+        self._held, self._rings = dict[int, Any](), OpenedFiles[torch.Tensor]()
         self._next, self._order = 0, threading.Lock()
         arguments = (self._channel, hf_config, config, dict(options))
         threading.Thread(target=_live, args=arguments, daemon=True, name="engine").start()
@@ -60,14 +58,10 @@ class EngineActor:
         """Answers at once, whatever the engine does."""
 
     def attach(self, path: str) -> str:
-        """Map a ring of a sender on this host, and let go of those whose senders are gone or have closed them, which no memory would
-        be left for; returns why it cannot be, or nothing."""
-        for known, file in list(self._files.items()):
-            if not is_file(known, file):  # several ranks call this at once
-                self._files.pop(known, None)
-                self._rings.pop(known, None)
+        """Map a ring of a sender on this host, and let go of those whose senders are gone or have closed them; returns why it cannot
+        be, or nothing."""
         try:
-            self._rings[path], self._files[path] = opened(path), os.stat(path).st_ino
+            self._rings.get_or(path, lambda: opened(path))
         except OSError as error:
             return f"cannot open the memory of another process: {error.strerror or error}"
         return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +11,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from rollkeel.cluster.engines import ActorEngine
 from rollkeel.cluster.kept import BegunAgain
-from rollkeel.cluster.stream import BUCKET_BYTES, DEADLINE_S, Sink, stream
+from rollkeel.cluster.stream import Sink
 from rollkeel.errors import DeltaRefused, EngineFailure, RollkeelError
 from rollkeel.sync.history import MOST_CHANGED
 from rollkeel.sync.last_sent import Traffic
@@ -37,32 +37,6 @@ class Source(Protocol):
         `head` has kind, versions and numeric mode, and no slices. Waits have deadlines; `EngineFailure` may name an engine, and
         `DeltaRefused` asks for all weights."""
         ...
-
-
-class OwnWeights:
-    """A `Source` of tensors in this process."""
-
-    def __init__(
-        self,
-        weights: Callable[[], Pairs],
-        adapters: Callable[[], Pairs] = tuple,
-        *,
-        bucket_bytes: int = BUCKET_BYTES,
-        deadline_s: float = DEADLINE_S,
-    ) -> None:
-        self._weights, self._adapters = weights, adapters
-        self._bucket_bytes, self._deadline_s = bucket_bytes, deadline_s
-        self.traffic = Traffic()
-
-    def prepare(self, head: WeightUpdate) -> None:
-        """Nothing: pairs are made one by one."""
-
-    def stream(self, head: WeightUpdate, sinks: Sequence[Sink]) -> Sequence[int]:
-        if head.kind == "delta":
-            raise DeltaRefused("whole weights are sent as they are")
-        pairs = self._adapters() if head.kind == "adapter" else self._weights()
-        limits: dict[str, Any] = {"bucket_bytes": self._bucket_bytes, "deadline_s": self._deadline_s}
-        return [stream(pairs, head, sinks, **limits)] * len(sinks)
 
 
 class StreamPublisher:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import ray
@@ -14,7 +14,7 @@ from rollkeel.cluster.pulse import Pulse, awaited
 from rollkeel.cluster.stream import Calls, Sink
 from rollkeel.config_cluster import SyncConfig
 from rollkeel.engines.open_memory import Views, views_of
-from rollkeel.engines.shared_memory import ALIGN, AVAILABLE, Ring, Slot, buckets, is_file
+from rollkeel.engines.shared_memory import ALIGN, AVAILABLE, OpenedFiles, Ring, Slot, buckets
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.sync.last_sent import LastSent, Traffic
 from rollkeel.sync.layouts import Part, parts_of
@@ -35,6 +35,8 @@ class Sent(NamedTuple):
     about: Outgoing
     engines: list[int]
     """Their numbers, in the order of the plan."""
+    opened: Collection[int]
+    """Those of them whose memory was written to, as the plan counts them."""
 
 
 class Prepared(NamedTuple):
@@ -68,8 +70,7 @@ class Sender:
         self._prepared = Prepared()
         self._rings: dict[int, tuple[str, Ring | None]] = {}
         """By number of the engine, and which actor that is; None for one that gets its buckets through Ray's object store."""
-        self._views: dict[int, tuple[tuple[str, int], Views]] = {}
-        """By number of the engine, which file its memory is, as a path may come to be another one's, and what is there."""
+        self._memories = OpenedFiles[Views]()
         self._pulses = dict[int, tuple[str, Pulse]]()
         """By number of the engine, and which actor that is."""
         self._bucket_bytes = 0
@@ -96,8 +97,9 @@ class Sender:
         if key not in self._plans:
             hosts = self._hosts(sinks)
             self._plans = {key: weights.plan([sink.rooms for sink in sinks], head.mode, hosts)}
-        self._sent = None if adapters else Sent(key, about, [sink.index for sink in sinks])
-        carrier = Calls(head, sinks, self._deadline_s, rings, pulses, prepared.placed, self._open(sinks))
+        views = self._open(sinks)
+        self._sent = None if adapters else Sent(key, about, [sink.index for sink in sinks], views.keys())
+        carrier = Calls(head, sinks, self._deadline_s, rings, pulses, prepared.placed, views)
         part = self._plans[key], self._mesh.rank, weights.held, about, carrier
         if self._last is None or adapters:
             return send_part(*part, ready=prepared.ready), Traffic(nbytes=carrier.nbytes)
@@ -125,7 +127,7 @@ class Sender:
         for to, bucket in itertools.islice(first, WINDOW):
             for number in to:
                 _, ring = self._rings.get(sent.engines[number], ("", None))
-                if ring is not None and sent.engines[number] not in self._views:
+                if ring is not None and number not in sent.opened:
                     out.setdefault(number, []).append(ring.put(bucket))
         return out
 
@@ -168,18 +170,10 @@ class Sender:
     def _open(self, sinks: Sequence[Sink]) -> dict[int, Views]:
         """Memory of engines on this host that is written to, by number of the sink."""
         out = dict[int, Views]()
-        self._views = {index: known for index, known in self._views.items() if is_file(*known[0])}
         for number, sink in enumerate(sinks):
-            if not sink.memory or not self._near(sink):
-                continue
-            known = self._views.get(sink.index)
-            if known is None or known[0][0] != sink.memory:
-                try:
-                    known = (sink.memory, os.stat(sink.memory).st_ino), views_of(sink.memory, sink.rooms)
-                except OSError:  # its processes are not ours to see, in a container of their own
-                    continue
-            self._views[sink.index] = known
-            out[number] = known[1]
+            if sink.memory and self._near(sink):
+                with suppress(OSError):  # its processes may not be ours to see, in a container of their own
+                    out[number] = self._memories.get_or(sink.memory, lambda s=sink: views_of(s.memory, s.rooms))
         return out
 
     def _fit(self, sinks: Sequence[Sink]) -> None:

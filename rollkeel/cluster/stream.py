@@ -11,7 +11,7 @@ memory is written to (`rollkeel.engines.open_memory`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,7 +26,6 @@ from rollkeel.engines.open_memory import Views, write
 from rollkeel.engines.shared_memory import WINDOW, Ring, Slot, buckets
 from rollkeel.errors import DeltaRefused, EngineFailure
 from rollkeel.models.checksum import MASK
-from rollkeel.models.numerics import update_checksum
 from rollkeel.types import WeightSlice, WeightUpdate
 
 BUCKET_BYTES = 64 << 20
@@ -81,38 +80,13 @@ Feed = Callable[[Sequence[Sink]], Sequence[int]]
 """Sends weights to the sinks; returns the checksum of what each of them got."""
 
 
-def stream(
-    pairs: Iterable[tuple[str, torch.Tensor]],
-    head: WeightUpdate,
-    sinks: Sequence[Sink],
-    *,
-    bucket_bytes: int = BUCKET_BYTES,
-    deadline_s: float = DEADLINE_S,
-) -> int:
-    """Send (checkpoint name, whole tensor) pairs, which are made one by one, to all sinks; returns the checksum of the update.
-
-    `head`: kind, versions and numeric mode. `deadline_s`: longest wait for a bucket to be taken. Raises `EngineFailure` naming the
-    engine that died, fell silent or refused.
-    """
-    return send(slices_of(pairs, head.mode, bucket_bytes), head, sinks, bucket_bytes, deadline_s)
-
-
-def slices_of(
-    pairs: Iterable[tuple[str, torch.Tensor]], mode: str | None, most: int = BUCKET_BYTES
-) -> Iterator[WeightSlice]:
-    """Slices of at most `most` bytes, with the checksums of what an engine of `mode` must hold. A larger tensor is cut
-    between rows, where every mode's rounding can be cut, so that one row is the least."""
-    for name, whole in pairs:
-        tensor, offset = whole.detach(), 0
-        for part in _cut(tensor, most):
-            yield WeightSlice(name=name, tensor=part, checksum=update_checksum(name, part, mode, offset), offset=offset)
-            offset += part.numel()
-
-
 def send(
     slices: Iterable[WeightSlice], head: WeightUpdate, sinks: Sequence[Sink], bucket_bytes: int, deadline_s: float
 ) -> int:
-    """Send slices to all sinks; returns the sum of their checksums. See `stream`."""
+    """Send slices to all sinks; returns the sum of their checksums.
+
+    `head`: kind, versions and numeric mode. `deadline_s`: longest wait for a bucket to be taken. Raises `EngineFailure` naming the
+    engine that died, fell silent or refused."""
     total, carrier = 0, Calls(head, sinks, deadline_s)
     for bucket in buckets(slices, bucket_bytes):
         carrier.put(bucket, range(len(sinks)))
@@ -206,11 +180,6 @@ class Calls:
                 raise kind(f"{refusal} (engine {sink.name})")
 
 
-def packed(bucket: Sequence[WeightSlice]) -> tuple[Layout, list[np.ndarray]]:
-    """What travels: the layout, and each slice's bytes."""
-    return layout_of(bucket), bytes_of(bucket)
-
-
 def layout_of(bucket: Sequence[WeightSlice]) -> Layout:
     return [
         Entry(s.name, s.tensor.dtype, tuple(s.tensor.shape), s.checksum, s.offset, s.starts, s.box, s.rounded)
@@ -233,8 +202,3 @@ def unpacked(layout: Layout, data: Sequence[np.ndarray | torch.Tensor] | None) -
         del known["dtype"], known["shape"]
         out.append(WeightSlice(tensor=tensor, **known))
     return out
-
-
-def _cut(tensor: torch.Tensor, most: int) -> Sequence[torch.Tensor]:
-    size = tensor.numel() * tensor.element_size()
-    return [tensor] if size <= most or not tensor.dim() else tensor.split(max(1, most * len(tensor) // size))

@@ -9,13 +9,14 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from rollkeel.types import WeightSlice
 
+T = TypeVar("T")
 ALIGN = 64
 """Bytes; each tensor begins at a multiple."""
 AVAILABLE = sys.platform == "linux"
@@ -64,8 +65,25 @@ def opened(path: str) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
 
-def is_file(path: str, inode: int) -> bool:
-    """Whether memory that was opened by this path is still what it leads to, and its process lives."""
+class OpenedFiles(dict[str, T]):
+    """What was opened by path, as long as that leads to the same file: its process may be gone, and the path another one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._files = dict[str, int]()
+
+    def get_or(self, path: str, opens: Callable[[], T]) -> T:
+        """As it was opened before, or by `opens`. Lets go of what is gone, which no memory would be left for. Raises `OSError`."""
+        for known, file in list(self._files.items()):  # several threads may ask at once
+            if not _leads_to(known, file):
+                self._files.pop(known, None)
+                self.pop(known, None)
+        if path not in self:
+            self[path], self._files[path] = opens(), os.stat(path).st_ino
+        return self[path]
+
+
+def _leads_to(path: str, inode: int) -> bool:
     try:
         return os.stat(path).st_ino == inode
     except OSError:

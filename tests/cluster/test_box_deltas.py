@@ -25,7 +25,7 @@ from rollkeel.cluster.publish import StreamPublisher
 from rollkeel.cluster.stream import bytes_of, layout_of
 from rollkeel.config import SyncConfig
 from rollkeel.engines.intake import Room
-from rollkeel.engines.shared_memory import ALIGN, aligned
+from rollkeel.engines.shared_memory import ALIGN, OpenedFiles, aligned
 from rollkeel.errors import DeltaRefused, EngineFailure
 from rollkeel.models.numerics import compute_dtype, rounded
 from rollkeel.sync.last_sent import LastSent, Traffic
@@ -118,7 +118,7 @@ class Rank(sender.Sender):
         self._config, self._deadline_s = SyncConfig(), 1.0
         self._plans, self._bucket_bytes, self._last = {}, 2_000, LastSent()
         self._sent, self._prepared = None, sender.Prepared()
-        self._views = dict[int, Any]()
+        self._memories = OpenedFiles[Any]()
 
     def _weights(self) -> Any:
         return Cut(self._trainer.model, *self._trainer.parts)

@@ -25,10 +25,11 @@ from tiny_run import cli, events, rows
 sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
 
 from engine_kit import drain, engine_of, model_of, prompts_of, requests_of, run, same
+from whole_weights import OwnWeights
 
 from rollkeel.cluster.elastic import ElasticEngine, Seats
 from rollkeel.cluster.patience import Patience
-from rollkeel.cluster.publish import OwnWeights, StreamPublisher
+from rollkeel.cluster.publish import StreamPublisher
 from rollkeel.cluster.wanted import ask, asked
 from rollkeel.config import EngineConfig, LoraConfig, ModelConfig
 from rollkeel.errors import BadInput, EngineFailure, RankLost

@@ -22,9 +22,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
 
 from engine_kit import drain, engine_of, facts_of, model_of, prompts_of, requests_of, run, same
+from whole_weights import OwnWeights
 
 from rollkeel.cluster.engines import ActorEngine, _Actor
-from rollkeel.cluster.publish import OwnWeights, StreamPublisher
+from rollkeel.cluster.publish import StreamPublisher
 from rollkeel.config import EngineConfig
 from rollkeel.engines import parts
 from rollkeel.engines.parts import PartedEngine

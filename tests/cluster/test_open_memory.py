@@ -20,15 +20,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
 from engine_kit import model_of, prompts_of, requests_of, run, same
+from whole_weights import slices_of
 
 from rollkeel.cluster.arriving import Bucket, Weights
 from rollkeel.cluster.sender import Sender
-from rollkeel.cluster.stream import layout_of, slices_of
+from rollkeel.cluster.stream import layout_of
 from rollkeel.config import EngineConfig
 from rollkeel.engines.intake import Room, rooms_of
 from rollkeel.engines.local import LocalEngine
 from rollkeel.engines.open_memory import OpenMemory, Views, views_of, write
-from rollkeel.engines.shared_memory import AVAILABLE
+from rollkeel.engines.shared_memory import AVAILABLE, OpenedFiles
 from rollkeel.errors import EngineFailure
 from rollkeel.models.checksum import MASK
 from rollkeel.models.names import checkpoint_views
@@ -226,7 +227,7 @@ def test_a_sender_keeps_no_memory_of_an_engine_that_is_gone_or_has_moved() -> No
     memory, zeros = OpenMemory(), torch.zeros(4)
     held = {"weight": memory.zeros(4, dtype=torch.float32, device=CPU)}
     rooms = memory.rooms(rooms_of(held), held)
-    sender: Any = SimpleNamespace(_views={}, _near=lambda sink: sink.node == "here")
+    sender: Any = SimpleNamespace(_memories=OpenedFiles(), _near=lambda sink: sink.node == "here")
 
     def opened(index: int, node: str, path: str) -> dict[int, Views]:
         return Sender._open(sender, [SimpleNamespace(index=index, node=node, memory=path, rooms=rooms)])  # type: ignore[list-item]
@@ -245,5 +246,7 @@ def test_a_sender_keeps_no_memory_of_an_engine_that_is_gone_or_has_moved() -> No
     assert held["weight"].tolist() == [4] * 4
     assert before != memory.path or third is not first
     os.close(memory._file)
-    assert opened(9, "there", "") == {}
-    assert sender._views == {}
+    other = OpenMemory()
+    held["weight"] = other.zeros(4, dtype=torch.float32, device=CPU)
+    assert list(opened(9, "here", other.path)) == [0]
+    assert list(sender._memories) == [other.path]

@@ -25,10 +25,11 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
 
 from engine_kit import drain, facts_of, model_of, prompts_of, requests_of, run, same
+from whole_weights import OwnWeights, slices_of, stream
 
 from rollkeel.cluster.engines import ActorEngine
-from rollkeel.cluster.publish import OwnWeights, StreamPublisher
-from rollkeel.cluster.stream import Sink, send, slices_of, stream
+from rollkeel.cluster.publish import StreamPublisher
+from rollkeel.cluster.stream import Sink, send
 from rollkeel.config import EngineConfig, LoraConfig, ModelConfig
 from rollkeel.engines.workers import WorkerEngine
 from rollkeel.errors import EngineFailure

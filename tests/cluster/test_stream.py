@@ -23,11 +23,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
 
 from engine_kit import engine_of, model_of, prompts_of, requests_of
+from whole_weights import packed, slices_of
 
 from rollkeel.cluster import engines
 from rollkeel.cluster.arriving import Bucket, Weights
 from rollkeel.cluster.engine_actor import EngineActor
-from rollkeel.cluster.stream import packed, slices_of, unpacked
+from rollkeel.cluster.stream import unpacked
 from rollkeel.config import EngineConfig
 from rollkeel.engines.intake import Intake
 from rollkeel.engines.local import LocalEngine
