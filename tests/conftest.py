@@ -4,6 +4,7 @@ whose examples depend on nothing but the code; `make test-explore` draws new one
 import fnmatch
 import multiprocessing.util
 import os
+import re
 import resource
 import signal
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 from rollkeel.host import collect_as_usual, collect_later
 
@@ -100,9 +102,28 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
+WAITING = re.compile(
+    "tests/(cluster/|train/test_(mesh|parallel|reward_ranks)|sync/test_publications_of_meshes|engines/test_(served|workers|boxes)"
+    "|rollout/test_budgeted_served|objectives/test_parallel_invariance)"
+)
+"""Files whose processes wait for each other: one worker runs them all, so that there is one cluster, and two groups of ranks never share
+two cores; the others meanwhile run what computes."""
+
+
+class Scheduling(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return "waiting" if WAITING.match(nodeid) else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Cases of a test that its mark `usually` does not name are slow."""
+    """Those that wait begin; and cases of a test that its mark `usually` does not name are slow."""
+    items.sort(key=lambda item: WAITING.match(item.nodeid) is None)
     unseen = dict[str, set[str]]()
     for item in items:
         if (mark := item.get_closest_marker("usually")) is None or item.get_closest_marker("cuda") is not None:

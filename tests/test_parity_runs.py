@@ -103,6 +103,7 @@ def test_the_engine_alone_is_refused() -> None:
         validate(load("default", ["engine.forward=parity"]))
 
 
+@pytest.mark.slow
 def test_it_learns_what_the_ordinary_arithmetic_learns(tmp_path: Path) -> None:
     def last(*more: str) -> dict[str, Any]:
         run = tmp_path / str(len(more))

@@ -78,6 +78,7 @@ def repo() -> list[str]:
     return ["data.task=repo", "data.options={functions: 1, turns: 3}", *more]
 
 
+@pytest.mark.slow
 @caged
 @pytest.mark.parametrize("loop", [BUDGETED, pytest.param(ASYNC, marks=pytest.mark.slow)], ids=["budgeted", "async"])
 @pytest.mark.parametrize("family", ["tools", pytest.param("repo", marks=pytest.mark.slow)])

@@ -272,6 +272,7 @@ def update(trainer: LocalTrainer, objective: objectives.Objective, whole: Traini
     return micros
 
 
+@pytest.mark.usually("kpop", "icepop", "ac_mis_po", "dppo_*", "gspo", "m2po", "grpo")
 @pytest.mark.parametrize("name", sorted(objectives.RECIPES))
 def test_every_objective_waits_once_in_a_micro_batch(name: str, trainer: LocalTrainer, rollouts: list[Rollout]) -> None:
     objective = objectives.build(name, {}, kl_coefficient=0.1)

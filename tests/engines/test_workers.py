@@ -53,6 +53,7 @@ def publish(engine: WorkerEngine, model: Any, version: int) -> None:
     DirectPublisher([engine]).publish(checkpoint_views(model).items(), version)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_workers_start_is_the_callers(engine: WorkerEngine, interrupted_at_birth: list[int]) -> None:
     assert engine.capabilities
     assert interrupted_at_birth == [w.process.pid for w in engine.parts]

@@ -259,6 +259,7 @@ def test_an_empty_a_running_and_a_killed_run(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usually("*1")
 @pytest.mark.parametrize(
     "values",
     [

@@ -155,9 +155,10 @@ def nothing_fails(made: Graders, grader: GraderSpec, gold: str, answers: list[st
         assert made.report()[0]["reward/undecided"] == float(sum("undecided: " in r.detail for r in found))
 
 
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", list(QUICK))
-def test_a_thousand_hostile_answers_fail_no_grader(made: Graders, name: str) -> None:
-    nothing_fails(made, *QUICK[name], hostile(1000), raises=False)
+def test_a_thousand_hostile_answers_fail_no_grader(made: Graders, name: str, count: int) -> None:
+    nothing_fails(made, *QUICK[name], random.Random(1).sample(hostile(1000), count), raises=False)
 
 
 @pytest.mark.parametrize("name", ["math", "code", "judge"])

@@ -79,6 +79,7 @@ def test_listing_tasks_imports_neither_torch_nor_transformers() -> None:
     assert done.stdout == "set()\n"
 
 
+@pytest.mark.usually("addition", "countdown", "maze", "repo", "runsum")
 @pytest.mark.parametrize("name", NAMES)
 def test_splits_are_disjoint_across_seeds_too(name: str) -> None:
     task = tasks.get(name)
