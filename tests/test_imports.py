@@ -180,6 +180,15 @@ def test_heavy_libraries_stay_in_their_place() -> None:
     assert [(library, user) for library, user in sorted(users) if not user.startswith(ONLY_IN[library])] == []
 
 
+def test_transformers_is_imported_by_module() -> None:
+    """Its root names all that there is: a type checker would read 2,500 files more, which is a quarter of its time."""
+    for file in MODULES:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert "transformers" not in names, file
+
+
 ENGINES = ("vllm", "ray")
 
 

@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from benchmarks.doctor.alterations import Alter, inserted, part, with_output
 from rollkeel.engines import decode, local

@@ -47,7 +47,7 @@ def tell(bench: Bench, who: str, seconds: float, **more: Any) -> None:
 def theirs(bench: Bench) -> None:
     import trl  # pyright: ignore[reportMissingImports]
     from datasets import Dataset  # pyright: ignore[reportMissingImports]
-    from transformers import TrainerCallback
+    from transformers.trainer_callback import TrainerCallback
 
     class Clock(TrainerCallback):
         """Seconds of every step."""

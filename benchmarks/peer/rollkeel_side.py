@@ -39,8 +39,9 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> None:
     """Build what the stage needs, time it, report."""
+    from importlib.metadata import version
+
     import torch
-    import transformers
 
     torch.set_num_threads(args.threads)
     bench = Bench(args)
@@ -59,7 +60,7 @@ def measure(args: argparse.Namespace) -> None:
         "memory_loaded_mb": loaded,
         "memory_peak_mb": total_memory("VmHWM"),
         "config": bench.config,
-        "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
+        "versions": {"transformers": version("transformers"), "torch": torch.__version__},
     }
     bench.close()
     w.report(result)

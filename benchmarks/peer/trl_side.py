@@ -61,9 +61,10 @@ def launch(processes: int) -> int:
 
 def measure(args: argparse.Namespace) -> None:
     """Build the trainer, run the stage, and let rank 0 report."""
+    from importlib.metadata import version
+
     import torch
     import torch.distributed as dist
-    import transformers
     import trl
 
     torch.set_num_threads(args.threads)
@@ -89,7 +90,7 @@ def measure(args: argparse.Namespace) -> None:
                 "config": {k: getattr(args, k) for k in ("experts", "micro_batch", "cache", "optim", "compile")},
                 "versions": {
                     "trl": trl.__version__,
-                    "transformers": transformers.__version__,
+                    "transformers": version("transformers"),
                     "torch": torch.__version__,
                 },
             }
@@ -238,7 +239,7 @@ def time_training(trainer: Any, args: argparse.Namespace) -> list[float]:
     `train`: from the first micro-batch's start to the optimizer step's end. `step`: from one optimizer step's end to
     the next, so that data loading, generation, reward and everything else between is inside.
     """
-    from transformers import TrainerCallback
+    from transformers.trainer_callback import TrainerCallback
 
     begins: list[float] = []
     ends: list[float] = []

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.generation.configuration_utils import GenerationConfig
+from transformers.models.auto import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rollkeel.config import ModelConfig
 from rollkeel.errors import BadInput

@@ -8,10 +8,10 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import transformers
 
 import rollkeel
 from rollkeel import plugins
@@ -137,7 +137,7 @@ def warm_start_key(config: Config) -> str:
         "threads": config.run.threads,
         "device": device_of(config).type,
         "own": plugins.digests({"data": {"task": config.data.task, "sources": config.data.model_dump()["sources"]}}),
-        "versions": [rollkeel.__version__, torch.__version__, transformers.__version__],
+        "versions": [rollkeel.__version__, torch.__version__, version("transformers")],
         "code": _digest_files(
             sorted(
                 p

@@ -11,7 +11,9 @@ import threading
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+from transformers.models.auto import AutoModelForCausalLM
 
 from rollkeel.config import LoraConfig
 from rollkeel.errors import BadInput

@@ -13,9 +13,10 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.generation.configuration_utils import GenerationConfig
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from rollkeel.config import LoraConfig, ModelConfig
@@ -55,8 +56,7 @@ class Policy:
     def stop_token_ids(self) -> tuple[int, ...]:
         """End-of-sequence ids of the generation config, else of the tokenizer."""
         eos = getattr(self.model.generation_config, "eos_token_id", None)
-        if eos is None:
-            eos = self.tokenizer.eos_token_id
+        eos = self.tokenizer.eos_token_id if eos is None else eos
         if eos is None:
             return ()
         return tuple(int(e) for e in eos) if isinstance(eos, (list, tuple)) else (int(eos),)

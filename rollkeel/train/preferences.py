@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from safetensors import SafetensorError
 from torch.nn import functional as F
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers.models.auto import AutoModelForSequenceClassification, AutoTokenizer
 
 from rollkeel.errors import BadInput
 from rollkeel.models.loading import Policy

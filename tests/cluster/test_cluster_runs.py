@@ -116,7 +116,8 @@ def test_a_killed_rank_is_named_and_the_resumed_run_is_the_undisturbed_one(whole
     assert_same(run, whole)
 
 
-@pytest.mark.parametrize("stage", ["rollout", *(pytest.param(s, marks=pytest.mark.slow) for s in ("update", "sync"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["rollout", "update", "sync"])
 def test_a_killed_engine_is_replaced_and_the_run_is_the_undisturbed_one(
     stage: str, whole: Path, tmp_path: Path
 ) -> None:
@@ -164,6 +165,7 @@ def test_one_rank_and_one_engine_have_the_bits_of_one_process(ray_cluster: None,
     assert sum(row.get("memory/update/moved_mb", 0.0) for row in rows(run, volatile=True)) > 0
 
 
+@pytest.mark.slow
 def test_sampling_overlaps_with_training(ray_cluster: None, tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", "run.loop=async", *ONE)
     assert [row["step"] for row in rows(run)] == [0, 1, 2, 3]

@@ -194,7 +194,7 @@ def test_a_job_that_loses_its_worker_twice_is_given_up(service: Service) -> None
 
 @holds
 def test_sixty_jobs_while_fork_servers_are_killed(service: Service) -> None:
-    jobs = [Job(source=b"import time; time.sleep(0.02); print(input())", stdin=str(i).encode()) for i in range(60)]
+    jobs = [Job(source=b"import time; time.sleep(0.05); print(input())", stdin=str(i).encode()) for i in range(60)]
     results: dict[int, list[Result]] = {i: [] for i in range(60)}
     with ThreadPoolExecutor(4) as pool:
         futures = [

@@ -46,15 +46,15 @@ AGAIN = [
     replace(WRITTEN, **sizes, what="resumed") for sizes in ({}, {"shard": 2, "expert": 2}, {"shard": 1, "replicate": 2})
 ]
 ONE = Job(shard=2, what="resumed", source="one", parts=True)
-MESHES: list[dict[str, Any]] = [{"shard": 2}, {"shard": 4}, {"shard": 2, "expert": 2}]
+MESHES: list[dict[str, Any]] = [{"shard": 2}, {"shard": 2, "expert": 2}]
 WATCHED = [
     Job(**sizes, what="watched", source=f"watched-{i}", parts=True, overrides=WIDE) for i, sizes in enumerate(MESHES)
 ]
-OTHERS: list[dict[str, Any]] = [{"context": 2}, {"expert": 2, "tensor": 2}, {"shard": 3}]
+OTHERS: list[dict[str, Any]] = [{"shard": 4}, {"context": 2}, {"expert": 2, "tensor": 2}, {"shard": 3}]
 PLANNED = [Job(**sizes, what="watched", parts=True, overrides=WIDE) for sizes in ({"replicate": 2}, {"tensor": 2})]
 TAUGHT = [Job(shard=2, expert=2, what="supervised", parts=True), Job(replicate=2, shard=2, what="supervised", **KEPT)]
-TAUGHT += [Job(shard=2, what="supervised", model="tiny-qwen3-tied", options={"reduce": "tree"})]
-TAUGHT += [Job(expert=2, what="supervised", options={"freeze_router": "router"})]
+MORE_TAUGHT = [Job(shard=2, what="supervised", model="tiny-qwen3-tied", options={"reduce": "tree"})]
+MORE_TAUGHT += [Job(expert=2, what="supervised", options={"freeze_router": "router"})]
 LORA: dict[str, Any] = {"lora": {"rank": 4, "experts": True}}
 TAUGHT += [Job(shard=2, what="supervised", parts=True, options=LORA)]
 ADAPTED = Job(shard=2, what="saved", source="adapted", parts=True, options=LORA | KEPT["options"])
@@ -419,6 +419,17 @@ def test_another_model_and_another_reference_are_refused(found: Found, folder: P
 
 @pytest.mark.parametrize("job", TAUGHT, ids=str)
 def test_supervised_training_on_ranks_is_that_of_one_process(job: Job, found: Found, folder: Path) -> None:
+    assert_taught(job, found, folder)
+
+
+@pytest.mark.slow
+def test_supervised_training_that_is_added_up_in_a_tree_or_leaves_routers_alone(tmp_path: Path) -> None:
+    of = run(MORE_TAUGHT, tmp_path)
+    for job in MORE_TAUGHT:
+        assert_taught(job, of, tmp_path)
+
+
+def assert_taught(job: Job, found: Found, folder: Path) -> None:
     ours, one = found(job), alone(job, folder, parts=False)
     if job.dtype == "float32":
         assert distance(ours["weights"], one["weights"]) < 1e-5
