@@ -18,7 +18,7 @@ train: setup  ## warm start, RL with KPop on a tiny MoE, report
 	$(BIN)/rollkeel train $(RECIPE) $(ARGS)
 
 test: setup .venv/.triton  ## everything but the slow tests
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not cuda and not vllm" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not cuda and not vllm" $(ARGS)
 
 test-slow: setup  ## the minutes-long tests
 	$(BIN)/python -m pytest -m "slow" $(ARGS)

@@ -184,6 +184,17 @@ CASES = [
 ]
 
 
+@pytest.mark.usually(
+    "every rollout twice, new ids-sync",
+    "cut and called finished-sync",
+    "advantages of the neighbour-budgeted",
+    "right answers unrewarded-sync",
+    "rewards swallowed to 0-sync",
+    "gradient 0-sync",
+    "optimizer does not step-sync",
+    "everything masked-sync",
+    "experts out of reach-sync",
+)
 @pytest.mark.parametrize(("fault", "mode"), CASES)
 def test_a_fault_is_noticed_while_it_runs(fault: str, mode: str, tmp_path: Path, monkeypatch: Patch) -> None:
     inject, check, words, steps = FAULTS[fault]

@@ -69,6 +69,7 @@ def test_a_stage_that_ends_badly_is_a_row_and_not_the_end(broken: Path, tmp_path
     assert "toy=true" in table
 
 
+@pytest.mark.slow
 def test_a_stage_may_begin_afresh_as_on_a_card(broken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "STAGES", {name: (f"stage_{name}", 90.0) for name in ("killed", "fine")})
     seen = driver.run(["killed", "fine"], 9.0, tmp_path / "out", "cpu", True, "spawn")

@@ -137,7 +137,7 @@ def turns_cut(path: Path) -> int:
     return sum(len(set(r.span.versions[r.span.own].tolist())) > 1 for r in episodes(path).values())
 
 
-@pytest.mark.usually("generated", "async")
+@pytest.mark.usually("async")
 @pytest.mark.parametrize("loop", ["budgeted", "generated", "async"])
 def test_every_loop_samples_the_tokens_of_the_synchronous_one(loop: str, tmp_path: Path) -> None:
     """Weights that hardly move, so that the version that samples a token is all that differs."""

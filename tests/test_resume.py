@@ -58,9 +58,10 @@ def copy(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "copy"))
 
 
+@pytest.mark.usually("checkpoint-*")
 @pytest.mark.parametrize(
     ("stage", "step", "delay_s"),
-    [pytest.param("rollout", 5, 0.0, marks=pytest.mark.slow), ("update", 8, 0.002), ("checkpoint", 3, 0.01)],
+    [("rollout", 5, 0.0), ("update", 8, 0.002), ("checkpoint", 3, 0.01)],
 )
 def test_killed_run_continues_bit_for_bit(stage: str, step: int, delay_s: float, whole: Path, tmp_path: Path) -> None:
     run = killed_in(tmp_path, TINY, stage, step, delay_s)

@@ -92,6 +92,7 @@ def since(start: Mapping[str, torch.Tensor], sampled: Sampled) -> Sampled:
     return replace(sampled, earlier={0: start}, began_clean=True)
 
 
+@pytest.mark.usually("v_proj*")
 @pytest.mark.parametrize(("word", "told"), [("v_proj", "v_proj"), (r"layers.1.", "layers.1.*"), ("k_norm", "k_norm")])
 def test_tensors_that_a_reload_forgot(policy: Policy, word: str, told: str) -> None:
     start = moved(policy, "")
@@ -104,6 +105,7 @@ def test_tensors_that_a_reload_forgot(policy: Policy, word: str, told: str) -> N
     assert explain(recorded(policy, stuck)) is None  # the start is what tells
 
 
+@pytest.mark.usually("0.3")
 @pytest.mark.parametrize("between", [0.0, 0.3])
 def test_a_layer_that_stood_still_since_before_the_oldest_checkpoint(policy: Policy, between: float) -> None:
     """Its weights are further back than any that were kept: the oldest come nearest, and all of them do not."""
@@ -119,6 +121,7 @@ def test_a_layer_that_stood_still_since_before_the_oldest_checkpoint(policy: Pol
     assert late.id == "stale_version"
 
 
+@pytest.mark.usually("6-64")
 @pytest.mark.parametrize(("bits", "size"), [(4, 16), (4, 0), (6, 64)])
 def test_integers_of_other_bits_or_groups(policy: Policy, bits: int, size: int) -> None:
     weights = {n: t for n, t in checkpoint_views(policy.model).items() if is_quantised(n, t)}
@@ -129,6 +132,7 @@ def test_integers_of_other_bits_or_groups(policy: Policy, bits: int, size: int) 
     assert f"int{bits} {f'in groups of {size}' if size else 'and a scale for each row'}" in cause.evidence
 
 
+@pytest.mark.usually("0.2")
 @pytest.mark.parametrize("between", [0.0, 0.2, 0.4])
 def test_weights_that_came_late(policy: Policy, between: float) -> None:
     """An engine that stood still has weights near a checkpoint's, seldom the very ones."""
@@ -168,6 +172,7 @@ def test_query_heads_in_another_order(policy: Policy) -> None:
     assert f"{name} 1 heads further" in cause.evidence
 
 
+@pytest.mark.usually("mlp.")
 @pytest.mark.parametrize("part", ["mlp.", "self_attn.", ""])
 def test_layers_in_each_others_place(policy: Policy, part: str) -> None:
     views, places = checkpoint_views(policy.model), ("model.layers.0.", "model.layers.1.")

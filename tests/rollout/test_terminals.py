@@ -112,7 +112,7 @@ def test_what_a_command_does_to_itself_is_its_own_loss(tools: TerminalTools) -> 
     steps = play(terminal(tools), ITEM, ["sleep 60", "echo hi > a.txt", "done"])
     assert steps[0].text.endswith("\n[stopped after 2 s]\n$ ")
     assert steps[-1].reward == 1.0
-    greedy = "python3 -c \"x = bytearray(b'x') * (400 << 20); import time; time.sleep(5)\""
+    greedy = f"python3 -Sc \"x = b'x' * ({LIMITS.memory_mb + 64} << 20); import time; time.sleep(5)\""
     steps = play(terminal(tools), ITEM, [greedy, "done"])
     assert (steps[0].done, steps[0].reward) == (True, 0.0)
     assert f"more than {LIMITS.memory_mb} MB" in steps[0].detail
