@@ -102,6 +102,7 @@ def test_what_cannot_be_asked_is_one_line(model: Path, capsys: pytest.CaptureFix
     )
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_in_one_line(model: Path) -> None:
     words = [sys.executable, "-m", "rollkeel", "chat", str(model), "--plain", "sampling.max_new_tokens=4"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

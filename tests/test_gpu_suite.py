@@ -78,6 +78,7 @@ def test_a_stage_may_begin_afresh_as_on_a_card(broken: Path, tmp_path: Path, mon
     assert [r["value"] for r in seen if r["row"] == "works"] == [2]
 
 
+@pytest.mark.slow
 def test_what_stages_are_forked_from_has_not_begun_to_use_a_card() -> None:
     script = (
         "import torch, sys; began = []; torch.cuda._lazy_init = torch.cuda.init = lambda *_: began.append(1)\n"

@@ -157,6 +157,7 @@ def test_tasks_are_listed_shown_and_checked(capsys: pytest.CaptureFixture[str]) 
         assert cli(capsys, "tasks", "check", f"mine.py:{name}", "-n", "20")[0] == 0
 
 
+@pytest.mark.slow
 def test_resumed_from_another_folder_it_is_the_same_run(
     here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -159,6 +159,7 @@ print(*out, grown(lambda: checksum.tensor_checksum("w", x)), grown(lambda: vllm_
 """
 
 
+@pytest.mark.slow
 def test_no_temporary_grows_with_the_tensor() -> None:
     """96 MB of weights; their int64 positions alone would be 400."""
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, timeout=600, check=True)

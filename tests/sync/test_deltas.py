@@ -93,9 +93,10 @@ def test_catching_up_on_paper() -> None:
     assert trimmed([], 9) == []
 
 
-def test_a_thousand_random_histories_end_with_the_trainers_bits() -> None:
+@pytest.mark.parametrize("seeds", [range(200), pytest.param(range(200, 1000), marks=pytest.mark.slow)])
+def test_a_thousand_random_histories_end_with_the_trainers_bits(seeds: range) -> None:
     told = {"full": 0, "delta": 0, "several in one": 0}
-    for seed in range(1000):
+    for seed in seeds:
         rng = np.random.default_rng(seed)
         mode = ("bf16", "bf16", "fp32", "int8")[seed % 4]
         weights, version, before = start(rng), int(rng.integers(0, 3)), -1
@@ -124,7 +125,7 @@ def test_a_thousand_random_histories_end_with_the_trainers_bits() -> None:
         publisher.publish(weights.items(), version)
         for engine in engines:
             assert_holds(engine, weights)
-    assert min(told.values()) > 150, told
+    assert min(told.values()) > 0.15 * len(seeds), told
 
 
 def test_what_was_published_is_kept_as_bits_and_not_as_the_trainers_tensors() -> None:

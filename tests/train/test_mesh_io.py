@@ -50,8 +50,8 @@ MESHES: list[dict[str, Any]] = [{"shard": 2}, {"shard": 2, "expert": 2}]
 WATCHED = [
     Job(**sizes, what="watched", source=f"watched-{i}", parts=True, overrides=WIDE) for i, sizes in enumerate(MESHES)
 ]
-OTHERS: list[dict[str, Any]] = [{"shard": 4}, {"context": 2}, {"expert": 2, "tensor": 2}, {"shard": 3}]
-PLANNED = [Job(**sizes, what="watched", parts=True, overrides=WIDE) for sizes in ({"replicate": 2}, {"tensor": 2})]
+OTHERS: list[dict[str, Any]] = [{"shard": 4}, {"tensor": 2}, {"context": 2}, {"expert": 2, "tensor": 2}, {"shard": 3}]
+PLANNED = [Job(replicate=2, what="watched", parts=True, overrides=WIDE)]
 TAUGHT = [Job(shard=2, expert=2, what="supervised", parts=True), Job(replicate=2, shard=2, what="supervised", **KEPT)]
 MORE_TAUGHT = [Job(shard=2, what="supervised", model="tiny-qwen3-tied", options={"reduce": "tree"})]
 MORE_TAUGHT += [Job(expert=2, what="supervised", options={"freeze_router": "router"})]
@@ -60,13 +60,11 @@ TAUGHT += [Job(shard=2, what="supervised", parts=True, options=LORA)]
 ADAPTED = Job(shard=2, what="saved", source="adapted", parts=True, options=LORA | KEPT["options"])
 ADAPTED_AGAIN = replace(ADAPTED, what="resumed", shard=1, replicate=2)
 HALF = [Job(shard=2, what="saved", source="half", parts=True, dtype="bfloat16")]
-HALF += [Job(replicate=2, what="saved", source="half-replicas", model="tiny-qwen3-tied", dtype="bfloat16")]
-HALF += [replace(HALF[0], source="half-tree", options={"reduce": "tree"})]
 HALF += [replace(HALF[0], source="half-adapted", options=LORA)]
-SCALED = [
-    replace(HALF[0], source="scaled", dtype="float16"),
-    replace(HALF[1], source="scaled-replicas", dtype="float16"),
-]
+MORE_HALF = [Job(replicate=2, what="saved", source="half-replicas", model="tiny-qwen3-tied", dtype="bfloat16")]
+MORE_HALF += [replace(HALF[0], source="half-tree", options={"reduce": "tree"})]
+SCALED = [replace(HALF[0], source="scaled", dtype="float16")]
+MORE_SCALED = [replace(MORE_HALF[0], source="scaled-replicas", dtype="float16")]
 HALF_AGAIN = replace(HALF[0], what="resumed", shard=1, replicate=2)
 SCALED_AGAIN = replace(SCALED[0], what="resumed", shard=1, replicate=2)
 OVERFLOWS = replace(SCALED[0], what="overflows")
@@ -478,6 +476,19 @@ def masters(folder: Path) -> dict[str, torch.Tensor]:
 def test_masters_of_bfloat16_on_ranks_are_those_of_one_process(
     job: Job, found: Found, folder: Path, tmp_path: Path
 ) -> None:
+    assert_masters(job, found, folder, tmp_path)
+
+
+@pytest.mark.slow
+def test_masters_of_replicas_and_trees_are_those_of_one_process(tmp_path: Path) -> None:
+    of = run([*MORE_HALF, *MORE_SCALED], tmp_path)
+    for job in MORE_HALF:
+        assert_masters(job, of, tmp_path, tmp_path / f"one-{job.source}")
+    for job in MORE_SCALED:
+        assert_scaled(job, of, tmp_path, tmp_path / f"one-{job.source}")
+
+
+def assert_masters(job: Job, found: Found, folder: Path, tmp_path: Path) -> None:
     assert found(job)
     one = trainer(replace(job, **dict.fromkeys(SIZES, 1), parts=False), Mesh())
     for number in range(2):
@@ -513,6 +524,10 @@ def test_gradients_of_bfloat16_are_as_close_to_those_of_float32_as_one_process_c
 def test_float16_on_ranks_scales_its_loss_as_one_process_does(
     job: Job, found: Found, folder: Path, tmp_path: Path
 ) -> None:
+    assert_scaled(job, found, folder, tmp_path)
+
+
+def assert_scaled(job: Job, found: Found, folder: Path, tmp_path: Path) -> None:
     ours = found(job)
     one = trainer(replace(job, **dict.fromkeys(SIZES, 1), parts=False), Mesh())
     for number in range(2):

@@ -57,6 +57,7 @@ def test_edges_never_select_probability_zero(device: str) -> None:
     assert drawn(probs.log()[None], edges[2:3], temperature=0.0).ids.tolist() == [1]
 
 
+@pytest.mark.slow
 def test_frequencies(device: str) -> None:
     probs = torch.tensor([0.05, 0.2, 0.0, 0.45, 0.3], device=device)
     uniform = (torch.arange(400, dtype=torch.float64, device=device) + 0.5) / 400
