@@ -30,8 +30,6 @@ from rollkeel.types import WeightSlice, WeightUpdate
 
 BUCKET_BYTES = 64 << 20
 DEADLINE_S = 600.0
-OPEN_WINDOW = 2 * WINDOW
-"""Buckets that are in engines' own memory and not proven yet. Nothing is kept for them; waiting for each would leave a core idle."""
 STORE = {"free_objects_batch_size": 1, "worker_niceness": 0}
 """`_system_config` of a Ray that we start; for one that others start, RAY_free_objects_batch_size=1 and RAY_worker_niceness=0 in its
 environment. As it comes, Ray frees objects that nobody holds any more once a second or by the hundred, and until then the store keeps
@@ -126,11 +124,8 @@ class Calls:
         self._under_way = deque[dict[ray.ObjectRef, int]]()
 
     def put(self, bucket: Sequence[WeightSlice], to: Sequence[int]) -> None:
-        self._wait(OPEN_WINDOW)
-        mode = self._head.mode or ""
-        opened = {n for n in to if n in self._views and write(bucket, self._sinks[n].rooms, self._views[n], mode)}
-        if len(opened) < len(to):
-            self._wait(WINDOW)
+        if len(self._under_way) == WINDOW:
+            self._consumed(self._under_way.popleft())
         self.nbytes += len(to) * sum(piece.tensor.nbytes for piece in bucket)
         layout = layout_of(bucket)
         stored = None
@@ -139,7 +134,8 @@ class Calls:
             sink = self._sinks[number]
             ring = self._rings.get(number)
             there = self._placed.get(number)
-            if number in opened:
+            views = self._views.get(number)
+            if views is not None and write(bucket, sink.rooms, views, self._head.mode or ""):
                 data: Any = None
             elif ring is not None and there:
                 data = there.popleft()
@@ -152,14 +148,10 @@ class Calls:
         self._under_way.append(calls)
 
     def flush(self) -> None:
-        self._wait(1)
+        while self._under_way:
+            self._consumed(self._under_way.popleft())
         for pulse in self._pulses:
             pulse.beats()
-
-    def _wait(self, most: int) -> None:
-        """Until fewer than `most` buckets are under way."""
-        while len(self._under_way) >= most:
-            self._consumed(self._under_way.popleft())
 
     def _consumed(self, calls: Mapping[ray.ObjectRef, int]) -> None:
         """Wait until every sink has taken a bucket."""
