@@ -52,6 +52,7 @@ def test_staleness_is_exactly_the_lag_after_the_ramp(whole: Path) -> None:
         assert {int(v) for r in members for v in r.span.versions} == {UPDATES * max(0, step - 1 - LAG)}
 
 
+@pytest.mark.slow
 def test_the_first_batches_are_those_of_the_start_model(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

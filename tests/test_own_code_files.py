@@ -223,6 +223,7 @@ def test_a_changed_helper_is_told_on_resume(
     assert "changed" not in cli(capsys, "train", "--resume", "run", "run.steps=5")[1]
 
 
+@pytest.mark.slow
 def test_a_run_that_moved_with_its_file_goes_on_under_the_new_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

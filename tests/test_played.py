@@ -161,6 +161,7 @@ def test_every_loop_samples_the_tokens_of_the_synchronous_one(loop: str, tmp_pat
     assert len(one.keys() & two.keys()) > 60
 
 
+@pytest.mark.slow
 def test_a_killed_budgeted_run_plays_parked_episodes_again(tmp_path: Path) -> None:
     run(tmp_path / "whole", *BUDGETED)
     assert turns_cut(tmp_path / "whole") > 5

@@ -99,7 +99,6 @@ CASES = [
 
 @pytest.mark.usually(
     "tiny-qwen3-fp32-recompute-truncated",
-    "tiny-qwen3-fp32-keep-plain",
     "tiny-qwen3-tied-int8-recompute-tempered",
     "tiny-qwen3-moe-bf16-keep-experts",
 )

@@ -2,7 +2,7 @@
 
 Matters because a rank that trains other numbers, an engine that serves other weights or a checkpoint that lacks a rank's part would not
 be seen in any single metric. Real actors on a local Ray. Not covered: GPUs, several hosts, and what tests marked slow show: two nodes,
-kills of engines and of the controller, kills at random moments.
+kills of ranks, engines and the controller, kills at random moments.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def test_every_actor_has_a_log_and_a_line(whole: Path) -> None:
     assert sorted(file.stem for file in (whole / "actors").iterdir()) == sorted(names)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_a_killed_rank_as_if_it_had_not_been(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     killer = kill_when(run, "trainer-1", "update", 2)

@@ -105,6 +105,7 @@ def python(code: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_python_blocks_run_and_the_own_objective_is_short(tmp_path: Path) -> None:
     use, check, own = blocks("python")
     python(check, tmp_path)
