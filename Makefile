@@ -20,7 +20,7 @@ train: setup  ## warm start, RL with KPop on a tiny MoE, report
 test: setup .venv/.triton  ## everything but the slow tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not cuda and not vllm" $(ARGS)
 
-test-slow: setup  ## the minutes-long tests
+test-slow: setup  ## long ones, and further cases of quick ones
 	$(BIN)/python -m pytest -m "slow" $(ARGS)
 
 test-browser: setup  ## the board in a real browser: needs Chromium, on the path or named by ROLLKEEL_CHROMIUM

@@ -60,6 +60,7 @@ class EngineActor:
     def attach(self, path: str) -> str:
         """Map a ring of a sender on this host, and let go of those whose senders are gone or have closed them; returns why it cannot
         be, or nothing."""
+        self._rings.forget()
         try:
             self._rings.get_or(path, lambda: opened(path))
         except OSError as error:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from ray.exceptions import RayError, RayTaskError
 
 from rollkeel.cluster.engines import ActorEngine
@@ -16,8 +15,6 @@ from rollkeel.errors import DeltaRefused, EngineFailure, RollkeelError
 from rollkeel.sync.history import MOST_CHANGED
 from rollkeel.sync.last_sent import Traffic
 from rollkeel.types import WeightUpdate
-
-Pairs = Iterable[tuple[str, torch.Tensor]]
 
 
 class Source(Protocol):

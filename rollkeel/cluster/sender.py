@@ -170,6 +170,7 @@ class Sender:
     def _open(self, sinks: Sequence[Sink]) -> dict[int, Views]:
         """Memory of engines on this host that is written to, by number of the sink."""
         out = dict[int, Views]()
+        self._memories.forget()
         for number, sink in enumerate(sinks):
             if sink.memory and self._near(sink):
                 with suppress(OSError):  # its processes may not be ours to see, in a container of their own

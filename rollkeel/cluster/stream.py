@@ -29,7 +29,6 @@ from rollkeel.models.checksum import MASK
 from rollkeel.types import WeightSlice, WeightUpdate
 
 BUCKET_BYTES = 64 << 20
-DEADLINE_S = 600.0
 STORE = {"free_objects_batch_size": 1, "worker_niceness": 0}
 """`_system_config` of a Ray that we start; for one that others start, RAY_free_objects_batch_size=1 and RAY_worker_niceness=0 in its
 environment. As it comes, Ray frees objects that nobody holds any more once a second or by the hundred, and until then the store keeps

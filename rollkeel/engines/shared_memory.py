@@ -10,6 +10,7 @@ import mmap
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -72,22 +73,20 @@ class OpenedFiles(dict[str, T]):
         super().__init__()
         self._files = dict[str, int]()
 
+    def forget(self) -> None:
+        """Let go of what is gone, which no memory would be left for."""
+        for path, file in list(self._files.items()):  # several threads may ask at once
+            with suppress(OSError):
+                if os.stat(path).st_ino == file:
+                    continue
+            self._files.pop(path, None)
+            self.pop(path, None)
+
     def get_or(self, path: str, opens: Callable[[], T]) -> T:
-        """As it was opened before, or by `opens`. Lets go of what is gone, which no memory would be left for. Raises `OSError`."""
-        for known, file in list(self._files.items()):  # several threads may ask at once
-            if not _leads_to(known, file):
-                self._files.pop(known, None)
-                self.pop(known, None)
+        """As it was opened before, or by `opens`. Raises `OSError`."""
         if path not in self:
             self[path], self._files[path] = opens(), os.stat(path).st_ino
         return self[path]
-
-
-def _leads_to(path: str, inode: int) -> bool:
-    try:
-        return os.stat(path).st_ino == inode
-    except OSError:
-        return False
 
 
 def read(slot: Slot, like: Like, rings: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollkeel.cluster.stream import BUCKET_BYTES, DEADLINE_S, Layout, Sink, bytes_of, layout_of, send
+from rollkeel.cluster.stream import BUCKET_BYTES, Layout, Sink, bytes_of, layout_of, send
 from rollkeel.errors import DeltaRefused
 from rollkeel.models.numerics import update_checksum
 from rollkeel.sync.last_sent import Traffic
 from rollkeel.types import WeightSlice, WeightUpdate
 
+DEADLINE_S = 600.0
 Pairs = Iterable[tuple[str, torch.Tensor]]
 
 

@@ -50,19 +50,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "reference": {"kl_coefficient": 0.1},
 }
 MORE = [Case(1, 2, options=OPTIONS["checkpointing"])]
-EVERY += [Case(1, 2, options=OPTIONS[name]) for name in ("selective", "router")]
 MORE += [Case(2, 1, order=(1,))]  # one micro-batch for two ranks
 MORE += [Case(2, 2, replay=True)]
 EXPERTS = [Case(expert=2), Case(shard=2, expert=2), Case(replicate=2, expert=2, replay=True)]
-EVERY += [Case(expert=2, options=OPTIONS["reference"])]
 TENSOR = [
     Case(tensor=2),
     Case(shard=2, tensor=2, objective="ac_mis_po", replay=True),
     Case(expert=2, tensor=2, objective="m2po", options=OPTIONS["selective"]),
-]
-EVERY += [
-    Case(tensor=2, model="tiny-qwen3-tied", objective="dppo_binary_tv", options=OPTIONS["reference"]),
-    Case(replicate=2, tensor=2, replay=True, options=OPTIONS["checkpointing"]),
 ]
 LONG = {"micro_batch_tokens": 150}
 CONTEXT = [
@@ -73,17 +67,16 @@ CONTEXT = [
     Case(context=4, prompt=2, order=(7,)),  # with one key alone, queries and keys have gradients of rounding only
 ]
 """A row of two tokens on four ranks."""
-EVERY += [
-    Case(context=2, model="tiny-qwen3-tied", objective="icepop", options=OPTIONS["reference"]),
-    Case(context=4, model="tiny-qwen3"),
-]
-"""Two heads of keys on four ranks."""
 LORA = {"lora": {"rank": 4, "experts": True}}
 ADAPTERS = [Case(1, 2, options=LORA, parts=True)]
-EVERY += [Case(context=2, options=LORA)]
-EVERY += [Case(1, 2, options=OPTIONS[name]) for name in ("entropy", "reference")]
+EVERY += [Case(1, 2, options=OPTIONS[name]) for name in ("selective", "router", "entropy", "reference")]
 EVERY += [
-    Case(expert=2, options=OPTIONS["selective"]),
+    *[Case(expert=2, options=OPTIONS[name]) for name in ("selective", "reference")],
+    Case(tensor=2, model="tiny-qwen3-tied", objective="dppo_binary_tv", options=OPTIONS["reference"]),
+    Case(replicate=2, tensor=2, replay=True, options=OPTIONS["checkpointing"]),
+    Case(context=2, model="tiny-qwen3-tied", objective="icepop", options=OPTIONS["reference"]),
+    Case(context=4, model="tiny-qwen3"),  # two heads of keys on four ranks
+    Case(context=2, options=LORA),
     Case(tensor=2, model="tiny-qwen3", objective="icepop", options=OPTIONS["entropy"]),
     Case(context=2, objective="ac_mis_po", replay=True, options=OPTIONS["selective"]),
     Case(2, 2, options=LORA | OPTIONS["reference"], parts=True),
