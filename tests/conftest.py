@@ -111,6 +111,8 @@ two cores; the others meanwhile run what computes."""
 
 
 class Scheduling(LoadFileScheduling):
+    """A worker gets a file at a time, and one of them all of `WAITING`."""
+
     def _split_scope(self, nodeid: str) -> str:
         return "waiting" if WAITING.match(nodeid) else super()._split_scope(nodeid)
 
@@ -122,7 +124,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Those that wait begin; and cases of a test that its mark `usually` does not name are slow."""
+    """Files of `WAITING` come first, and the cases of a test that its mark `usually` does not name are slow."""
     items.sort(key=lambda item: WAITING.match(item.nodeid) is None)
     unseen = dict[str, set[str]]()
     for item in items:
