@@ -323,8 +323,9 @@ def assert_in_parts(job: Job, seen: dict[str, Any]) -> None:
             assert seen[kind] == pytest.approx(times * total / job.shard, rel=0.1), kind
     state = seen["weights"] + seen["moments"]
     for name in seen["peaks"].keys() - {"load", "step", "again"}:
-        # A parameter that is brought together lies there once in parts and once whole; a checkpoint goes through a buffer.
-        assert seen["peaks"][name] <= state + 2 * largest + BUFFER, name
+        # A parameter that is brought together lies there once in parts and once whole; a checkpoint goes through a buffer. Of the last
+        # part that was sent gloo's thread may let go late.
+        assert seen["peaks"][name] <= state + 2 * largest + largest // job.shard + BUFFER, name
     # Passes bring in embeddings and head, and two layers, once for weights and once for gradients; drawing and AdamW take a parameter.
     bucket = 2 * (ends + 2 * layer) + 2 * largest + 2**20
     assert seen["peaks"]["load"] <= seen["weights"] + bucket
