@@ -36,6 +36,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_run_looks_for_cycles_as_usual_but_not_among_what_was_imported(tmp_path: Path) -> None:
     words = ["train", "default", *SMALL, f"run.dir={tmp_path / 'run'}"]
     done = subprocess.run(

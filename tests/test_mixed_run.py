@@ -84,6 +84,7 @@ def test_every_source_gets_its_share_and_is_measured_by_itself(whole: Path) -> N
     assert {name: found[3][f"reward/{name}"] for name in by_source} == told
 
 
+@pytest.mark.slow
 def test_killed_mixture_continues_bit_for_bit(words: list[str], whole: Path, tmp_path: Path) -> None:
     run = killed_in(tmp_path, words, "update", 4, 0.002)
     train(load(run / "config.yaml"), resume=run)

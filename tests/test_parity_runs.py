@@ -34,7 +34,7 @@ WAYS = {
 }
 
 
-@pytest.mark.usually("moe", "dense bf16", "async")
+@pytest.mark.usually("moe", "async")
 @pytest.mark.parametrize("way", WAYS)
 def test_every_ratio_of_fresh_tokens_is_one(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"

@@ -141,13 +141,14 @@ def turns_cut(path: Path) -> int:
 @pytest.mark.parametrize("loop", ["budgeted", "generated", "async"])
 def test_every_loop_samples_the_tokens_of_the_synchronous_one(loop: str, tmp_path: Path) -> None:
     """Weights that hardly move, so that the version that samples a token is all that differs."""
-    still = ["train.lr=1e-8", "train.kl_coefficient=0", "run.steps=6", "checkpoint.every=2", "eval.every=3"]
+    steps = 4 if loop == "async" else 6
+    still = ["train.lr=1e-8", "train.kl_coefficient=0", f"run.steps={steps}", "checkpoint.every=2", "eval.every=2"]
     whole, other = tmp_path / "sync", tmp_path / loop
     run(whole, *still)
     words = {"async": ASYNC, "budgeted": BUDGETED, "generated": [*BUDGETED, "rollout.budget.count=generated"]}[loop]
     found = run(other, *still, *words)
     one, two = episodes(whole), episodes(other)
-    assert len(two) > 60
+    assert len(two) > 40
     if loop != "async":  # where time decides which weights sample a turn
         assert turns_cut(other) > 10
         assert sum(row["pool/resumed"] for row in found[1:]) > 10
@@ -158,7 +159,7 @@ def test_every_loop_samples_the_tokens_of_the_synchronous_one(loop: str, tmp_pat
         assert a.span.own.tolist() == b.span.own.tolist()
         assert np.abs(a.span.logprobs - b.span.logprobs).max() < 1e-4
         assert (a.status, a.reward, a.text, a.detail) == (b.status, b.reward, b.text, b.detail)
-    assert len(one.keys() & two.keys()) > 60
+    assert len(one.keys() & two.keys()) > 40
 
 
 @pytest.mark.slow

@@ -20,11 +20,11 @@ def missed(trials: list[Trial]) -> list[str]:
     ]
 
 
-@pytest.mark.usually("bf16")
-@pytest.mark.parametrize("mode", ["fp32", "bf16"])
-def test_names_the_perturbed_layer_and_operation(mode: str) -> None:
-    trials = [trial(seed, mode) for seed in range(20)]
-    assert {t.kind for t in trials} == set(KINDS)
+@pytest.mark.usually("bf16-7")
+@pytest.mark.parametrize(("mode", "count"), [("bf16", 7), ("fp32", 20), ("bf16", 20)])
+def test_names_the_perturbed_layer_and_operation(mode: str, count: int) -> None:
+    trials = [trial(seed, mode) for seed in range(count)]
+    assert count < 20 or {t.kind for t in trials} == set(KINDS)
     assert {t.side for t in trials} == {"engine", "trainer"}
     wrong = missed(trials)
     assert len(wrong) <= 1, wrong

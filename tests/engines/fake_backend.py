@@ -37,7 +37,9 @@ class FakeBackend:
         self.faults, self.port = faults, 0
 
     def set(self, fault: str, argument: object = "") -> None:
-        (self.faults / fault).write_text(str(argument))
+        whole = self.faults / f".{fault}"
+        whole.write_text(str(argument))
+        whole.replace(self.faults / fault)  # the server may be reading it
 
     def starts(self) -> int:
         """How often a server came up."""

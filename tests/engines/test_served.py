@@ -349,18 +349,22 @@ def test_without_weights_nothing_is_sampled(open_engine: Any) -> None:
 def test_tokens_carry_the_version_that_sampled_them(open_engine: Any, kv: str) -> None:
     engine, backend = open_engine(slots=4, kv=kv)
     asked = [request(i, 230, stop_token_ids=()) for i in range(6)]
+    backend.set("hold_at", 120)  # or a slow machine publishes behind the end of the first one
     engine.submit(asked)
     got: dict[int, Segment] = {}
     for version in (2, 3):
+        backend.set("hold_at", 120 * (version - 1))
         backend.until_sent(120 * (version - 1))
         engine.update_weights(weights(float(version), version))
         assert engine.version == version
         got |= {s.request_id: s for s in engine.poll(0.0)}
+    backend.set("hold_at", 10_000)
     got |= drain(engine)
     check(asked, got, {1: 1.0, 2: 2.0, 3: 3.0})
-    first = got[0].span
-    assert set(first.versions) == {1, 2, 3}
-    assert (first.kv_versions == (first.versions if kv == "recompute" else 1)).all()
+    through = [s.span for s in got.values() if set(s.span.versions) == {1, 2, 3}]
+    assert through
+    for span in through:
+        assert (span.kv_versions == (span.versions if kv == "recompute" else 1)).all()
     assert backend.starts() == 1
 
 

@@ -32,7 +32,7 @@ from rollkeel.objectives.surrogates import SURROGATES
 from rollkeel.objectives.weights import WEIGHTS
 from rollkeel.types import TokenBatch
 
-COUNT, STEPS, RANKS = 600, 3, (1, 2, 4)
+COUNT, STEPS, RANKS = 300, 3, (1, 2, 4)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     # Whatever is registered, as it comes; below, what options make of it.
     **{name: (name, {}) for name, recipe in RECIPES.items() if recipe.__module__.startswith("rollkeel.")},

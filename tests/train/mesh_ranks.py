@@ -41,7 +41,7 @@ class Case:
     context: int = 1
     tensor: int = 1
     objective: str = "kpop"
-    updates: int = 3
+    updates: int = 2
     order: tuple[int, ...] = tuple(range(len(LENGTHS)))
     """Of the sequences in each batch."""
     prompt: int = 5

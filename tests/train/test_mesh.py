@@ -83,7 +83,7 @@ EVERY += [
     Case(1, 4, model="tiny-qwen3-tied", options={"lora": {"rank": 3}} | OPTIONS["selective"]),
 ]
 HEAD = Case(tensor=2, head=True)
-TREE = [Case(*mesh, options={"reduce": "tree"}, updates=6) for mesh in ((2, 1), (1, 4), (2, 2))]
+TREE = [Case(*mesh, options={"reduce": "tree"}, updates=4) for mesh in ((2, 1), (1, 4), (2, 2))]
 LONG_TREE = [replace(TREE[0], replicate=r, shard=s, updates=20) for r, s in ((2, 1), (1, 2), (1, 4), (2, 2), (4, 1))]
 TREE_OF_FEW = [replace(case, updates=2, options={"reduce": "tree", "micro_batch_tokens": 120}) for case in TREE[1:]]
 ORDERED = Case(2, 2)

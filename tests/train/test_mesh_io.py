@@ -34,7 +34,7 @@ from tests.train.mesh_ranks import Case, trainer, weights_of
 from tests.train.test_mesh import Found, distance, run
 
 KEPT: dict[str, Any] = {"options": {"kl_coefficient": 0.1}}
-WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 4}
+WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2}
 ORDER = [Job(shard=2, model="tiny-qwen3-tied", what="any_order"), Job(shard=2, expert=2, what="any_order")]
 DRAWN = [
     Job(shard=2, expert=2, what="loaded", parts=True),
