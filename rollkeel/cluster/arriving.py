@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollkeel.cluster.pulse import CONTROL
@@ -22,6 +23,7 @@ from rollkeel.types import Proof, WeightUpdate
 
 _CALLS = 8
 """That an actor answers at one time: a `take` may be under way, buckets and messages come beside it."""
+_ENDED = "weights: the engine has ended"
 Said = tuple[int, list[bytes]]
 """Messages that nobody has taken yet, and the number of the first of them, counted from 0."""
 
@@ -32,7 +34,7 @@ class Bucket:
     layout: Layout
     data: Sequence[Any] | None
     """Bytes of each slice, as numpy arrays or tensors; None where they are in the engine's memory already."""
-    done: Future[str]
+    done: Future[str] = field(default_factory=Future)
     """Why it was refused, or nothing."""
 
 
@@ -133,8 +135,21 @@ class Channel:
         if not isinstance(message, Bucket):
             return message
         assert self.weights is not None
-        message.done.set_result(self.weights.take(message))
+        refusal = _ENDED
+        try:
+            refusal = self.weights.take(message)
+        finally:
+            message.done.set_result(refusal)
         return None
+
+    def put(self, bucket: Bucket) -> Future[str]:
+        """Have it taken in its turn."""
+        with self._more:
+            if self.ended:
+                bucket.done.set_result(_ENDED)
+            else:
+                self.inbox.put(bucket)
+        return bucket.done
 
     def send(self, message: Any, /) -> None:
         self._tell([pickle.dumps(message)], answers=message[0] in ("answer", "error"), ended=message[0] == "gone")
@@ -162,6 +177,10 @@ class Channel:
             self.ended = self.ended or ended
             self._last = time.monotonic()
             self._more.notify_all()
+            with suppress(queue.Empty):
+                while self.ended:
+                    if isinstance(left := self.inbox.get_nowait(), Bucket):
+                        left.done.set_result(_ENDED)
 
 
 def actor_options(placement: Mapping[str, Any], threads: int) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import threading
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any
 
 import ray
@@ -16,6 +15,7 @@ import torch
 
 from rollkeel.cluster import logs
 from rollkeel.cluster.arriving import Bucket, Channel, Said, Weights
+from rollkeel.cluster.line import Lines
 from rollkeel.cluster.stream import Bytes, Layout
 from rollkeel.config import EngineConfig
 from rollkeel.engines.open import open_engine
@@ -37,6 +37,7 @@ class EngineActor:
         logs.write_there()
         self._channel = Channel(min(BEAT_S, config.deadline_s / 5))
         self._held, self._rings = dict[int, Any](), OpenedFiles[torch.Tensor]()
+        self._lines: Lines | None = None
         self._next, self._order = 0, threading.Lock()
         arguments = (self._channel, hf_config, config, dict(options))
         threading.Thread(target=_live, args=arguments, daemon=True, name="engine").start()
@@ -57,26 +58,26 @@ class EngineActor:
     def lives(self) -> None:
         """Answers at once, whatever the engine does."""
 
-    def attach(self, path: str) -> str:
+    def attach(self, path: str) -> tuple[str, str]:
         """Map a ring of a sender on this host, and let go of those whose senders are gone or have closed them; returns why it cannot
-        be, or nothing."""
+        be, or nothing, and where to tell of buckets by a `Line`."""
         self._rings.forget()
         try:
             self._rings.get_or(path, lambda: opened(path))
+            with self._order:
+                self._lines = self._lines or Lines(self._take)
         except OSError as error:
-            return f"cannot open the memory of another process: {error.strerror or error}"
-        return ""
+            return f"cannot open the memory of another process: {error.strerror or error}", ""
+        return "", self._lines.address
 
     def bucket(self, attempt: int, layout: Layout, data: Bytes) -> str:
         """Write a bucket of publication `attempt`; returns why it was refused, or nothing."""
-        done, came = Future[str](), data
-        if isinstance(data, Slot):  # else it came with the call, or is in the engine's memory
-            came = read(data, [(entry.dtype, entry.shape) for entry in layout], self._rings)
-        self._channel.inbox.put(Bucket(attempt, layout, came, done))
-        while not self._channel.ended:
-            with suppress(TimeoutError):
-                return done.result(BEAT_S)
-        return "weights: the engine has ended"
+        return self._take(attempt, layout, data).result()
+
+    def _take(self, attempt: int, layout: Layout, data: Bytes) -> Future[str]:
+        like = [(entry.dtype, entry.shape) for entry in layout]
+        came = read(data, like, self._rings) if isinstance(data, Slot) else data
+        return self._channel.put(Bucket(attempt, layout, came))
 
 
 def _live(channel: Channel, hf_config: Any, config: EngineConfig, options: dict[str, Any]) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
 
 from rollkeel.cluster.patience import Patience
 
+T = TypeVar("T")
 SILENT_S = 20.0
 """Longest silence of a process that somebody waits for, whatever it does; less once it is known how long it takes."""
 BEAT_S = 1.0
@@ -62,17 +63,22 @@ class Pulse:
         return self.handle.lives.options(concurrency_group=CONTROL).remote()
 
 
-def awaited(calls: Mapping[ray.ObjectRef, tuple[str, Pulse]], deadline_s: float) -> str:
+def _open(calls: list[ray.ObjectRef], timeout_s: float) -> list[ray.ObjectRef]:
+    return ray.wait(calls, num_returns=len(calls), timeout=timeout_s)[1]
+
+
+def awaited(
+    calls: Mapping[T, tuple[str, Pulse]], deadline_s: float, open_of: Callable[[list[T], float], list[T]] = _open
+) -> str:
     """Waits until each of these calls, by which the engine of that name takes weights, has ended, well or not. Returns who is not waited
-    for any longer and why, or nothing."""
+    for any longer and why, or nothing. `open_of`: those that have not ended, perhaps sooner than after so many seconds."""
     end, late = time.monotonic() + deadline_s, list(calls)
-    while True:
+    while late:
         left_s = end - time.monotonic()
-        late = ray.wait(late, num_returns=len(late), timeout=max(0.0, min(left_s, BEAT_S)))[1]
-        if not late:
-            return ""
-        if left_s <= 0:
+        late = open_of(late, max(0.0, min(left_s, BEAT_S)))
+        if late and left_s <= 0:
             return f"waited {deadline_s:g} s for engine {calls[late[0]][0]} to take weights"
         for name, pulse in map(calls.__getitem__, late):
             if not pulse.beats():
                 return f"engine {name} has said nothing for {pulse.patience.limit_s:.3g} s while it was to take weights"
+    return ""

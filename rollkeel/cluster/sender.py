@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
 
+from rollkeel.cluster.line import Line
 from rollkeel.cluster.pulse import Pulse, awaited
 from rollkeel.cluster.stream import Calls, Sink
 from rollkeel.config_cluster import SyncConfig
 from rollkeel.engines.open_memory import Views, views_of
-from rollkeel.engines.shared_memory import ALIGN, AVAILABLE, OpenedFiles, Ring, Slot, buckets
+from rollkeel.engines.shared_memory import ALIGN, AVAILABLE, OpenedFiles, Ring
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.sync.last_sent import LastSent, Traffic
 from rollkeel.sync.layouts import Part, parts_of
@@ -27,26 +27,12 @@ from rollkeel.types import WeightUpdate
 MB = 2**20
 
 
-class Sent(NamedTuple):
-    """How weights were sent."""
-
-    key: tuple[Any, ...]
-    """Of the plan."""
-    about: Outgoing
-    engines: list[int]
-    """Their numbers, in the order of the plan."""
-    opened: Collection[int]
-    """Those of them whose memory was written to, as the plan counts them."""
-
-
 class Prepared(NamedTuple):
     """What can be done of a publication before engines are told."""
 
     of: tuple[Any, ...] = ()
     """Plan, size of a bucket, version of the weights."""
     ready: Ready = ()
-    placed: Mapping[int, list[Slot]] | None = None
-    """Where the first buckets lie, by number of the sink."""
     weights: Weights | None = None
     """What lies here."""
 
@@ -65,11 +51,13 @@ class Sender:
         self._node = ray.get_runtime_context().get_node_id()
         self._nodes = mesh.everyone(self._node)
         self._plans = dict[tuple[Any, ...], Plan]()
-        self._sent: Sent | None = None
-        """The last publication, if it was one of weights."""
+        self._sent: tuple[tuple[Any, ...], Outgoing] | None = None
+        """Key of the plan of the last publication, and how it was cut, if it was one of weights."""
         self._prepared = Prepared()
         self._rings: dict[int, tuple[str, Ring | None]] = {}
         """By number of the engine, and which actor that is; None for one that gets its buckets through Ray's object store."""
+        self._addresses, self._lines = dict[int, str](), dict[int, Line]()
+        """By number of the engine, of those with a ring."""
         self._memories = OpenedFiles[Views]()
         self._pulses = dict[int, tuple[str, Pulse]]()
         """By number of the engine, and which actor that is."""
@@ -97,39 +85,31 @@ class Sender:
         if key not in self._plans:
             hosts = self._hosts(sinks)
             self._plans = {key: weights.plan([sink.rooms for sink in sinks], head.mode, hosts)}
-        views = self._open(sinks)
-        self._sent = None if adapters else Sent(key, about, [sink.index for sink in sinks], views.keys())
-        carrier = Calls(head, sinks, self._deadline_s, rings, pulses, prepared.placed, views)
+        self._sent = None if adapters else (key, about)
+        lines = self._lines_to(sinks, rings)
+        carrier = Calls(head, sinks, self._deadline_s, rings, pulses, self._open(sinks), lines)
         part = self._plans[key], self._mesh.rank, weights.held, about, carrier
-        if self._last is None or adapters:
-            return send_part(*part, ready=prepared.ready), Traffic(nbytes=carrier.nbytes)
-        through = self._last.through(head, cuts, about)
-        sums = send_part(*part, through, prepared.ready)
+        try:
+            if self._last is None or adapters:
+                return send_part(*part, ready=prepared.ready), Traffic(nbytes=carrier.nbytes)
+            through = self._last.through(head, cuts, about)
+            sums = send_part(*part, through, prepared.ready)
+        except EngineFailure:
+            while self._lines:  # answers may be under way in them
+                self._lines.popitem()[1].close()
+            raise
         self._last.done(head, cuts)
         return sums, self._last.traffic._replace(nbytes=carrier.nbytes)
 
     def prepare(self, head: WeightUpdate) -> None:
-        """Cut and sum what is to be sent to the engines of the last time, and lay the first of it where they will read it, while they
-        still sample. `send` finds out whether it is what it sends."""
+        """Cut and sum what is to be sent to the engines of the last time, while they still sample. `send` finds out whether it is what
+        it sends."""
         self._prepared = Prepared()
-        sent = self._sent
-        if head.kind == "adapter" or sent is None:
+        if head.kind == "adapter" or self._sent is None:
             return
-        weights = self._weights()
-        ready = ready_of(self._plans[sent.key], self._mesh.rank, weights.held, sent.about)
-        placed = self._placed(ready, sent) if self._last is None else None
-        self._prepared = Prepared((sent.key, sent.about.bucket_bytes, self._trainer.version), ready, placed, weights)
-
-    def _placed(self, ready: Ready, sent: Sent) -> dict[int, list[Slot]]:
-        """Write as many buckets as may be under way."""
-        out = dict[int, list[Slot]]()
-        first = ((to, bucket) for to, pieces in ready for bucket in buckets(pieces, sent.about.bucket_bytes))
-        for to, bucket in itertools.islice(first, WINDOW):
-            for number in to:
-                _, ring = self._rings.get(sent.engines[number], ("", None))
-                if ring is not None and number not in sent.opened:
-                    out.setdefault(number, []).append(ring.put(bucket))
-        return out
+        (key, about), weights = self._sent, self._weights()
+        ready = ready_of(self._plans[key], self._mesh.rank, weights.held, about)
+        self._prepared = Prepared((key, about.bucket_bytes, self._trainer.version), ready, weights)
 
     def _weights(self) -> Weights:
         """What lies on this rank, now: the optimizer may have moved it to the host and back."""
@@ -165,6 +145,15 @@ class Sender:
                 out[number] = ring
             elif self._config.transport == "shm":
                 raise BadInput(f"sync.transport=shm: engine {sink.name} shares no memory with this rank; set auto")
+        return out
+
+    def _lines_to(self, sinks: Sequence[Sink], rings: Collection[int]) -> dict[int, Line]:
+        """By number of the sink."""
+        out = dict[int, Line]()
+        for number in rings:
+            index = sinks[number].index
+            with suppress(OSError):  # it is in a container of its own, or gone
+                self._lines[index] = out[number] = self._lines.get(index) or Line(self._addresses[index])
         return out
 
     def _open(self, sinks: Sequence[Sink]) -> dict[int, Views]:
@@ -208,9 +197,11 @@ class Sender:
         if late:
             raise EngineFailure(late)
         try:
-            refused = ray.get(call)
+            refused, self._addresses[sink.index] = ray.get(call)
         except RayError as error:
             raise EngineFailure(f"engine {sink.name} died before it took weights ({type(error).__name__})") from None
+        if line := self._lines.pop(sink.index, None):
+            line.close()
         if refused:
             ring.close()
         return None if refused else ring

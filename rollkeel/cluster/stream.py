@@ -10,8 +10,10 @@ memory is written to (`rollkeel.engines.open_memory`).
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ import ray
 import torch
 from ray.exceptions import RayError
 
+from rollkeel.cluster.line import MOST, Line, silent
 from rollkeel.cluster.pulse import Pulse, awaited
 from rollkeel.engines.intake import Room
 from rollkeel.engines.open_memory import Views, write
@@ -29,6 +32,9 @@ from rollkeel.models.checksum import MASK
 from rollkeel.types import WeightSlice, WeightUpdate
 
 BUCKET_BYTES = 64 << 20
+DIED_S = 3.0
+DIRECT = 4
+"""Buckets under way to engines whose own memory is written to: they take no other memory."""
 STORE = {"free_objects_batch_size": 1, "worker_niceness": 0}
 """`_system_config` of a Ray that we start; for one that others start, RAY_free_objects_batch_size=1 and RAY_worker_niceness=0 in its
 environment. As it comes, Ray frees objects that nobody holds any more once a second or by the hundred, and until then the store keeps
@@ -94,7 +100,8 @@ def send(
 
 
 class Calls:
-    """A `rollkeel.sync.sending.Carrier` to engine actors. A call tells them of a bucket, and is answered when it is proven."""
+    """A `rollkeel.sync.sending.Carrier` to engine actors. They are told of a bucket, by a line or a call of Ray, and answer when it is
+    proven."""
 
     def __init__(
         self,
@@ -103,12 +110,11 @@ class Calls:
         deadline_s: float,
         rings: Mapping[int, Ring] | None = None,
         pulses: Sequence[Pulse] = (),
-        placed: Mapping[int, list[Slot]] | None = None,
         views: Mapping[int, Views] | None = None,
+        lines: Mapping[int, Line] | None = None,
     ) -> None:
         """`rings`: memory shared with those of the sinks, by number, that do not get buckets through Ray's object store. `pulses`: of
-        all sinks, from earlier publications; without, new ones. `placed`: where the first buckets lie in rings already, in order.
-        `views`: of sinks whose engines' memory is written to."""
+        all sinks, from earlier publications; without, new ones. `views`: of sinks whose engines' memory is written to. `lines`: to sinks on this host."""
         self.nbytes = 0
         """Sent so far, to all of them."""
         self._head = head
@@ -116,35 +122,44 @@ class Calls:
         self._deadline_s = deadline_s
         self._rings = rings or {}
         self._views = views or {}
-        self._placed = {n: deque(slots) for n, slots in (placed or {}).items() if n not in self._views}
+        self._lines = lines or {}
+        self._most = DIRECT if len(self._views) == len(sinks) else WINDOW
         self._pulses = list(pulses) or [Pulse(sink.actor) for sink in sinks]
         for pulse in self._pulses:
             pulse.beats()
-        self._under_way = deque[dict[ray.ObjectRef, int]]()
+        self._under_way = deque[dict[ray.ObjectRef | Line, int]]()
 
     def put(self, bucket: Sequence[WeightSlice], to: Sequence[int]) -> None:
-        if len(self._under_way) == WINDOW:
+        if len(self._under_way) == self._most:
             self._consumed(self._under_way.popleft())
         self.nbytes += len(to) * sum(piece.tensor.nbytes for piece in bucket)
         layout = layout_of(bucket)
         stored = None
-        calls = dict[ray.ObjectRef, int]()
+        calls = dict[ray.ObjectRef | Line, int]()
         for number in to:
             sink = self._sinks[number]
             ring = self._rings.get(number)
-            there = self._placed.get(number)
             views = self._views.get(number)
             if views is not None and write(bucket, sink.rooms, views, self._head.mode or ""):
                 data: Any = None
-            elif ring is not None and there:
-                data = there.popleft()
             elif ring is not None:
                 data = ring.put(bucket)
             else:
                 data = stored = stored if stored is not None else ray.put(bytes_of(bucket))
-            calls[sink.actor.bucket.remote(sink.attempt, layout, data)] = number
+            calls[self._told(number, layout, data)] = number
         # The calls hold what is stored; with the last of them the object store lets it go.
         self._under_way.append(calls)
+
+    def _told(self, number: int, layout: Layout, data: Bytes) -> ray.ObjectRef | Line:
+        """What brings the answer."""
+        sink, line = self._sinks[number], self._lines.get(number)
+        if line is not None and (data is None or isinstance(data, Slot)):
+            message = pickle.dumps((sink.attempt, layout, data))
+            if len(message) <= MOST:
+                with suppress(OSError):  # that it is gone is seen when its answer is awaited
+                    line.tell(message)
+                return line
+        return sink.actor.bucket.remote(sink.attempt, layout, data)
 
     def flush(self) -> None:
         while self._under_way:
@@ -152,17 +167,22 @@ class Calls:
         for pulse in self._pulses:
             pulse.beats()
 
-    def _consumed(self, calls: Mapping[ray.ObjectRef, int]) -> None:
+    def _consumed(self, calls: Mapping[ray.ObjectRef | Line, int]) -> None:
         """Wait until every sink has taken a bucket."""
         said = f"weight update {self._head.version}"
-        late = awaited({ref: (self._sinks[n].name, self._pulses[n]) for ref, n in calls.items()}, self._deadline_s)
+        who = {call: (self._sinks[n].name, self._pulses[n]) for call, n in calls.items()}
+        lines = {call: who[call] for call in calls if isinstance(call, Line)}
+        refs = {call: who[call] for call in calls if not isinstance(call, Line)}
+        late = awaited(lines, self._deadline_s, silent) or awaited(refs, self._deadline_s)
         if late:
             raise EngineFailure(f"{said}: {late}")
-        for ref, number in calls.items():
+        for call, number in calls.items():
             sink = self._sinks[number]
             try:
-                refusal = ray.get(ref)
-            except RayError as error:
+                refusal = call.answer() if isinstance(call, Line) else ray.get(call)
+            except (RayError, EOFError, OSError) as error:
+                if isinstance(call, Line):
+                    self._pulses[number].answers(DIED_S)  # until Ray knows of it too
                 raise EngineFailure(
                     f"{said}: engine {sink.name} died while it took weights ({type(error).__name__})"
                 ) from None

@@ -118,7 +118,7 @@ class Rank(sender.Sender):
         self._config, self._deadline_s = SyncConfig(), 1.0
         self._plans, self._bucket_bytes, self._last = {}, 2_000, LastSent()
         self._sent, self._prepared = None, sender.Prepared()
-        self._memories = OpenedFiles[Any]()
+        self._memories, self._lines = OpenedFiles[Any](), {}
 
     def _weights(self) -> Any:
         return Cut(self._trainer.model, *self._trainer.parts)

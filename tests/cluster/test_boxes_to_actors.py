@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
 from engine_kit import drain, engine_of, prompts_of, requests_of, run, same
 
 from rollkeel.cluster.engines import ActorEngine
+from rollkeel.cluster.line import Line
 from rollkeel.cluster.publish import StreamPublisher
 from rollkeel.cluster.sender import Sender
 from rollkeel.cluster.stream import Calls, Sink
@@ -72,7 +73,8 @@ class Mesh(Ranks):
         about = Outgoing(sinks[0].rooms, head.mode, BUCKET)
         for rank in range(len(made.hosts[0])):
             self.before(rank)
-            carrier: Any = Calls(head, sinks, 60, rings_to(sinks) if self.transport == "shm" else None)
+            rings, lines = near(sinks) if self.transport == "shm" else (None, None)
+            carrier: Any = Calls(head, sinks, 60, rings, lines=lines)
             if self.fault is not None and rank == 3:
                 carrier = Faulty(carrier, self.fault)
             sums = [
@@ -97,15 +99,19 @@ class Faulty:
         self.carrier.flush()
 
 
-_RINGS: dict[str, Ring] = {}
+_RINGS: dict[str, tuple[Ring, str]] = {}
 
 
-def rings_to(sinks: Sequence[Sink]) -> dict[int, Ring]:
+def near(sinks: Sequence[Sink]) -> tuple[dict[int, Ring], dict[int, Line]]:
+    """Rings of sinks, and new lines to them."""
     for sink in sinks:
         if sink.name not in _RINGS:
-            _RINGS[sink.name] = Ring(2 * BUCKET, WINDOW)
-            assert ray.get(sink.actor.attach.remote(_RINGS[sink.name].path)) == ""
-    return {i: _RINGS[sink.name] for i, sink in enumerate(sinks)}
+            ring = Ring(2 * BUCKET, WINDOW)
+            refused, address = ray.get(sink.actor.attach.remote(ring.path))
+            assert refused == ""
+            _RINGS[sink.name] = ring, address
+    found = [_RINGS[sink.name] for sink in sinks]
+    return {i: ring for i, (ring, _) in enumerate(found)}, {i: Line(address) for i, (_, address) in enumerate(found)}
 
 
 def test_both_ways_lead_to_the_engine_of_one_process(actors: ActorEngine) -> None:
@@ -248,7 +254,7 @@ def test_a_rank_shares_memory_with_engines_of_its_host_if_it_may_and_can(
 
 
 def test_sums_are_made_before_engines_are_told(monkeypatch: pytest.MonkeyPatch, ray_cluster: None) -> None:
-    """From the second publication on, of what travels as it is, and the first of it lies where it is read; of other weights nothing is taken."""
+    """From the second publication on, of what travels as it is."""
     model = model_of("tiny-qwen3-moe", 3)
     engine = ActorEngine(model.config, CONFIG.model_copy(update={"dtype": "fp32"}), [{}], device="cpu", max_length=96)
     source, made = OneRank(model, buffer_mb=0.1), list[str]()
@@ -317,7 +323,7 @@ def test_the_buffer_holds_when_engines_join_and_nobody_keeps_memory_of_before(ac
 
 def test_memory_of_a_process_that_is_gone_cannot_be_mapped(actors: ActorEngine) -> None:
     said = ray.get(actors.parts[0].handle.attach.remote("/proc/1/fd/999"))
-    assert said.startswith("cannot open the memory of another process: ")
+    assert said[0].startswith("cannot open the memory of another process: ")
 
 
 def test_an_engine_that_is_stopped_in_the_middle_is_named_and_killed(

@@ -1,0 +1,87 @@
+"""How a rank tells an engine actor of its own host where a bucket lies: a connection. A call of Ray would take a millisecond each way.
+
+    rank: Line ─▶ socket without a name in any folder ─▶ Lines: a thread for each rank ─▶ the actor's queue
+               ◀────────────────── an answer for each message, in order ◀─────────────────────────┘
+
+It ends with either process, however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import struct
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from multiprocessing.connection import Client, Connection, Listener, wait
+from typing import Any
+
+MOST = 1 << 15
+"""Bytes of a message. Four of them fit into what the kernel keeps of a connection, so that telling never waits."""
+
+
+class Lines:
+    """The engine's end of all of them."""
+
+    def __init__(self, told: Callable[..., Future[str]]) -> None:
+        """`told`: is called with what a message holds, and says by and by what to answer. Raises `OSError`."""
+        self.address = f"\0rollkeel-{uuid.uuid4().hex}"
+        self._told = told
+        self._listener = Listener(self.address, "AF_UNIX")
+        threading.Thread(target=self._accept, daemon=True, name="lines").start()
+
+    def _accept(self) -> None:
+        while True:
+            connection: Any = self._listener.accept()
+            if _owner(connection) == os.getuid():
+                threading.Thread(target=self._listen, args=(connection,), daemon=True, name="line").start()
+            else:
+                connection.close()
+
+    def _listen(self, connection: Connection) -> None:
+        def answer(done: Future[str]) -> None:
+            with suppress(OSError):  # nobody waits for it any more
+                connection.send_bytes(done.result().encode())
+
+        with suppress(EOFError, OSError), connection:
+            while True:
+                self._told(*pickle.loads(connection.recv_bytes())).add_done_callback(answer)
+
+
+def _owner(connection: Connection) -> int:
+    """The user of the process at the other end, as the kernel knows it."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as there:
+        credentials = there.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[1]
+
+
+class Line:
+    """A rank's end."""
+
+    def __init__(self, address: str) -> None:
+        """Raises `OSError`, as for a process in a container of its own."""
+        self._connection = Client(address, "AF_UNIX")
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def tell(self, message: bytes) -> None:
+        """Of at most `MOST` bytes, and four at a time. Raises `OSError`."""
+        self._connection.send_bytes(message)
+
+    def answer(self) -> str:
+        """To the first message that has none yet; waits for it. Raises `EOFError` or `OSError` if the other end is gone."""
+        return self._connection.recv_bytes().decode()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def silent(lines: Sequence[Line], timeout_s: float) -> list[Line]:
+    """Those of which neither an answer nor the end has come, once there is something of another one, or after `timeout_s`."""
+    heard = wait([line.fileno() for line in lines], timeout_s)
+    return [line for line in lines if line.fileno() not in heard]
