@@ -31,7 +31,7 @@ class Lines:
         """`told`: is called with what a message holds, and says by and by what to answer. Raises `OSError`."""
         self.address = f"\0rollkeel-{uuid.uuid4().hex}"
         self._told = told
-        self._listener = Listener(self.address, "AF_UNIX")
+        self._listener = Listener(self.address, "AF_UNIX", backlog=128)  # a rank does not wait to be accepted
         threading.Thread(target=self._accept, daemon=True, name="lines").start()
 
     def _accept(self) -> None:
@@ -43,13 +43,19 @@ class Lines:
                 connection.close()
 
     def _listen(self, connection: Connection) -> None:
+        whole = threading.Lock()
+
         def answer(done: Future[str]) -> None:
-            with suppress(OSError):  # nobody waits for it any more
+            with whole, suppress(OSError):  # nobody waits for it any more
                 connection.send_bytes(done.result().encode())
 
-        with suppress(EOFError, OSError), connection:
-            while True:
-                self._told(*pickle.loads(connection.recv_bytes())).add_done_callback(answer)
+        try:
+            with suppress(EOFError, OSError):
+                while True:
+                    self._told(*pickle.loads(connection.recv_bytes())).add_done_callback(answer)
+        finally:
+            with whole:
+                connection.close()
 
 
 def _owner(connection: Connection) -> int:
