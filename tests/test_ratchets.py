@@ -21,7 +21,7 @@ ALONE = {"rollkeel_sandbox": 10_157, "rollkeel_doctor": 5_787}
 """Most lines of this repository's other distributions. Aim: doctor 5,000."""
 BESIDE = {"board": 1_040, "lab": 2_205, "data": 1_914, "evals": 3_065, "conformance": 1_971, "integrations": 1_233}
 """Most lines of what stands beside the core."""
-CORE, EVERYTHING = 65_342, 92_713
+CORE, EVERYTHING = 65_348, 92_719
 """Most lines of the rest, and of all. Aims: 26,000 and 50,000."""
 SETTINGS = Path(__file__).with_name("settings.txt")
 """The settings themselves, so that a new one is seen in review. Aim: fewer than 95."""

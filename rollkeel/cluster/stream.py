@@ -123,24 +123,23 @@ class Calls:
         self._rings = rings or {}
         self._views = views or {}
         self._lines = lines or {}
-        self._most = DIRECT if len(self._views) == len(sinks) else WINDOW
         self._pulses = list(pulses) or [Pulse(sink.actor) for sink in sinks]
         for pulse in self._pulses:
             pulse.beats()
         self._under_way = deque[dict[ray.ObjectRef | Line, int]]()
 
     def put(self, bucket: Sequence[WeightSlice], to: Sequence[int]) -> None:
-        if len(self._under_way) == self._most:
-            self._consumed(self._under_way.popleft())
+        self._wait_for(DIRECT)
         self.nbytes += len(to) * sum(piece.tensor.nbytes for piece in bucket)
         layout = layout_of(bucket)
         stored = None
         calls = dict[ray.ObjectRef | Line, int]()
+        direct = [n for n, views in self._views.items() if n in to and self._written(bucket, n, views)]
+        if len(direct) < len(to):
+            self._wait_for(WINDOW)
         for number in to:
-            sink = self._sinks[number]
             ring = self._rings.get(number)
-            views = self._views.get(number)
-            if views is not None and write(bucket, sink.rooms, views, self._head.mode or ""):
+            if number in direct:
                 data: Any = None
             elif ring is not None:
                 data = ring.put(bucket)
@@ -149,6 +148,14 @@ class Calls:
             calls[self._told(number, layout, data)] = number
         # The calls hold what is stored; with the last of them the object store lets it go.
         self._under_way.append(calls)
+
+    def _written(self, bucket: Sequence[WeightSlice], number: int, views: Views) -> bool:
+        return write(bucket, self._sinks[number].rooms, views, self._head.mode or "")
+
+    def _wait_for(self, most: int) -> None:
+        """Until fewer buckets are under way."""
+        while len(self._under_way) >= most:
+            self._consumed(self._under_way.popleft())
 
     def _told(self, number: int, layout: Layout, data: Bytes) -> ray.ObjectRef | Line:
         """What brings the answer."""
@@ -162,8 +169,7 @@ class Calls:
         return sink.actor.bucket.remote(sink.attempt, layout, data)
 
     def flush(self) -> None:
-        while self._under_way:
-            self._consumed(self._under_way.popleft())
+        self._wait_for(1)
         for pulse in self._pulses:
             pulse.beats()
 

@@ -13,8 +13,10 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +27,7 @@ from rollkeel.cluster import stream
 from rollkeel.cluster.arriving import Bucket, Channel
 from rollkeel.cluster.line import MOST, Line, Lines, silent
 from rollkeel.cluster.stream import Calls, Sink
+from rollkeel.engines.intake import Room
 from rollkeel.engines.shared_memory import AVAILABLE, WINDOW, Ring
 from rollkeel.errors import EngineFailure
 from rollkeel.types import WeightSlice, WeightUpdate
@@ -133,10 +136,10 @@ class Beats:
         return False
 
 
-def carrier(actor: Actor) -> tuple[Calls, Beats]:
+def carrier(actor: Actor, **about: Any) -> tuple[Calls, Beats]:
     line, ring, pulse = Line(Lines(actor.told).address), Ring(1 << 20, WINDOW), Beats()
-    sink: Any = Sink("actor 0", actor, 3)
-    return Calls(HEAD, [sink], 30, {0: ring}, [pulse], lines={0: line}), pulse  # pyright: ignore[reportArgumentType]
+    sink: Any = Sink("actor 0", actor, 3, rooms={"a": Room(torch.float32, (3,), (0,), (3,))})
+    return Calls(HEAD, [sink], 30, {0: ring}, [pulse], lines={0: line}, **about), pulse  # pyright: ignore[reportArgumentType]
 
 
 def piece(name: str) -> WeightSlice:
@@ -153,6 +156,26 @@ def test_a_bucket_is_told_by_the_line_and_a_long_list_of_slices_by_ray() -> None
     calls.put([piece("long" * MOST)], [0])
     assert len(actor.calls) == 1
     assert actor.told.came.empty()
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_memory_of_a_bucket_is_written_again_once_it_was_taken(opened: bool) -> None:
+    """That of an engine's own weights needs no other, and more of them may be under way."""
+    actor, held = Actor(), torch.zeros(3)
+    calls, _ = carrier(actor, views={0: {"a": held} if opened else {}})
+    late = threading.Timer(0.3, lambda: actor.told.open[0].set_result(""))
+    for number in range(stream.DIRECT):
+        if number == WINDOW and not opened:
+            late.start()
+        calls.put([replace(piece("a"), tensor=torch.full((3,), float(number)))], [0])
+        assert actor.told.came.get(timeout=5)[2] is None if opened else True
+        assert [done.done() for done in actor.told.open] == [number >= WINDOW and not opened, *[False] * number]
+        if number == WINDOW and not opened:
+            return
+    assert held.tolist() == [3.0] * 3
+    late.start()
+    calls.put([piece("a")], [0])
+    assert actor.told.open[0].done()
 
 
 def test_what_the_line_answers_is_what_a_call_would_have_answered() -> None:
