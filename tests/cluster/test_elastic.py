@@ -163,7 +163,7 @@ def test_an_engine_that_stops_while_weights_are_on_their_way_to_it_is_replaced(e
     elastic.append(made := Elastic(2, renewals=1))
     made.publish()
     stopped = made.engine.parts[1]
-    stopped.pings = Patience(2.0)
+    stopped.pulse.patience = Patience(2.0)
     inner, sent = made.publisher.source.stream, list[int]()
 
     def stream(head: Any, sinks: Sequence[Any]) -> Sequence[int]:
@@ -212,10 +212,11 @@ def test_who_stands_still_while_it_starts_is_no_engine_and_another_one_joins(ela
     while not late.place[1] and time.monotonic() < end:
         assert not late.ready(0.05) or late.receive() is None
     os.kill(first := late.place[1], signal.SIGSTOP)
-    late.pings = Patience(1.0)
+    late.pulse.patience = Patience(1.0)
     made.until([0, 1])
     assert late.place[1] != first
-    assert made.told == [("joined", 1)]
+    joined, lost = ("joined", 1), ("lost", 1)
+    assert made.told in ([joined], [joined, lost, joined])  # one that started quickly had joined before it was stopped
 
 
 @pytest.mark.slow

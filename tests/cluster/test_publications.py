@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "engines"))
 
+import whole_weights
 from engine_kit import drain, facts_of, model_of, prompts_of, requests_of, run, same
 from whole_weights import OwnWeights, slices_of, stream
 
@@ -152,6 +153,7 @@ class Ranks:
 
                 return stream(some(), head, sinks, bucket_bytes=BUCKET, deadline_s=60)
 
+        ray.cloudpickle.register_pickle_by_value(whole_weights)  # which no worker finds
         kind: Any = ray.remote(num_cpus=0)(Rank)
         self.rank, self.pairs = kind.remote(), [(n, t.clone()) for n, t in checkpoint_views(model).items()]
 

@@ -168,7 +168,8 @@ def test_memory_of_a_bucket_is_written_again_once_it_was_taken(opened: bool) -> 
         if number == WINDOW and not opened:
             late.start()
         calls.put([replace(piece("a"), tensor=torch.full((3,), float(number)))], [0])
-        assert actor.told.came.get(timeout=5)[2] is None if opened else True
+        slot = actor.told.came.get(timeout=5)[2]
+        assert (slot is None) == opened
         assert [done.done() for done in actor.told.open] == [number >= WINDOW and not opened, *[False] * number]
         if number == WINDOW and not opened:
             return
