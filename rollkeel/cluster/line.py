@@ -25,7 +25,7 @@ MOST = 1 << 15
 
 
 class Lines:
-    """The engine's end of all of them."""
+    """An engine's end of the lines of all ranks on its host."""
 
     def __init__(self, told: Callable[..., Future[str]]) -> None:
         """`told`: is called with what a message holds, and says by and by what to answer. Raises `OSError`."""
@@ -66,7 +66,7 @@ def _owner(connection: Connection) -> int:
 
 
 class Line:
-    """A rank's end."""
+    """A rank's end of its line to one engine."""
 
     def __init__(self, address: str) -> None:
         """Raises `OSError`, as for a process in a container of its own."""

@@ -153,7 +153,7 @@ class Calls:
         return write(bucket, self._sinks[number].rooms, views, self._head.mode or "")
 
     def _wait_for(self, most: int) -> None:
-        """Until fewer buckets are under way."""
+        """Until fewer than `most` buckets are under way."""
         while len(self._under_way) >= most:
             self._consumed(self._under_way.popleft())
 
