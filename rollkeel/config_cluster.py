@@ -70,7 +70,7 @@ class SyncConfig(Node):
 
     kind: Literal["full", "delta", "auto"] = "full"
     """What is sent: all weights, the elements that changed since the last publication (which costs a copy of the served weights), or with
-    `auto` that where few did. For the embedded engine, without adapters, in one process, `engine.processes` or over a cluster."""
+    `auto` that where few did. For the embedded engine without adapters, and over a cluster for servers too."""
     transport: Literal["auto", "shm", "ray"] = "auto"
     """How weights travel over a cluster: memory that rank and engine share (`shm`), Ray's object store, or the first on one host."""
     buffer_mb: float = Field(default=64.0, gt=0)

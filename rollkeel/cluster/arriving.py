@@ -58,6 +58,8 @@ class Weights:
         if message[0] == "rewind":
             self._newest = -1
             return True
+        if message[0] == "score" and hasattr(engine, "score"):
+            return engine.score(message[1])
         if message[0] != "rest":
             raise unknown(message)
         if isinstance(engine, RestingEngine):

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Mapping
 
+from rollkeel import plugins
 from rollkeel.config import Config
 from rollkeel.errors import BadInput
 
@@ -40,7 +41,7 @@ def check_cluster(config: Config) -> None:
     mesh, what = config.train.mesh, "a cluster"
     ranks = mesh.size
     refused = {
-        f"engine.kind={config.engine.kind}": config.engine.kind != "local",
+        f"engine.server.url={config.engine.server.url}": config.engine.server.url is not None,
         f"engine.processes={config.engine.processes}": config.engine.processes > 0,
         f"train.processes={config.train.processes}": config.train.processes > 1,
     }
@@ -71,6 +72,15 @@ def check_cluster(config: Config) -> None:
     if config.cluster.placement == "colocated" and config.run.loop == "async":
         raise BadInput(
             "cluster.placement=colocated: engines and ranks take turns, with run.loop=async they would not; set disaggregated"
+        )
+    if config.engine.kind != "local" and config.cluster.placement == "colocated":
+        raise BadInput(
+            f"engine.kind={plugins.short(config.engine.kind)}: keeps its memory while ranks train; set"
+            " cluster.placement=disaggregated, or engine.kind=local"
+        )
+    if config.engine.kind != "local" and config.experiment.schedule is not None:
+        raise BadInput(
+            f"experiment.schedule={config.experiment.schedule}: this engine does not count decode steps; use engine.kind=local"
         )
     if (address := address_of(config)) is not None:
         reach(address)

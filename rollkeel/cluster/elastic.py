@@ -110,14 +110,14 @@ class ElasticEngine(ActorEngine):
                 break
             if time.monotonic() > end:
                 raise EngineFailure(
-                    f"engine local: waited {START_S:g} s for engines to start; {len(self._here())} are here, at least"
+                    f"engine {self.kind}: waited {START_S:g} s for engines to start; {len(self._here())} are here, at least"
                     f" {self._least} are needed ({'; '.join(p.dead for p in self.parts if p.dead)})"
                 )
             self._started(late[0], BEAT_S)
             self._fit(wanted)
         if len(self._here()) < self._least:
             raise EngineFailure(
-                f"engine local: {len(self._here())} {self.noun}s are left, at least {self._least} are needed"
+                f"engine {self.kind}: {len(self._here())} {self.noun}s are left, at least {self._least} are needed"
                 f" ({'; '.join(p.dead for p in self.parts if p.dead)})"
             )
 

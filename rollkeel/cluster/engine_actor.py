@@ -6,9 +6,10 @@ import os
 import pickle
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from contextlib import closing
+from typing import Any, NamedTuple
 
 import ray
 import torch
@@ -18,28 +19,42 @@ from rollkeel.cluster.arriving import Bucket, Channel, Said, Weights
 from rollkeel.cluster.line import Lines
 from rollkeel.cluster.stream import Bytes, Layout
 from rollkeel.config import EngineConfig
+from rollkeel.engines.mirrored import Mirrored
 from rollkeel.engines.open import open_engine
 from rollkeel.engines.open_memory import OpenMemory
 from rollkeel.engines.part import serve
 from rollkeel.engines.shared_memory import AVAILABLE, OpenedFiles, Slot, opened, read
-from rollkeel.errors import RollkeelError
+from rollkeel.errors import BadInput, RollkeelError
 from rollkeel.host import collect_as_usual, keep_freed_memory
+from rollkeel.models.forward import Zeros
+from rollkeel.protocols import BoxedEngine, SteppedEngine
 
 BEAT_S = 1.0
 """Longest silence of an actor that decodes on its own; a fifth of its deadline where that is shorter."""
 
 
+class Beside(NamedTuple):
+    """Of the model and the run, for an engine that takes whole updates."""
+
+    shapes: Mapping[str, Sequence[int]]
+    """Of all weights, by checkpoint name."""
+    buffer_mb: float
+    """`sync.buffer_mb`."""
+
+
 class EngineActor:
     """One engine in a process of its own, in a thread that the methods pass messages to."""
 
-    def __init__(self, hf_config: Any, config: EngineConfig, options: Mapping[str, Any]) -> None:
-        """`options`: of `open_engine`."""
+    def __init__(
+        self, hf_config: Any, config: EngineConfig, options: Mapping[str, Any], beside: Beside | None = None
+    ) -> None:
+        """`options`: of `open_engine`; `beside`: what an engine that is no embedded one needs more."""
         logs.write_there()
         self._channel = Channel(min(BEAT_S, config.deadline_s / 5))
         self._held, self._rings = dict[int, Any](), OpenedFiles[torch.Tensor]()
         self._lines: Lines | None = None
         self._next, self._order = 0, threading.Lock()
-        arguments = (self._channel, hf_config, config, dict(options))
+        arguments = (self._channel, hf_config, config, dict(options), beside)
         threading.Thread(target=_live, args=arguments, daemon=True, name="engine").start()
 
     def send(self, number: int, message: bytes) -> Said:
@@ -59,9 +74,7 @@ class EngineActor:
         """Answers at once, whatever the engine does."""
 
     def attach(self, path: str) -> tuple[str, str]:
-        """Map a ring of a sender on this host, and let go of those whose senders are gone or have closed them; returns why it cannot
-        be, or nothing, and where to tell of buckets by a `Line`."""
-        self._rings.forget()
+        """Map a ring of a sender on this host; returns why it cannot be, or nothing, and where to tell of buckets by a `Line`."""
         try:
             self._rings.get_or(path, lambda: opened(path))
             with self._order:
@@ -75,12 +88,20 @@ class EngineActor:
         return self._take(attempt, layout, data).result()
 
     def _take(self, attempt: int, layout: Layout, data: Bytes) -> Future[str]:
-        like = [(entry.dtype, entry.shape) for entry in layout]
-        came = read(data, like, self._rings) if isinstance(data, Slot) else data
+        if not isinstance(data, Slot):
+            return self._channel.put(Bucket(attempt, layout, data))
+        try:
+            came = read(data, [(entry.dtype, entry.shape) for entry in layout], self._rings)
+        except KeyError:
+            unknown = Future[str]()
+            unknown.set_result(f"weights: nothing is mapped from {data.path}")
+            return unknown
         return self._channel.put(Bucket(attempt, layout, came))
 
 
-def _live(channel: Channel, hf_config: Any, config: EngineConfig, options: dict[str, Any]) -> None:
+def _live(
+    channel: Channel, hf_config: Any, config: EngineConfig, options: dict[str, Any], beside: Beside | None
+) -> None:
     """The thread of an actor's engine. Whatever ends it is the last thing that it says."""
     end = "was closed"
     try:
@@ -89,12 +110,13 @@ def _live(channel: Channel, hf_config: Any, config: EngineConfig, options: dict[
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
         channel.send(("here", (node, os.getpid()), 0))
-        alone = config.kind != "local" or options.get("offload", "none") != "none"
+        alone = options.get("offload", "none") != "none"
         memory = None if alone or not AVAILABLE else OpenMemory()
-        engine = open_engine(hf_config, config, **options, zeros=memory.zeros if memory else torch.zeros)
-        channel.weights = Weights(engine, memory)
-        collect_as_usual()
-        serve(engine, channel, channel.weights.act)
+        zeros = memory.zeros if memory else torch.zeros
+        with closing(_opened(hf_config, config, options, beside, zeros)) as engine:
+            channel.weights = Weights(engine, memory)
+            collect_as_usual()
+            serve(engine, channel, channel.weights.act)
     except RollkeelError as error:
         channel.send(("error", error, 0))
         end = "ended with that error"
@@ -102,3 +124,22 @@ def _live(channel: Channel, hf_config: Any, config: EngineConfig, options: dict[
         logs.write_error()
         end = f"died of {type(error).__name__}: {error}".splitlines()[0]
     channel.send(("gone", end, 0))
+
+
+def _opened(
+    hf_config: Any, config: EngineConfig, options: Mapping[str, Any], beside: Beside | None, zeros: Zeros
+) -> Any:
+    """The engine, as one that takes weights in parts."""
+    if config.kind == "local":
+        return open_engine(hf_config, config, **options, zeros=zeros)
+    assert beside is not None
+    engine = open_engine(hf_config, config, **options, log_path=logs.beside("server"))
+    if isinstance(engine, BoxedEngine):
+        from rollkeel.sync.sending import WholeFeed
+
+        engine.boxes.feed = WholeFeed(beside.buffer_mb)
+    if not isinstance(engine, SteppedEngine):
+        raise BadInput(
+            f"engine.kind={config.kind}: over a cluster an engine needs advance and progress, see SteppedEngine"
+        )
+    return Mirrored(engine, beside.shapes, zeros)

@@ -20,10 +20,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from rollkeel import plugins
 from rollkeel.cluster import logs
 from rollkeel.cluster.arriving import actor_options
 from rollkeel.cluster.calls import reason
-from rollkeel.cluster.engine_actor import BEAT_S, EngineActor
+from rollkeel.cluster.engine_actor import BEAT_S, Beside, EngineActor
 from rollkeel.cluster.patience import Patience
 from rollkeel.cluster.pulse import Pulse
 from rollkeel.cluster.stream import BUCKET_BYTES, Feed, Sink, send
@@ -31,8 +32,8 @@ from rollkeel.config import EngineConfig
 from rollkeel.engines.intake import Room
 from rollkeel.engines.part import Part
 from rollkeel.engines.parts import START_S, PartedEngine
-from rollkeel.errors import BadInput, EngineFailure, RollkeelError
-from rollkeel.types import Proof, WeightUpdate
+from rollkeel.errors import DeltaRefused, EngineFailure, RollkeelError
+from rollkeel.types import FloatArray, IntArray, Proof, WeightUpdate
 
 CLOSE_S = 5.0
 UNPLACED = "actor {} (not placed yet)"
@@ -193,15 +194,16 @@ class ActorEngine(PartedEngine[_Actor]):
         *,
         threads: int = 1,
         renewals: int = 0,
+        beside: Beside | None = None,
         **options: Any,
     ) -> None:
         """Start the actors; they load in parallel and are waited for at the first use.
 
         `placements`: Ray's options for each actor, for example `num_cpus` and `scheduling_strategy`. `threads`: of each
-        engine on a CPU. `options`: of every `open_engine`. Raises `BadInput` for an engine that is no embedded one."""
-        if config.kind != "local":
-            raise BadInput(f"engine.kind={config.kind}: actors host the embedded engine alone; set engine.kind=local")
+        engine on a CPU. `options`: of every `open_engine`. `beside`: for an engine that is no embedded one."""
+        assert beside is not None or config.kind == "local"
         super().__init__(int(hf_config.get_text_config().vocab_size), config.deadline_s)
+        self.kind = plugins.short(config.kind)
         self._attempt = 0
         self._left = renewals
         self._publishing = False
@@ -219,7 +221,7 @@ class ActorEngine(PartedEngine[_Actor]):
         def kind(index: int) -> Any:
             return ray.remote(**actor_options(self._placements[index], threads))(EngineActor)
 
-        self._start = lambda index: kind(index).remote(hf_config, own, options)
+        self._start = lambda index: kind(index).remote(hf_config, own, options, beside)
         self.parts += [self._part(index) for index in range(len(placements))]
 
     def _part(self, index: int) -> _Actor:
@@ -239,7 +241,11 @@ class ActorEngine(PartedEngine[_Actor]):
         fails, nothing is served until the next publication; an actor that died is replaced before, and then it is tried again."""
         _ = self.capabilities
         if to is not None:
-            return self._publish(head, feed, to)
+            served = self._version, self.checksum
+            try:
+                return self._publish(head, feed, to)
+            finally:  # those alone are at what is on its way to that
+                self._version, self.checksum = served
         self._version, self._publishing = -1, True
         try:
             while True:
@@ -296,6 +302,8 @@ class ActorEngine(PartedEngine[_Actor]):
             sinks.append(Sink(part.name, part.handle, self._attempt, **there))
         try:
             sums = feed(sinks)
+        except DeltaRefused:
+            raise
         except EngineFailure:
             self._look(asked)
             raise
@@ -314,6 +322,13 @@ class ActorEngine(PartedEngine[_Actor]):
             if not (part.dead or part.pulse.answers(DOUBTED_S)):
                 part.give_up(time.monotonic() - asked)
                 self._bury(part)
+
+    def scores(self, sequences: Sequence[IntArray]) -> list[list[FloatArray]]:
+        """What each living engine says of these sequences, see `ProbedEngine.score`; nothing of engines that are asked nothing."""
+        asked = self._living()
+        for part in asked:
+            self._send(part, ("score", sequences))
+        return [said for said in self._answers(asked, self._deadline_s, "to score") if said is not None]
 
     def rest(self) -> None:
         """See `RestingEngine.rest`: every actor whose engine can gives its device away."""

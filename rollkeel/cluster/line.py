@@ -20,6 +20,8 @@ from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 
+GREETED_S = 5.0
+"""Longest wait to be let in."""
 MOST = 1 << 15
 """Bytes of a message. Four of them fit into what the kernel keeps of a connection, so that telling never waits."""
 
@@ -35,12 +37,16 @@ class Lines:
         threading.Thread(target=self._accept, daemon=True, name="lines").start()
 
     def _accept(self) -> None:
-        while True:
-            connection: Any = self._listener.accept()
-            if _owner(connection) == os.getuid():
-                threading.Thread(target=self._listen, args=(connection,), daemon=True, name="line").start()
-            else:
-                connection.close()
+        try:
+            while True:
+                connection: Any = self._listener.accept()
+                if _owner(connection) == os.getuid():
+                    connection.send_bytes(b"")
+                    threading.Thread(target=self._listen, args=(connection,), daemon=True, name="line").start()
+                else:
+                    connection.close()
+        finally:  # where nothing can be opened any more: a rank is to hear that, and not to wait
+            self._listener.close()
 
     def _listen(self, connection: Connection) -> None:
         whole = threading.Lock()
@@ -69,8 +75,15 @@ class Line:
     """A rank's end of its line to one engine."""
 
     def __init__(self, address: str) -> None:
-        """Raises `OSError`, as for a process in a container of its own."""
+        """Raises `OSError`, as for a process in a container of its own, or of another user."""
         self._connection = Client(address, "AF_UNIX")
+        try:
+            if not self._connection.poll(GREETED_S):
+                raise OSError("nobody listens")
+            self._connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            self._connection.close()
+            raise OSError("was not let in") from error
 
     def fileno(self) -> int:
         return self._connection.fileno()

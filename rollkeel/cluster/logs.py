@@ -25,6 +25,12 @@ def variables(run: Path, name: str) -> dict[str, str]:
     return {ACTOR_LOG: str(run.resolve() / ACTORS / f"{name}.log")}
 
 
+def beside(name: str) -> Path | None:
+    """Where a program that this actor starts writes its output; None if nobody said it."""
+    path = os.environ.get(ACTOR_LOG)
+    return Path(path).with_suffix(f".{name}.log") if path else None
+
+
 def write_there() -> None:
     """From now on this process writes its output where `variables` said, behind what is there; nowhere else if nobody said it."""
     if not (path := os.environ.get(ACTOR_LOG)):
@@ -54,11 +60,14 @@ def ask_for_stacks(pids: Iterable[int]) -> str:
             if not Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
                 continue
             state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            stopped += [pid] * (state == "T")
+            caught = Path(f"/proc/{pid}/status").read_text().split("SigCgt:")[1].split()[0]
+            if not int(caught, 16) >> (ASK - 1) & 1:  # it would die of it: another one's, which has that number here
+                continue
             os.kill(pid, ASK)
             asked.append(pid)
             if state == "T":
                 os.kill(pid, signal.SIGCONT)  # else it writes nothing; it is about to be killed
-                stopped.append(pid)
     if asked:
         time.sleep(DUMP_S)
     return f"; process {', '.join(map(str, stopped))} was stopped by a signal" if stopped else ""

@@ -20,6 +20,7 @@ import ray
 from rollkeel.cluster import logs, start
 from rollkeel.cluster.check import ranked, refuse_others
 from rollkeel.cluster.elastic import ElasticEngine, Seats
+from rollkeel.cluster.engine_actor import Beside
 from rollkeel.cluster.grader import GraderActor
 from rollkeel.cluster.graders import GraderActors
 from rollkeel.cluster.kept import KeptRanks
@@ -36,6 +37,7 @@ from rollkeel.events import EventLog
 from rollkeel.host import versions
 from rollkeel.loop.assemble import device_of
 from rollkeel.loop.machines import Publish, Restarts
+from rollkeel.models.names import checkpoint_views
 from rollkeel.protocols import Engine
 from rollkeel.record.checks import Finding, unreached
 from rollkeel.record.live import LiveView
@@ -51,6 +53,7 @@ HANDED = (
     "PYTHONPATH",
     "ROLLKEEL_CACHE",
     "ROLLKEEL_SANDBOX_TOKEN",
+    "ROLLKEEL_SERVER_PYTHON",
     "HF_HOME",
     "HF_HUB_OFFLINE",
     "HF_TOKEN",
@@ -157,13 +160,18 @@ class RayMachines:
         assert engine is self._engine
         kind = "full" if no_deltas(self._config, "actors") else self._config.sync.kind
         stream, trainer = StreamPublisher(self._engine, self._trainer, kind), self._trainer
+        ask = None
+        if (
+            probes is not None and self._config.train.mesh.tensor == 1
+        ):  # else one rank would hold the whole model for it
+            ask = replace(probes, trainer=lambda sequences: self._ranks.call("probe", sequences))
         adapters = self._config.train.lora.rank > 0
         if self._config.run.loop != "async":  # there the trainer's weights may have changed since
             self._engine.again = lambda to: self._again(stream, to)
         keeps = self._keeps()
 
         def publish() -> Mapping[str, float]:
-            told = stream.publish(None, trainer.version, adapters)
+            told = stream.publish(None, trainer.version, adapters, ask)
             if keeps:
                 self._ranks.keep()
             return told
@@ -247,6 +255,9 @@ class RayMachines:
 
         seats = Seats(take, self._places.there, self._places.leave)
         count = min(self._count, self._needed())
+        if config.engine.kind != "local":
+            shapes = {name: tuple(view.shape) for name, view in checkpoint_views(self.policy.model).items()}
+            about |= {"beside": Beside(shapes, config.sync.buffer_mb)}
         engine = ElasticEngine(hf_config, config.engine, seats, count, least=config.cluster.engines_min or 1, **about)
         engine.tell = self._of_engine
         return engine

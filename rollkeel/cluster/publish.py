@@ -14,6 +14,7 @@ from rollkeel.cluster.stream import Sink
 from rollkeel.errors import DeltaRefused, EngineFailure, RollkeelError
 from rollkeel.sync.history import MOST_CHANGED
 from rollkeel.sync.last_sent import Traffic
+from rollkeel.sync.proof import Probes
 from rollkeel.types import WeightUpdate
 
 
@@ -49,9 +50,11 @@ class StreamPublisher:
         """Version of the last publication, and the share of elements that it changed."""
         engine.welcome = lambda to: self._bring("full", None, self._base or 0, to)
 
-    def publish(self, weights: Any, version: int, adapters: Any = None) -> Mapping[str, float]:
+    def publish(
+        self, weights: Any, version: int, adapters: Any = None, probes: Probes | None = None
+    ) -> Mapping[str, float]:
         """Publish the source's weights as `version`, or beside them its adapters: then weights are frozen, and arrive the
-        first time alone. `weights` is not looked at, and of `adapters` whether there are any.
+        first time alone. `weights` is not looked at, and of `adapters` whether there are any. `probes`: all engines are asked them.
 
         Raises `EngineFailure` naming the engine or the source that failed; nothing is served then."""
         start = time.perf_counter()
@@ -63,6 +66,9 @@ class StreamPublisher:
                 self._bring("full", None, version)
                 self._base = version
             self._bring("adapter", self._base, version)
+        if probes is not None:
+            engine = self.engine
+            metrics |= probes.proven(engine.scores, lambda: self._bring("full", None, version), engine.kind, version)
         return {"time/sync_s": time.perf_counter() - start, **metrics}
 
     def _weights(self, version: int) -> dict[str, float]:

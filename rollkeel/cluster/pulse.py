@@ -68,11 +68,15 @@ def _open(calls: list[ray.ObjectRef], timeout_s: float) -> list[ray.ObjectRef]:
 
 
 def awaited(
-    calls: Mapping[T, tuple[str, Pulse]], deadline_s: float, open_of: Callable[[list[T], float], list[T]] = _open
+    calls: Mapping[T, tuple[str, Pulse]],
+    deadline_s: float,
+    open_of: Callable[[list[T], float], list[T]] = _open,
+    since: float | None = None,
 ) -> str:
     """Waits until each of these calls, by which the engine of that name takes weights, has ended, well or not. Returns who is not waited
-    for any longer and why, or nothing. `open_of`: those that have not ended, perhaps sooner than after so many seconds."""
-    end, late = time.monotonic() + deadline_s, list(calls)
+    for any longer and why, or nothing. `open_of`: those that have not ended, perhaps sooner than after so many seconds. `since`: begin of the
+    wait, if not now."""
+    end, late = (time.monotonic() if since is None else since) + deadline_s, list(calls)
     while late:
         left_s = end - time.monotonic()
         late = open_of(late, max(0.0, min(left_s, BEAT_S)))

@@ -35,12 +35,13 @@ from rollkeel.record.checks import too_small
 from rollkeel.sync.shared import no_deltas
 from rollkeel.train.checkpoint import TRAINER, Written, versions
 from rollkeel.train.mesh import Mesh, join, local
+from rollkeel.train.probe import SequenceScorer
 from rollkeel.train.sharded import check_ranks
 from rollkeel.train.soundness import Fresh
 from rollkeel.train.together import UnfinishedTogether
 from rollkeel.train.trainer import LocalTrainer
 from rollkeel.train.unfinished import Unfinished
-from rollkeel.types import Rollout
+from rollkeel.types import FloatArray, IntArray, Rollout
 
 FIXED = ("reference", "base")
 """Of a trainer's state: what no step changes."""
@@ -268,6 +269,12 @@ class Rank:
             return self._sender.send(head, sinks)
         except EngineFailure as error:
             return error
+
+    def _probe(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        """Log-probs of whole sequences under the newest weights; of a mesh without tensor parallel."""
+        if not self._mesh.in_step and self._rank > 0:
+            return []
+        return self._made.look(lambda: SequenceScorer(self._made.model)(sequences))
 
     def _enter(self, phase: str, engines: Sequence[tuple[str, int]]) -> dict[str, float]:
         """See `Resident.enter`. `engines`: host and process of each; the one of this rank's number shares its device."""

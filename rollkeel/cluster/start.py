@@ -20,6 +20,7 @@ from rollkeel.cluster.check import LOOPBACK, address_of, on_loopback
 from rollkeel.cluster.scorer import reward_models
 from rollkeel.cluster.stream import STORE
 from rollkeel.config import Config
+from rollkeel.engines.same_device import devices_of
 from rollkeel.errors import BadInput, RunStopped
 from rollkeel.host import within
 
@@ -136,6 +137,7 @@ class Places:
         ranks = config.train.mesh.size
         self._shared = config.cluster.placement == "colocated"
         self._bundle = {"CPU": float(config.run.threads)} | ({"GPU": 1.0} if gpus else {})
+        self._engine = self._bundle | ({"GPU": float(devices_of(config.engine))} if gpus else {})
         self._grader = {"CPU": float(config.reward.graders.workers)}
         self._graders = graders = config.cluster.graders
         models = len(reward_models(config))
@@ -144,9 +146,11 @@ class Places:
         everything = count if self._shared else ranks + engines
         beside = [self._grader] * graders + [self._bundle] * models
         asked = f"{ranks} ranks and {engines} engines take {everything} places of {_said(self._bundle)}"
+        if self._engine != self._bundle:
+            asked = f"{ranks} ranks take {_said(self._bundle)} each, {engines} engines {_said(self._engine)} each"
         asked += f", {models} reward models {models} more" if models else ""
         asked += f" and {graders} graders {graders} of {_said(self._grader)}" if graders else ""
-        _check([self._bundle] * everything + beside, asked, graders > 0)
+        _check([self._bundle] * count + [self._engine] * (everything - count) + beside, asked, graders > 0)
         self._group = placement_group([self._bundle] * count + beside, strategy="PACK")
         for index in range(0 if self._shared else engines):
             self._engines[index] = self._asked()
@@ -169,7 +173,7 @@ class Places:
             return self._options(self._group, index)
         if index not in self._engines:
             self._engines[index] = self._asked()
-        return self._options(self._engines[index], 0)
+        return self._options(self._engines[index], 0, like=self._engine)
 
     def there(self, index: int) -> bool:
         """Whether an engine's place has come, and its node is not known to be lost."""
@@ -198,12 +202,15 @@ class Places:
         remove_placement_group(self._group)
 
     def _asked(self) -> PlacementGroup:
-        return placement_group([self._bundle], strategy="PACK")
+        return placement_group([self._engine], strategy="PACK")
 
-    def _options(self, group: PlacementGroup, bundle: int, alone: bool = False) -> dict[str, Any]:
+    def _options(
+        self, group: PlacementGroup, bundle: int, alone: bool = False, like: Mapping[str, float] | None = None
+    ) -> dict[str, Any]:
         share = 0.5 if self._shared and not alone else 1.0  # two actors in one place, of which one computes at a time
-        gpus = {"num_gpus": share} if "GPU" in self._bundle else {}
-        return {"num_cpus": share * self._bundle["CPU"], "scheduling_strategy": _at(group, bundle), **gpus}
+        like = like or self._bundle
+        gpus = {"num_gpus": share * like["GPU"]} if "GPU" in like else {}
+        return {"num_cpus": share * like["CPU"], "scheduling_strategy": _at(group, bundle), **gpus}
 
 
 def _at(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:

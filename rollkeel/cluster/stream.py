@@ -11,6 +11,7 @@ memory is written to (`rollkeel.engines.open_memory`).
 from __future__ import annotations
 
 import pickle
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 import torch
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from rollkeel.cluster.line import MOST, Line, silent
 from rollkeel.cluster.pulse import Pulse, awaited
@@ -179,7 +180,8 @@ class Calls:
         who = {call: (self._sinks[n].name, self._pulses[n]) for call, n in calls.items()}
         lines = {call: who[call] for call in calls if isinstance(call, Line)}
         refs = {call: who[call] for call in calls if not isinstance(call, Line)}
-        late = awaited(lines, self._deadline_s, silent) or awaited(refs, self._deadline_s)
+        began = time.monotonic()
+        late = awaited(lines, self._deadline_s, silent) or awaited(refs, self._deadline_s, since=began)
         if late:
             raise EngineFailure(f"{said}: {late}")
         for call, number in calls.items():
@@ -187,11 +189,12 @@ class Calls:
             try:
                 refusal = call.answer() if isinstance(call, Line) else ray.get(call)
             except (RayError, EOFError, OSError) as error:
+                lives = isinstance(error, RayTaskError)
                 if isinstance(call, Line):
-                    self._pulses[number].answers(DIED_S)  # until Ray knows of it too
-                raise EngineFailure(
-                    f"{said}: engine {sink.name} died while it took weights ({type(error).__name__})"
-                ) from None
+                    lives = self._pulses[number].answers(DIED_S)  # if not, Ray knows of it too now
+                what = "could not take" if lives else "died while it took"
+                why = error.cause if isinstance(error, RayTaskError) else error
+                raise EngineFailure(f"{said}: engine {sink.name} {what} weights ({type(why).__name__})") from None
             if refusal:
                 kind = DeltaRefused if self._head.kind == "delta" else EngineFailure
                 raise kind(f"{refusal} (engine {sink.name})")

@@ -16,6 +16,7 @@ import torch
 
 from rollkeel import host
 from rollkeel.engines.intake import Place, Room, inside, unchanged
+from rollkeel.engines.shared_memory import named, opened
 from rollkeel.errors import EngineFailure
 from rollkeel.types import WeightSlice
 
@@ -34,8 +35,8 @@ class OpenMemory:
 
     @property
     def path(self) -> str:
-        """As other processes of this host open it. It ends with this process, however that ends."""
-        return f"/proc/{os.getpid()}/fd/{self._file}"
+        """As other processes of this host open it; empty if nothing lies there. It ends with this process, however that ends."""
+        return named(self._file) if self._size else ""
 
     def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """As `torch.zeros`; in memory of this process alone on another device, and where there is not so much to share."""
@@ -45,10 +46,12 @@ class OpenMemory:
             if not size or device.type != "cpu":
                 raise OSError
             os.posix_fallocate(self._file, self._size, size)  # or a write to it could end the process
+            whole = torch.frombuffer(mmap.mmap(-1, size), dtype=dtype, count=count)
+            host.share_pages(
+                self._file, self._size, whole.data_ptr(), size
+            )  # a mapping of Python's would keep the file
         except OSError:
             return torch.zeros(*shape, dtype=dtype, device=device)
-        area = mmap.mmap(self._file, size, offset=self._size)
-        whole = torch.frombuffer(area, dtype=dtype, count=count)
         self._areas[whole.data_ptr()] = self._size, size
         self._size += size
         return whole.view(shape)
@@ -87,17 +90,13 @@ class OpenMemory:
 
 def views_of(path: str, rooms: Mapping[str, Room]) -> Views:
     """What another process has there. Raises `OSError`."""
-    with open(path, "r+b") as file:
-        memory = mmap.mmap(file.fileno(), 0)
-    typed = dict[torch.dtype, torch.Tensor]()
-    views = dict[str, torch.Tensor]()
+    memory, views = opened(path), dict[str, torch.Tensor]()
     for name, room in rooms.items():
         if room.place is None:
             continue
-        if room.dtype not in typed:
-            typed[room.dtype] = torch.frombuffer(memory, dtype=room.dtype)
         shape = [b - a for a, b in zip(room.starts, room.stops, strict=True)]
-        views[name] = typed[room.dtype].as_strided(shape, room.place.strides, room.place.start // room.dtype.itemsize)
+        first = room.place.start // room.dtype.itemsize
+        views[name] = memory.view(room.dtype).as_strided(shape, room.place.strides, first)
     return views
 
 

@@ -37,7 +37,7 @@ P = TypeVar("P", bound=Part)
 class PartedEngine(ABC, Generic[P]):
     """The caller's side: `SteppedEngine` and `CountedEngine`. Requests of a dead part come back as `Status.ENGINE_FAILURE`."""
 
-    noun = "part"
+    kind, noun = "local", "part"
 
     def __init__(self, vocab_size: int, deadline_s: float) -> None:
         """`deadline_s`: longest wait for an answer. The parts are `self.parts`; they start while others wait for them."""
@@ -158,7 +158,7 @@ class PartedEngine(ABC, Generic[P]):
             self._place_orphans()
         busy = [p for p in self.parts if p.flying and not p.dead]
         if busy and self._version < 0:
-            raise EngineFailure("engine local: no proven weights to serve; publish weights before polling")
+            raise EngineFailure(f"engine {self.kind}: no proven weights to serve; publish weights before polling")
         return busy
 
     def interrupt(self, ids: Sequence[int] | None = None) -> None:
@@ -174,14 +174,14 @@ class PartedEngine(ABC, Generic[P]):
     def _living(self) -> list[P]:
         living = [p for p in self.parts if not p.dead]
         if not living:
-            raise EngineFailure(f"engine local: no {self.noun} is left ({'; '.join(p.dead for p in self.parts)})")
+            raise EngineFailure(f"engine {self.kind}: no {self.noun} is left ({'; '.join(p.dead for p in self.parts)})")
         return living
 
     def _proven(self, parts: Sequence[P], version: int, what: str) -> Proof:
         """Wait for every part's proof of `version` and serve it from now on."""
         proofs: list[Proof] = self._answers(parts, self._deadline_s, what)
         if len({(p.version, p.checksum) for p in proofs}) != 1:
-            raise EngineFailure(f"engine local: {self.noun}s disagree about the weights they serve: {proofs}")
+            raise EngineFailure(f"engine {self.kind}: {self.noun}s disagree about the weights they serve: {proofs}")
         self._version = version
         return Proof(version=proofs[0].version, checksum=proofs[0].checksum & MASK)
 

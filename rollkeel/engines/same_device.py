@@ -77,6 +77,12 @@ def options_of(config: EngineConfig) -> dict[str, Any]:
     return {name.replace("-", "_"): value for name, value in config.server.options.items()}
 
 
+def devices_of(config: EngineConfig) -> int:
+    """Devices of one engine."""
+    asked = options_of(config) if config.kind == "vllm" else {}
+    return math.prod(int(asked.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "data"))
+
+
 def place(update: WeightUpdate) -> str:
     """The one CUDA device that holds every tensor of `update`, by its UUID; empty for several, and for the host."""
     devices = {piece.tensor.device for piece in update.slices}

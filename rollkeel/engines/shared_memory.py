@@ -6,9 +6,11 @@ name in any folder: it ends with the processes that map it, however they end.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
@@ -45,9 +47,15 @@ class Ring:
         self._slot, self._next = aligned(slot_bytes), 0
         size = self._slot * slots
         self._file = os.memfd_create("rollkeel-weights", os.MFD_CLOEXEC)
-        os.posix_fallocate(self._file, 0, size)  # so that memory that is not there is told here, and not by a SIGBUS
-        self._bytes = torch.frombuffer(mmap.mmap(self._file, size), dtype=torch.uint8)
-        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        try:
+            os.posix_fallocate(
+                self._file, 0, size
+            )  # so that memory that is not there is told here, and not by a SIGBUS
+            self._bytes = torch.frombuffer(mmap.mmap(self._file, size), dtype=torch.uint8)
+        except BaseException:
+            os.close(self._file)
+            raise
+        self.path = named(self._file)
 
     def put(self, bucket: Sequence[WeightSlice]) -> Slot:
         """Write a bucket, which fits, into the slot that was written to longest ago."""
@@ -60,33 +68,48 @@ class Ring:
         os.close(self._file)
 
 
+def named(file: int) -> str:
+    """An open file without a name, as other processes of this host open it."""
+    return f"/proc/{os.getpid()}/fd/{file}#{os.fstat(file).st_ino}"
+
+
 def opened(path: str) -> torch.Tensor:
-    """The receiver's end: the bytes of a ring. Raises `OSError`."""
-    with open(path, "r+b") as file:
+    """The receiver's end: the bytes of what is `named` so. Raises `OSError`, also where it is another file that is there: to a process in a
+    container numbers of processes mean others."""
+    where, _, number = path.partition("#")
+    with open(where, "r+b") as file:
+        if os.fstat(file.fileno()).st_ino != int(number or 0):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
 
 class OpenedFiles(dict[str, T]):
-    """What was opened by path, as long as that leads to the same file: its process may be gone, and the path another one's."""
+    """What was opened, by path, as long as it is there. Several threads may ask."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._files = dict[str, int]()
-
-    def forget(self) -> None:
-        """Let go of what is gone, which no memory would be left for."""
-        for path, file in list(self._files.items()):  # several threads may ask at once
-            with suppress(OSError):
-                if os.stat(path).st_ino == file:
-                    continue
-            self._files.pop(path, None)
-            self.pop(path, None)
+        self._asked = threading.Lock()
 
     def get_or(self, path: str, opens: Callable[[], T]) -> T:
-        """As it was opened before, or by `opens`. Raises `OSError`."""
-        if path not in self:
-            self[path], self._files[path] = opens(), os.stat(path).st_ino
-        return self[path]
+        """As it was opened before, or by `opens`; lets go of what is gone, which no memory would be left for. Raises `OSError`."""
+        with self._asked:
+            self._forget()
+            if path not in self:
+                self[path] = opens()
+            return self[path]
+
+    def forget(self) -> None:
+        """Let go of what is gone."""
+        with self._asked:
+            self._forget()
+
+    def _forget(self) -> None:
+        for path in list(self):
+            where, _, number = path.partition("#")
+            with suppress(OSError):
+                if os.stat(where).st_ino == int(number or 0):
+                    continue
+            del self[path]
 
 
 def read(slot: Slot, like: Like, rings: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -38,7 +38,8 @@ _Works = list[tuple[Any, int]]
 
 
 class GroupCarrier:
-    """A `rollkeel.sync.sending.Carrier` of one rank. Receivers must be receiving."""
+    """A `rollkeel.sync.sending.Carrier` of one rank. Receivers must be receiving. After an error messages may be under way, and the group is
+    of no use any more."""
 
     def __init__(self, receivers: Sequence[int], deadline_s: float, group: Any = None, device: str = "cpu") -> None:
         """`receivers`: ranks of the default group, in the order of the plan's numbers. `deadline_s`: longest wait for one of them."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from rollkeel.errors import EngineFailure
-from rollkeel.protocols import ProbedEngine
 from rollkeel.types import FloatArray, IntArray
 
 
@@ -98,9 +98,36 @@ class Probes:
     """Key of `TOLERANCES`."""
     tolerance: float | None = None
 
-    def judge(self, engine: ProbedEngine) -> Verdict:
-        """Ask both sides."""
-        return compare(engine.score(self.sequences), self.trainer(self.sequences), self.dtype, self.tolerance)
+    def judge(self, *engines: Sequence[FloatArray]) -> Verdict:
+        """Of what engines answer to the sequences, the one that is furthest from the trainer's."""
+        own = self.trainer(self.sequences)
+        verdicts = [compare(one, own, self.dtype, self.tolerance) for one in engines]
+        return max(verdicts, key=lambda verdict: (not verdict.agrees, verdict.mean))
+
+    def proven(
+        self,
+        scores: Callable[[Sequence[IntArray]], Sequence[Sequence[FloatArray]]],
+        again: Callable[[], Any],
+        name: str,
+        version: int,
+    ) -> dict[str, float]:
+        """Ask the engines of a publication, and once more after the same update was published `again`. Nothing where none answers.
+
+        `scores`: what each of them says of the sequences. Raises `EngineFailure` if they still disagree."""
+        if not (said := scores(self.sequences)):
+            return {}
+        verdict = self.judge(*said)
+        retried = not verdict.agrees
+        if retried:
+            again()
+            verdict = self.judge(*scores(self.sequences))
+        if not verdict.agrees:
+            raise EngineFailure(
+                f"engine {name}: its log-probs under version {version} are not the trainer's:"
+                f" |gap| median {verdict.median:.3g}, mean {verdict.mean:.3g}, expected at most"
+                f" {verdict.tolerance.median:.3g} and {verdict.tolerance.mean:.3g}; it does not serve the weights it was given"
+            )
+        return {**verdict.metrics(), "sync/probe_retries": float(retried)}
 
 
 def probe_sequences(prompts: Sequence[IntArray], vocab_size: int, max_length: int, tail: int = 16) -> list[IntArray]:

@@ -48,7 +48,7 @@ def no_deltas(config: Config, apart: str) -> str:
     """Why `sync.kind` changes nothing in this run; empty where it does. `apart`: why the engine has weights of its own, if it has."""
     if not apart:
         return "trainer and engine compute with one copy, so that nothing is sent"
-    if config.engine.kind == "vllm":
+    if config.engine.kind == "vllm" and not config.clustered:  # an actor keeps what changes are added to
         return "engine.kind=vllm takes all weights"
     if config.train.lora.rank:
         return "adapters alone are sent, as they are"

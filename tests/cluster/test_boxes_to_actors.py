@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,8 +111,11 @@ def near(sinks: Sequence[Sink]) -> tuple[dict[int, Ring], dict[int, Line]]:
             refused, address = ray.get(sink.actor.attach.remote(ring.path))
             assert refused == ""
             _RINGS[sink.name] = ring, address
-    found = [_RINGS[sink.name] for sink in sinks]
-    return {i: ring for i, (ring, _) in enumerate(found)}, {i: Line(address) for i, (_, address) in enumerate(found)}
+    found, lines = [_RINGS[sink.name] for sink in sinks], dict[int, Line]()
+    for i, (_, address) in enumerate(found):
+        with suppress(OSError):  # it is stopped
+            lines[i] = Line(address)
+    return {i: ring for i, (ring, _) in enumerate(found)}, lines
 
 
 def test_both_ways_lead_to_the_engine_of_one_process(actors: ActorEngine) -> None:

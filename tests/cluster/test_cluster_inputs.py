@@ -32,9 +32,23 @@ from rollkeel.recipe import load
         ("train.mesh.tensor=2 model.dtype=float16", "model.dtype=float16: "),
         ("train.mesh.expert=2 train.reduce=tree", "train.reduce=tree: "),
         ("cluster.engines=2 engine.processes=2", "engine.processes=2: does not run on a cluster yet"),
-        ("cluster.engines=2 engine.kind=vllm", "engine.kind=vllm: "),
+        (
+            "cluster.engines=2 engine.kind=vllm cluster.placement=colocated",
+            "engine.kind=vllm: keeps its memory while ranks train",
+        ),
+        (
+            "cluster.engines=2 engine.kind=vllm engine.server.url=http://127.0.0.1:9",
+            "engine.server.url=http://127.0.0.1:9: does not run on a cluster yet",
+        ),
         ("cluster.engines=1 cluster.placement=colocated run.loop=async", "cluster.placement=colocated: "),
-        ("cluster.graders=1 engine.kind=vllm", "engine.kind=vllm: "),
+        (
+            "cluster.graders=1 engine.kind=own.py:Own cluster.placement=colocated",
+            "engine.kind=own.py:Own: keeps its memory",
+        ),
+        (
+            "cluster.engines=1 engine.kind=vllm run.loop=async experiment.schedule=s.jsonl",
+            "experiment.schedule=s.jsonl: ",
+        ),
         ("cluster.address=nowhere", "cluster.address: expected HOST:PORT of a Ray cluster's head, got 'nowhere'"),
         ("cluster.address=auto", "cluster.address=auto: expected RAY_ADDRESS"),
     ],

@@ -171,11 +171,19 @@ def test_bad_requests_and_a_whole_update_whose_bytes_changed(actors: ActorEngine
     assert all(same(done[i].span, expected[i].span) for i in expected)
 
 
-def test_what_cannot_be_hosted_or_placed_is_said_in_one_line(
-    models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(BadInput, match=r"engine\.kind=vllm: actors host the embedded engine alone"):
-        ActorEngine(models[0].config, EngineConfig(kind="vllm"), [{}])
+def test_weights_of_some_do_not_say_what_the_others_serve(actors: ActorEngine, models: tuple[Any, Any]) -> None:
+    """One that takes the place of another first gets the weights that adapters stand beside, of another version."""
+    publish(actors, models[0], 50)
+    before = actors.version, actors.checksum
+    stream = StreamPublisher(actors, source(models[1]))
+    for outer in (50, -1):  # between two publications, and within one
+        actors._version = outer
+        stream._bring("full", None, 51, actors.parts[:1])
+        assert (actors.version, actors.checksum) == (outer, before[1])
+    publish(actors, models[0], 52)
+
+
+def test_what_cannot_be_placed_is_said_in_one_line(models: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "START_S", 0.5)
     engine = ActorEngine(models[0].config, CONFIG, [{"resources": {"nowhere": 1}}], device="cpu")
     with pytest.raises(EngineFailure, match=r"engine actor 0 \(not placed yet\): waited 0\.5 s for it to start"):

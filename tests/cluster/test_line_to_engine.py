@@ -23,12 +23,14 @@ from typing import Any
 import pytest
 import torch
 
+from rollkeel.cluster import line as of_lines
 from rollkeel.cluster import stream
 from rollkeel.cluster.arriving import Bucket, Channel
+from rollkeel.cluster.engine_actor import EngineActor
 from rollkeel.cluster.line import MOST, Line, Lines, silent
 from rollkeel.cluster.stream import Calls, Sink
 from rollkeel.engines.intake import Room
-from rollkeel.engines.shared_memory import AVAILABLE, WINDOW, Ring
+from rollkeel.engines.shared_memory import AVAILABLE, WINDOW, Ring, Slot
 from rollkeel.errors import EngineFailure
 from rollkeel.types import WeightSlice, WeightUpdate
 
@@ -110,6 +112,27 @@ except (EOFError, OSError):
     assert told.came.empty()
 
 
+def test_a_rank_that_nobody_lets_in_is_told_so_and_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Any) -> int:
+        raise OSError("too many open files")
+
+    ended = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda _: ended.set())
+    monkeypatch.setattr(of_lines, "_owner", broken)
+    address = Lines(Told()).address
+    with pytest.raises(OSError, match="was not let in"):
+        Line(address)
+    assert ended.wait(5)
+    with pytest.raises(OSError, match="refused"):
+        Line(address)
+
+
+def test_a_bucket_in_memory_that_is_not_mapped_is_refused() -> None:
+    actor: Any = SimpleNamespace(_rings={}, _channel=None)
+    done = EngineActor._take(actor, 3, [], Slot("/proc/1/fd/9#9", 0))
+    assert done.result(0) == "weights: nothing is mapped from /proc/1/fd/9#9"
+
+
 class Actor:
     """Takes buckets both ways."""
 
@@ -125,7 +148,7 @@ class Actor:
 class Beats:
     """The pulse of an engine."""
 
-    asked = 0
+    asked, lives = 0, False
     patience = SimpleNamespace(limit_s=3.0)
 
     def beats(self) -> bool:
@@ -133,7 +156,7 @@ class Beats:
 
     def answers(self, within_s: float) -> bool:
         self.asked += 1
-        return False
+        return self.lives
 
 
 def carrier(actor: Actor, **about: Any) -> tuple[Calls, Beats]:
@@ -190,14 +213,14 @@ def test_what_the_line_answers_is_what_a_call_would_have_answered() -> None:
     actor.told.open[1].set_result("weight update 7: b is wrong")
     with pytest.raises(EngineFailure, match=r"^weight update 7: b is wrong \(engine actor 0\)$"):
         calls.flush()
-    calls, pulse = carrier(actor)
     actor.told.broken = True
-    calls.put([piece("c")], [0])
-    with pytest.raises(
-        EngineFailure, match=r"^weight update 7: engine actor 0 died while it took weights \(EOFError\)$"
-    ):
-        calls.flush()
-    assert pulse.asked == 1  # until Ray knows of its death too
+    for lives, said in ((False, "died while it took"), (True, "could not take")):
+        calls, pulse = carrier(actor)
+        pulse.lives = lives
+        calls.put([piece("c")], [0])
+        with pytest.raises(EngineFailure, match=rf"^weight update 7: engine actor 0 {said} weights \(EOFError\)$"):
+            calls.flush()
+        assert pulse.asked == 1  # until Ray knows of its death too
 
 
 def test_buckets_that_an_engine_leaves_when_it_ends_are_answered() -> None:

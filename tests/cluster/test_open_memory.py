@@ -217,10 +217,40 @@ def test_memory_of_the_process_alone_where_none_can_be_shared(monkeypatch: pytes
 def test_the_memory_ends_with_its_process_and_is_in_no_folder() -> None:
     memory = OpenMemory()
     memory.zeros(4, dtype=torch.float32, device=CPU)
-    assert "rollkeel-engine" in os.readlink(memory.path)
-    assert not Path(os.readlink(memory.path)).exists()
+    where, _, number = memory.path.partition("#")
+    assert "rollkeel-engine" in os.readlink(where)
+    assert not Path(os.readlink(where)).exists()
     with pytest.raises(OSError, match="No such file"):
         views_of("/proc/1/fd/99999", {})
+    with pytest.raises(OSError, match="Stale file"):  # as where numbers of processes mean others
+        views_of(f"{where}#{int(number) + 1}", {})
+
+
+def test_memory_in_which_nothing_lies_is_not_told() -> None:
+    """That of an engine on a GPU."""
+    memory = OpenMemory()
+    memory.zeros(4, dtype=torch.float32, device=torch.device("meta"))
+    assert memory.path == ""
+    memory.renew()
+    assert memory.path == ""
+
+
+def test_moving_away_leaves_no_file_and_no_memory_behind() -> None:
+    memory, files = OpenMemory(), len(os.listdir("/proc/self/fd"))
+    held = [memory.zeros(1000, dtype=torch.float32, device=CPU).fill_(i) for i in range(5)]
+    for _ in range(3):
+        memory.renew()
+        assert len(os.listdir("/proc/self/fd")) == files
+        maps = [_area(line.split()) for line in Path("/proc/self/maps").read_text().splitlines()]
+        number = memory.path.partition("#")[2]
+        assert {n for a, b, n in maps for tensor in held if a <= tensor.data_ptr() < b} == {number}
+    assert [float(tensor.mean()) for tensor in held] == [0, 1, 2, 3, 4]
+
+
+def _area(line: list[str]) -> tuple[int, int, str]:
+    """First and one past the last address of a mapping, and the number of its file."""
+    first, last = line[0].split("-")
+    return int(first, 16), int(last, 16), line[4]
 
 
 def test_a_sender_keeps_no_memory_of_an_engine_that_is_gone_or_has_moved() -> None:

@@ -258,7 +258,7 @@ def test_messages_that_overtake_each_other_take_effect_in_the_order_of_their_num
         call.join(30)
     (kind, (rooms, path), _), *answers = [said[i] for i in range(2, 6)]
     assert (kind, rooms) == ("answer", None)
-    assert Path(path).exists()
+    assert Path(path.partition("#")[0]).exists()
     assert answers == [("answer", value, 0) for value in (True, True, {0: 0, 2: 0})]
     hear(actor.send, 4, pickle.dumps(("close",)))
     assert said[6] == ("gone", "was closed", 0)

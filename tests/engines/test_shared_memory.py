@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 from rollkeel.engines import shared_memory
-from rollkeel.engines.shared_memory import ALIGN, AVAILABLE, Ring, aligned, opened, read
+from rollkeel.engines.shared_memory import ALIGN, AVAILABLE, OpenedFiles, Ring, aligned, opened, read
 from rollkeel.types import WeightSlice
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="Linux only")
@@ -83,6 +85,39 @@ def test_nothing_is_left_and_what_is_not_there_is_told(monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
         Ring(4096, 2)
+
+
+def test_a_ring_for_which_there_is_no_memory_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    files = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        Ring(1 << 20, 2)
+    assert os.listdir("/proc/self/fd") == files
+
+
+def test_what_one_thread_has_opened_another_one_does_not_close() -> None:
+    """Rings that are made anew have the numbers of files of those before."""
+    held = OpenedFiles[torch.Tensor]()
+    both = threading.Barrier(2)
+
+    def attach(path: str) -> bool:
+        both.wait(10)
+        held.get_or(path, lambda: opened(path))
+        both.wait(10)
+        return path in held
+
+    with ThreadPoolExecutor(2) as threads:
+        rings = [Ring(64, 1), Ring(64, 1)]
+        for _ in range(300):
+            assert list(threads.map(attach, [ring.path for ring in rings])) == [True, True]
+            for ring in rings:
+                ring.close()
+            rings = [Ring(64, 1), Ring(64, 1)]
+    held.forget()
+    assert not held
 
 
 def test_a_bucket_larger_than_a_slot_is_not_written_over_the_next_one() -> None:
