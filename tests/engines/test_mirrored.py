@@ -110,6 +110,7 @@ def test_a_server_serves_what_came_in_parts_and_only_the_first_time_by_a_folder(
     )  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_a_sender_of_the_host_writes_where_the_copy_lies(opened: tuple[Actor, FakeBackend]) -> None:
     actor, _ = opened
     rooms, path = actor.begin(1)
@@ -145,30 +146,32 @@ def test_the_engine_samples_on_while_weights_travel(opened: tuple[Actor, FakeBac
     assert {int(v) for s in got.values() for v in s.span.versions} == {1, 2}
 
 
-@pytest.mark.parametrize("fault", ["wrong bytes", "one missing", "changed behind its proof"])
-def test_what_did_not_arrive_is_not_served(opened: tuple[Actor, FakeBackend], fault: str) -> None:
+FAULTS = {
+    "wrong bytes": "wrong checksum",
+    "one missing": "1 weights did not arrive",
+    "changed behind its proof": "changed behind",
+}
+
+
+def test_what_did_not_arrive_is_not_served(opened: tuple[Actor, FakeBackend]) -> None:
     actor, _ = opened
-    actor.publish(1.0, 1)
-    actor.begin(2)
-    slices = pieces(2.0)
-    if fault == "wrong bytes":
-        broken = [WeightSlice(name="policy", tensor=torch.tensor([3.0]), checksum=slices[0].checksum)]
-        assert "policy arrived with a wrong checksum" in actor.take(broken)
-    else:
-        assert actor.take(slices[: 2 if fault == "one missing" else 3]) == ""
-    if fault == "changed behind its proof":
-        actor.engine.weights["rest"][3, 2] += 1
-    said = {
-        "wrong bytes": "wrong checksum",
-        "one missing": "1 weights did not arrive",
-        "changed behind its proof": "changed behind",
-    }
-    with pytest.raises(EngineFailure, match=said[fault]):
-        actor.finish(slices)
-    assert actor.engine.version == 1
-    all_true(actor, {1: 1.0}, 10)
-    actor.publish(3.0, 3)
-    all_true(actor, {3: 3.0}, 20)
+    actor.publish(0.0, 1)
+    for number, (fault, said) in enumerate(FAULTS.items(), 1):
+        slices, before = pieces(9.0), actor.engine.version
+        actor.begin(before + 1)
+        if fault == "wrong bytes":
+            broken = [WeightSlice(name="policy", tensor=torch.tensor([3.0]), checksum=slices[0].checksum)]
+            assert "policy arrived with a wrong checksum" in actor.take(broken)
+        else:
+            assert actor.take(slices[: 2 if fault == "one missing" else 3]) == ""
+        if fault == "changed behind its proof":
+            actor.engine.weights["rest"][3, 2] += 1
+        with pytest.raises(EngineFailure, match=said):
+            actor.finish(slices)
+        assert actor.engine.version == before
+        all_true(actor, {before: float(number - 1)}, 20 * number)
+        actor.publish(float(number), before + 2)
+        all_true(actor, {before + 2: float(number)}, 20 * number + 10)
 
 
 def test_a_server_that_is_lost_while_its_copy_is_written_waits_for_what_comes(
