@@ -7,23 +7,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from rollkeel.config_cluster import ClusterConfig, MemoryConfig, MeshConfig, SyncConfig
 from rollkeel.config_data import DataConfig, EvalSet, Node
+from rollkeel.config_train import LoraConfig, OrOff, Recompute, TrainConfig
 from rollkeel.plugins import OrOwn
 from rollkeel.yaml_numbers import dump_yaml, parse_yaml
 
-__all__ = ["Config", "DataConfig", "Node", "parse_yaml"]
+__all__ = ["Config", "DataConfig", "LoraConfig", "Node", "Recompute", "TrainConfig", "parse_yaml"]
 
 
 _PARKED = "SGLang's client never ran against a live server and is kept on the branch parked-sglang"
-
-
-OrOff = BeforeValidator(lambda value: "off" if value is False else value)
-"""YAML reads an unquoted `off` as false."""
-OrRouter = BeforeValidator(lambda value: "router" if value is True else value)
-Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RunConfig(Node):
@@ -110,7 +105,7 @@ class EngineConfig(Node):
     """Longest prompt + response, tokens, at most the model's context; None takes that context, or what the KV memory holds of it."""
     kv_memory_gb: float | None = Field(default=None, gt=0)
     """Most memory for the KV cache, per process; when it runs out the youngest sequence waits and is recomputed. None takes 4 on
-    a CPU, and on a GPU two fifths of what is free."""
+    a CPU, and on a GPU four fifths of what the run leaves of it."""
     forward: Literal["auto", "fast", "compiled", "transformers", "parity"] = "auto"
     """`fast` is rollkeel's own inference forward (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE), `compiled` the same with compiled
     decode steps (float32 on a CPU, extra `cpu`, compiled once), `transformers` fits the rest; `auto` takes the fastest that fits; `parity` belongs to
@@ -225,67 +220,6 @@ class ObjectiveConfig(BaseModel):
 class AdvantageConfig(Node):
     name: Annotated[str, OrOwn("grpo", "dr_grpo", "rloo", "batch_std", "reinforce_plus_plus", "maxrl", "opo", "gpg", "grpo_passk", "pass@2", "pass@4", "pass@8", "reinforce_plus_plus_tokens", "reinforce_plus_plus_no_baseline")] | None = None  # fmt: skip
     """How rewards become credit; None takes the objective's own."""
-
-
-class LoraConfig(Node):
-    """Adapters beside frozen weights: y = xW + (alpha / rank)(xA)B (Hu et al., arXiv:2106.09685), for the embedded engine. They alone are
-    trained, published, checkpointed and saved, in PEFT's format."""
-
-    rank: int = Field(default=0, ge=0)
-    """Columns of A, rows of B; 0 trains the weights themselves."""
-    alpha: float = Field(default=32.0, gt=0, description="The adapters' share is scaled by alpha / rank.")
-    targets: tuple[str, ...] = ()
-    """Linear layers inside the model's layers that get adapters, by the end of their names (`q_proj`); empty is all but routers."""
-    experts: bool = False
-    """Adapters of its own for every routed expert; without them experts stay as they are."""
-
-
-class TrainConfig(Node):
-    lr: float = Field(default=3e-4, gt=0, description="Highest learning rate.")
-    warmup_steps: int = Field(default=10, ge=0)
-    """Optimizer updates of linear warm-up."""
-    schedule: Literal["constant", "cosine"] = Field(default="constant", description="Learning rate behind the warm-up.")
-    moments: Literal["float32", "int8"] = "float32"
-    """Numbers of AdamW's two moments: 8 bytes a parameter together, or 2."""
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="AdamW's decay rates of both moments.")
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's, decoupled, of the warm start as well.")
-    clip_norm: float = Field(default=1.0, gt=0)
-    """Largest norm of the gradient; a larger one is scaled down."""
-    updates_per_step: int = Field(default=4, ge=1)
-    """Optimizer updates per batch of rollouts; the batch is split by whole groups."""
-    micro_batch_tokens: int = Field(default=4096, ge=1)
-    """Prompt + response tokens per forward pass: whole sequences, and one longer than this is alone. The warm start packs at least
-    8192."""
-    checkpointing: Literal["none", "layer", "selective"] = "none"
-    """What the backward computes again, to the same bits: nothing, every decoder layer, or every layer but attention itself. Of
-    Qwen3-4B in bfloat16 that keeps 6.1, 0.2 and 0.5 MB of activations per token."""
-    compile: bool = False
-    """Run decoder layers through torch.compile, which wants a C++ compiler and a minute at the start; for models of some size."""
-    processes: int = Field(default=1, ge=1)
-    """Processes that run forward and backward on shared weights; CPU only."""
-    reduce: Literal["sum", "tree"] = "sum"
-    """How gradients of micro-batches are added: as they come, or along a binary tree over their numbers, with the same bits on 1, 2, 4, …
-    ranks."""
-    mesh: MeshConfig = MeshConfig()
-    lora: LoraConfig = LoraConfig()
-    freeze_router: Annotated[Literal["off", "bias", "router"], OrOff, OrRouter] = "off"
-    """What to leave as it is of a mixture's routers: nothing, their biases (the correction of expert scores that balances load), or
-    the whole `router`, which `true` means too."""
-    kl_coefficient: float = Field(default=0.0, ge=0)
-    """γ: weight of KL(p‖ref); above 0 keeps a frozen copy of the start model."""
-    kl_every: int = Field(default=0, ge=0)
-    """Without a KL term: steps between measurements of `policy/kl_base`, the KL to the start model, on half of the rollouts;
-    above 0 keeps the copy as well."""
-    kl_estimator: Literal["k1", "k2", "k3", "rk3", "uk3", "sk3"] = "k3"
-    """Estimator of that KL: k1, k2 or k3 (Schulman 2020); the others multiply k3 by a ratio, see `rollkeel.objectives.kl`."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """`reward` takes γ·Σ_t KL_t of the old policy off a rollout's reward instead (k1 is the unbiased choice there)."""
-    entropy_coefficient: float = Field(default=0.0, ge=0, description="Weight of an entropy bonus.")
-
-    @property
-    def keeps_reference(self) -> bool:
-        """Whether the start model is kept."""
-        return self.kl_coefficient > 0 or self.kl_every > 0
 
 
 class EvalConfig(Node):

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rollkeel import config, config_cluster, config_data
+from rollkeel import config, config_cluster, config_data, config_train
 from rollkeel.errors import BadInput, nearest
 
 
@@ -117,7 +117,7 @@ def _sentence(model: type, field: str) -> str:
 def _docs() -> dict[tuple[str, str], str]:
     """Strings below fields, by class and field; pydantic would read them at import, for a quarter of a second."""
     found: dict[tuple[str, str], str] = {}
-    files = [Path(str(m.__file__)) for m in (config, config_cluster, config_data)]
+    files = [Path(str(m.__file__)) for m in (config, config_cluster, config_data, config_train)]
     modules = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
     for node in [node for module in modules for node in module.body]:
         body = node.body if isinstance(node, ast.ClassDef) else []

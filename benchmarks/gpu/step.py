@@ -30,7 +30,7 @@ def loop(bench: Bench, made: Any, groups: int, samples: int, new: int, stop: boo
 def steps(bench: Bench) -> None:
     """Answers of forced length, so that every step is the same work."""
     groups, samples, new = (2, 2, 8) if bench.toy else (32, 8, 512)
-    made = loop(bench, models.policy(bench, "Qwen3-0.6B"), groups, samples, new, False, lr=1e-6, checkpointing="layer")
+    made = loop(bench, models.policy(bench, "Qwen3-0.6B"), groups, samples, new, False, lr=1e-6)
     for number in range(1 if bench.toy else 3):
         if number and bench.left < 15:
             break

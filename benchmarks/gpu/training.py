@@ -10,7 +10,7 @@ from benchmarks.gpu import models, probe, rl
 from benchmarks.gpu.bench import Bench
 from rollkeel import objectives
 from rollkeel.config import Config, ModelConfig, SamplingConfig, TrainConfig
-from rollkeel.memory.plan import Setting, plan
+from rollkeel.memory.plan import OF_ENGINE, RESERVED, Setting, plan, with_values
 
 LISTED = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
 """Dense bfloat16 TFLOP/s that vendors state."""
@@ -23,7 +23,7 @@ def run(bench: Bench) -> None:
     short, long = list(batches)
     runs = [("Qwen3-0.6B", short, "none"), ("Qwen3-0.6B", long, "none")]
     runs += [] if bench.toy else [("Qwen3-1.7B", short, "none"), ("Qwen3-1.7B", long, "layer")]
-    runs += [("Qwen3-4B", short, "layer")]
+    runs += [("Qwen3-4B", short, "layer"), ("Qwen3-4B", short, "some layers")]
     for name, size, mode in (run for run in runs if bench.wanted(run[0])):
         bench.attempt(f"{name} update {size}, checkpointing {mode}", update, name, size, batches[size], mode, least=6.0)
     if not bench.wanted("Qwen3-0.6B"):
@@ -58,18 +58,19 @@ def update(
 ) -> None:
     made = models.policy(bench, name)
     tokens = sum(map(sum, lengths))
-    trainer = rl.trainer(
-        bench, made, lr=1e-6, micro_batch_tokens=tokens, checkpointing=mode, **({"compile": True} if compiled else {})
-    )
+    about = settings(bench, name, tokens, mode)
+    again = about.train.recompute.of(models.shape(bench, name).layers)
+    said = f"checkpointing {mode if mode != 'some layers' else f'of {again} layers'}"
+    trainer = rl.trainer(bench, made, **{**about.train.model_dump(), "compile": compiled})
     batch, objective = rl.synthetic(lengths, made.vocab_size).to(bench.device), objectives.build("grpo", {})
     seconds = bench.timed(lambda: trainer.update(batch, objective, old_is_current=True), 3, 2)
     tell(
         bench,
-        f"{name} update {size}, checkpointing {mode}{', compiled' if compiled else ''}",
+        f"{name} update {size}, {said}{', compiled' if compiled else ''}",
         name,
         lengths,
         seconds,
-        planned_gb=planned(bench, name, tokens, mode),
+        planned_gb=planned(bench, name, about),
         note=f"padded: {trainer.padded}" if trainer.padded else None,
     )
     if bench.cuda and bench.left > 5:
@@ -78,14 +79,21 @@ def update(
         bench.row(f"{name} update {size}, of it on the device", spent * 1e3, "ms", **about)
 
 
-def planned(bench: Bench, name: str, tokens: int, mode: str) -> float:
-    """GB that `rollkeel plan` counts for the trainer's part."""
-    about = models.shape(bench, name)
-    train = TrainConfig(micro_batch_tokens=tokens, checkpointing=mode)  # type: ignore[arg-type]
+def settings(bench: Bench, name: str, tokens: int, mode: str) -> Config:
+    """Of an update in one micro-batch; `mode` "some layers": as few as the plan allows on this device, of a toy the first."""
+    train = TrainConfig(lr=1e-6, micro_batch_tokens=tokens, checkpointing="layer" if mode == "some layers" else mode)  # type: ignore[arg-type]
     config = Config(model=ModelConfig(dtype="bfloat16"), train=train, sampling=SamplingConfig(max_new_tokens=1))
-    parts = plan(config, about, Setting(prompt=1)).parts
-    engines = ("engine's weights", "KV blocks", "engine's buffers")
-    return sum(count for part, count in parts.items() if part not in engines) / 1e9
+    if mode != "some layers":
+        return config
+    space = torch.cuda.get_device_properties(0).total_memory * (1 - RESERVED) / 1e9 if bench.cuda else 0.0
+    ways = [with_values(config, "train", checkpointed_layers=n) for n in range(models.shape(bench, name).layers)]
+    return next((way for way in ways if bench.cuda and planned(bench, name, way) <= space), ways[1])
+
+
+def planned(bench: Bench, name: str, config: Config) -> float:
+    """GB that `rollkeel plan` counts for the trainer's part."""
+    parts = plan(config, models.shape(bench, name), Setting(prompt=1)).parts
+    return sum(count for part, count in parts.items() if part not in OF_ENGINE) / 1e9
 
 
 def peer(bench: Bench, name: str, size: str, lengths: list[tuple[int, int]], compiled: bool) -> None:

@@ -35,7 +35,7 @@ from rollkeel.config import Config
 from rollkeel.errors import BadInput
 from rollkeel.events import EventLog
 from rollkeel.host import versions
-from rollkeel.loop.assemble import device_of
+from rollkeel.loop.assemble import beside_engine, device_of
 from rollkeel.loop.machines import Publish, Restarts
 from rollkeel.models.names import checkpoint_views
 from rollkeel.protocols import Engine
@@ -258,6 +258,8 @@ class RayMachines:
         if config.engine.kind != "local":
             shapes = {name: tuple(view.shape) for name, view in checkpoint_views(self.policy.model).items()}
             about |= {"beside": Beside(shapes, config.sync.buffer_mb)}
+        elif self._gpus:
+            about |= {"planned": beside_engine(config, self.policy, device)}
         engine = ElasticEngine(hf_config, config.engine, seats, count, least=config.cluster.engines_min or 1, **about)
         engine.tell = self._of_engine
         return engine

@@ -23,7 +23,7 @@ from rollkeel.models import gpu, varlen
 from rollkeel.types import KeptKV
 
 KV_GB, KV_SHARE = 4.0, 0.4
-"""Memory of the cache where none is asked for: on a CPU, and of what is free on a GPU."""
+"""Memory of the cache where none is asked for: on a CPU, and of what is free on a GPU of which nobody knows what else it is for."""
 SPARE = 3
 """Blocks beside those of the longest sequence: padding, and room to start. A device needs one more, for the slot that pads batches."""
 

@@ -15,12 +15,15 @@ import torch
 import rollkeel
 from rollkeel import plugins
 from rollkeel.config import EngineConfig, LoraConfig
+from rollkeel.engines.kv import KV_GB, KV_SHARE
 from rollkeel.engines.local import LocalEngine
 from rollkeel.errors import BadInput
 from rollkeel.models.forward import Zeros
 from rollkeel.protocols import Engine
 from rollkeel.types import SamplingParams
 
+LEFT, CONTEXTS = 0.8, 0.06
+"""Share of what a run leaves of a GPU that KV takes; and what contexts and fragments take of it."""
 _FOUND = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
 _LOOK_S = 60.0
 CONNECT_S = 5.0
@@ -38,15 +41,15 @@ def open_engine(
     max_length: int | None = None,
     log_path: Path | None = None,
     lora: LoraConfig | None = None,
-    planned: int = 0,
+    planned: int | None = None,
     pauses: bool = False,
     offload: str = "none",
     zeros: Zeros = torch.zeros,
 ) -> Engine:
     """An engine for the architecture `hf_config`; it serves nothing until weights are published.
 
-    `planned`: bytes of `device` that a trainer holds while a server samples there; `pauses`: whether it trains only while
-    nothing is sampled. `offload`: what the embedded engine drops meanwhile, nothing, its KV (`optimizer`), or its weights too (`all`).
+    `planned`: bytes of `device` that a trainer holds while a server samples there, or a run beside the KV of an embedded engine; `pauses`:
+    whether it trains only while nothing is sampled. `offload`: what the embedded engine drops meanwhile, nothing, its KV (`optimizer`), or its weights too (`all`).
     `lora`: of the adapters it is to serve, which the embedded engine alone does. `zeros`: makes the weights of an embedded engine that
     drops nothing. `log_path`: where an inference server's output goes. Raises `BadInput` for a server that is not installed.
     """
@@ -68,9 +71,12 @@ def open_engine(
             max_length=max_length,
             python=python,
             log_path=log_path,
-            planned=planned,
+            planned=planned or 0,
             sleeps=pauses and can_sleep(config, str(device)),
         )
+    if planned is not None and config.kv_memory_gb is None and torch.device(device).type == "cuda":
+        room = left_gb(torch.device(device), planned) / max(1, config.processes)
+        config = config.model_copy(update={"kv_memory_gb": room})
     if config.processes > 0:
         from rollkeel.engines.workers import WorkerEngine
 
@@ -81,6 +87,14 @@ def open_engine(
         weights = offload == "all"
         return RestingLocal(hf_config, config, device=device, max_length=max_length, lora=lora, weights=weights)
     return LocalEngine(hf_config, config, device=device, max_length=max_length, lora=lora, zeros=zeros)
+
+
+def left_gb(device: torch.device, planned: int) -> float:
+    """GiB for KV on a GPU of which a run takes `planned` bytes beside it, with what this process holds already."""
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device)  # a warm start leaves much that is reserved and not in use
+    left = free - max(planned, torch.cuda.memory_allocated(device)) - CONTEXTS * total
+    return max(LEFT * left, min(KV_GB * 2**30, KV_SHARE * free)) / 2**30
 
 
 def check_engine(config: EngineConfig, sampling: SamplingParams) -> None:

@@ -271,16 +271,17 @@ def assemble(
     return run
 
 
-def _planned(config: Config, policy: Policy, device: torch.device) -> int:
-    """Bytes of a GPU that training holds while a server samples there; 0 where no server needs to know."""
-    if config.engine.kind != "vllm" or device.type != "cuda":
-        return 0
+def beside_engine(config: Config, policy: Policy, device: str) -> int | None:
+    """Bytes of a GPU that training holds while a server samples there, or the run beside KV; None where no engine needs to know."""
+    if device != "cuda" or plugins.is_own(config.engine.kind):
+        return None
     from rollkeel.engines.same_device import options_of
-    from rollkeel.memory.plan import beside
+    from rollkeel.memory.plan import beside, beside_cache
 
-    if "gpu_memory_utilization" in options_of(config.engine):
-        return 0
-    return beside(config, policy.model.config.get_text_config().to_dict())
+    fields = policy.model.config.get_text_config().to_dict()
+    if config.engine.kind == "local":
+        return beside_cache(config, fields)
+    return None if "gpu_memory_utilization" in options_of(config.engine) else beside(config, fields)
 
 
 def own_engine(config: Config, policy: Policy, folder: RunFolder, device: torch.device) -> tuple[Engine, str]:
@@ -295,7 +296,7 @@ def own_engine(config: Config, policy: Policy, folder: RunFolder, device: torch.
         device,
         log_path=log,
         lora=policy.lora,
-        planned=_planned(config, policy, device),
+        planned=beside_engine(config, policy, device.type),
         pauses=config.run.loop != "async",
         offload=engine_drops(config),
     )

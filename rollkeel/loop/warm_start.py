@@ -105,7 +105,7 @@ def sft(
             batches=batches,
             weight_decay=config.train.weight_decay,
             pack_tokens=max(PACK_TOKENS, config.train.micro_batch_tokens),
-            checkpointing=config.train.checkpointing,
+            recompute=config.train.recompute,
             seed=config.run.seed,
             progress=lambda step, metrics: view.step(step + 1, metrics),
             should_stop=stop,

@@ -14,18 +14,20 @@ from rollkeel.memory.shapes import Shape, shape_from, shape_of
 from rollkeel.sync.shared import KEPT, no_deltas, two_copies
 
 GB = 10**9
-DEVICES = {"h100": 80 * GB, "a100": 80 * GB, "h200": 141 * GB}
+DEVICES = {"h100": 84_900_000_000, "a100": 84_900_000_000, "h200": 150_100_000_000}
+"""Memory as torch reports it of cards that are sold as 80, 80 and 141 GB; the last was measured."""
 RESERVED = 0.06
 """Share of a GPU that its driver, kernels and fragments take."""
 CHUNK, KEPT_BYTES, SCALED, BLOCK, KV_GB = 1024, 48 * 2**20, 256, 16, 4.0
 WIDE, WIDE_BYTES = 4, 4 * GB
-TILE, MOST_TILED = 32, 2**18
-"""Of `rollkeel.train.logprobs`, `eight_bit`, `rollkeel.engines.kv` and `rollkeel.models.tiled_experts`, which tests compare with these."""
+TILE, MOST_TILED, PROMPTS = 32, 2**18, 2**17
+"""Of `rollkeel.train.logprobs`, `eight_bit`, `rollkeel.engines.kv` and `prefill`, and `rollkeel.models.tiled_experts`, which tests compare with these."""
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "bf16": 2, "fp16": 2}
 """Bytes of a number; quantised engines compute with rounded float32."""
 REMAINDERS = {"float32": 0, "bfloat16": 2, "float16": 4}
 """Bytes that restore the exact float32 master of a weight."""
-OF_ENGINE = ("engine's weights", "KV blocks", "engine's buffers")
+KV = "KV blocks"
+OF_ENGINE = ("engine's weights", KV, "engine's buffers")
 MESSAGE = 4 * 2**24
 """Most bytes of gradients that travel between ranks in one message, see `rollkeel.train.mesh`; the next one is made meanwhile."""
 SHARDS = tuple(2**n for n in range(1, 11))
@@ -85,7 +87,7 @@ def plan(config: Config, shape: Shape, setting: Setting = Setting()) -> Plan:
         "reference model": reference if train.keeps_reference else 0,
         **activations(config, rank.shape, setting, -(-tokens // rank.mesh.context)),
         **rank.travelling(adapters),
-        **(engine(config, shape, context, longest) if config.engine.kind == "local" else {}),
+        **(engine(config, shape, context, longest, setting) if config.engine.kind == "local" else {}),
         "last publication": published(config, shape) if setting.cpu else 0,
     }
     return Plan(parts, tokens, config.clustered and config.cluster.placement == "disaggregated")
@@ -154,6 +156,23 @@ def beside(config: Config, fields: Mapping[str, Any]) -> int:
     return max(map(held, ENGINE))
 
 
+def beside_cache(config: Config, fields: Mapping[str, Any]) -> int | None:
+    """Bytes that the run holds of the embedded engine's device beside KV, in the fullest of the phases in which KV lies there.
+
+    `config`: `settled`. None for an architecture whose sizes are not known here.
+    """
+    try:
+        shape = shape_from(fields, config.model.path)
+    except BadInput:
+        return None
+    from rollkeel.memory.residency import PHASES, residency
+
+    found = residency(config, shape, config.memory.offload)
+    if config.clustered and config.cluster.placement == "disaggregated":
+        return sum(found.sizes[name] for name in OF_ENGINE if name != KV)
+    return max(found.held(phase) - found.sizes[KV] for phase in PHASES if found.places[phase][KV] == "device")
+
+
 def phases(config: Config, shape: Shape, setting: Setting = Setting()) -> dict[str, int]:
     """Bytes of the device in each phase with `memory.offload`, for `auto` the fewest that there can be; empty without."""
     if (level := config.memory.offload) == "none":
@@ -172,13 +191,14 @@ def needed(config: Config, shape: Shape, setting: Setting = Setting()) -> int:
 
 def activations(config: Config, shape: Shape, setting: Setting, tokens: int) -> dict[str, int]:
     """What a pass keeps for its backward, and what the backward adds: the logits of a chunk, or one layer later on."""
-    size, mode = SIZES[config.model.dtype], config.train.checkpointing
+    size, recompute = SIZES[config.model.dtype], config.train.recompute
+    again = recompute.of(shape.layers)
     kernels = not setting.cpu and config.mesh.tensor == 1
     plain = setting.cpu and size == 4
     lora = config.train.lora
     tiled = plain and _tiled(shape) and not (lora.rank and lora.experts)
     layer = layer_bytes(shape, size, "gpu" if kernels else "tiles" if tiled else "cpu" if plain else "")
-    inputs = {"none": layer, "layer": shape.width * size, "selective": (shape.width + shape.queries) * size}[mode]
+    inputs = (shape.width + (shape.queries if recompute.mode == "selective" else 0)) * size
     experts = max(1, shape.experts)
     pair = 3 * shape.width + 3 * shape.mlp
     between = shape.chosen * pair if shape.experts else 2 * max(shape.mlp, shape.queries)
@@ -191,11 +211,11 @@ def activations(config: Config, shape: Shape, setting: Setting, tokens: int) -> 
     logits = each * min(wide, tokens) * shape.vocab + min(KEPT_BYTES, tokens * shape.vocab * 4)
     head = 0 if config.train.lora.rank else 4 * shape.vocab * shape.width * (2 if shape.tied else 1)
     ends = shape.width * (4 + 2 * size) + 2 * size * shape.head
-    again = 0 if mode == "none" else layer
-    return {
-        "activations": tokens * shape.layers * inputs,
-        "backward": max(tokens * ends + logits + head, tokens * (again + working) + matrix),
-    }
+    whole = (shape.layers - again) * layer  # which is gone when the first layer is computed again
+    most = max(tokens * ends + logits + head, tokens * working + matrix if whole else 0)
+    if again:
+        most = max(most, tokens * (layer + working - whole) + matrix)
+    return {"activations": tokens * (again * inputs + whole), "backward": most}
 
 
 def layer_bytes(shape: Shape, size: int, passes: Literal["", "cpu", "tiles", "gpu"]) -> int:
@@ -229,20 +249,25 @@ def _tiled(shape: Shape) -> bool:
     return whole and shape.width * shape.mlp <= MOST_TILED
 
 
-def engine(config: Config, shape: Shape, context: int, longest: int) -> dict[str, int]:
-    """Parts of the embedded engine, all slots full; weights that it shares with the trainer are the trainer's."""
+def engine(config: Config, shape: Shape, context: int, longest: int, setting: Setting = Setting()) -> dict[str, int]:
+    """Parts of the embedded engine, all slots full; weights that it shares with the trainer are the trainer's.
+
+    Without `engine.kv_memory_gb` a GPU's cache takes more than this, of what the run leaves (`beside_cache`).
+    """
     slots, size = config.engine.slots, SIZES.get(config.engine.dtype, 4)
     copies = max(1, config.engine.processes)
     block = 2 * shape.layers * shape.keys * BLOCK * (4 if config.run.parity else size)
     blocks = min(slots * (-(-context // BLOCK) + 1) + 1, int((config.engine.kv_memory_gb or KV_GB) * 2**30) // block)
     table = 8 * -(-context // BLOCK)
     slot = context * (16 + (2 * shape.layers * shape.chosen if config.rollout.routing != "off" else 0)) + table
-    gathered = 4 * slots * longest * shape.keys * size
+    keys = slots * longest
+    # A GPU's kernels gather keys and values for prompts alone, in a pass of so many; elsewhere two buffers are twice as long as needed.
+    gathered = 2 * min(keys, PROMPTS) if size == 2 and not setting.cpu else 4 * keys
     weights = size * shape.parameters if two_copies(config) or config.clustered else 0
     return {
         "engine's weights": copies * (weights + 4 * shape.adapters(config.train.lora)),
-        "KV blocks": copies * blocks * block,
-        "engine's buffers": copies * (slots * slot + gathered),
+        KV: copies * blocks * block,
+        "engine's buffers": copies * (slots * slot + gathered * shape.keys * size),
     }
 
 
@@ -271,9 +296,19 @@ def most_tokens(config: Config, shape: Shape, space: int, setting: Setting = Set
     return low
 
 
+def fewest_layers(config: Config, shape: Shape, space: int, setting: Setting = Setting()) -> str:
+    """The smallest `train.checkpointed_layers` with which the run still fits into `space` bytes, as a setting; empty if that is today's."""
+
+    def fits(layers: int) -> bool:
+        return needed(with_values(config, "train", checkpointed_layers=layers), shape, setting) <= space
+
+    layers = next(filter(fits, range(config.train.recompute.of(shape.layers))), None)
+    return "" if layers is None else f"train.checkpointed_layers={layers}"
+
+
 def advice(config: Config, shape: Shape, space: int, setting: Setting = Setting()) -> str:
     """One line for a run that does not fit: the smallest change that makes it fit."""
-    again = with_values(config, "train", checkpointing="layer")
+    again = with_values(config, "train", checkpointing="layer", checkpointed_layers=None)
     low = with_values(with_values(again, "model", dtype="bfloat16"), "engine", dtype="bf16")
     for changed, words in (
         (config, "set train.micro_batch_tokens={}"),
@@ -281,7 +316,10 @@ def advice(config: Config, shape: Shape, space: int, setting: Setting = Setting(
         (low, "set model.dtype=bfloat16, engine.dtype=bf16, train.checkpointing=layer and train.micro_batch_tokens={}"),
     ):
         if most := most_tokens(changed, shape, space, setting):
-            return words.format(min(most, config.train.micro_batch_tokens))
+            tokens = min(most, config.train.micro_batch_tokens)
+            changed = with_values(changed, "train", micro_batch_tokens=tokens)
+            layers = fewest_layers(changed, shape, space, setting)
+            return words.format(tokens) + (f" and {layers}" if layers else "")
     adapted = with_values(low, "train", lora=LoraConfig(rank=32, experts=True))
     more = _more_shards(config, shape, space, setting)
     if not config.train.lora.rank and most_tokens(adapted, shape, space, setting):
@@ -319,6 +357,7 @@ def answer(config: Config, device: str, setting: Setting = Setting()) -> dict[st
         "fits": fits,
         "micro_batch_tokens": made.tokens,
         "most_micro_batch_tokens": most_tokens(config, shape, space, setting),
+        "quicker": fewest_layers(config, shape, space, setting) if fits else "",
         "advice": "" if fits else advice(config, shape, space, setting),
     }
 
@@ -333,7 +372,8 @@ def lines(found: Mapping[str, Any]) -> list[str]:
         f"{'at most' if found['phases'] or len(found['devices']) > 1 else 'together':18} {found['total'] / GB:10.2f} GB of {found['available'] / GB:.0f} on {found['device']}"
     )
     if found["fits"]:
-        return [*out, f"fits; train.micro_batch_tokens may be {found['most_micro_batch_tokens']:,}"]
+        out.append(f"fits; train.micro_batch_tokens may be {found['most_micro_batch_tokens']:,}")
+        return [*out, f"quicker with {found['quicker']}, which fits too"] if found["quicker"] else out
     return [*out, f"does not fit: {found['advice']}"]
 
 

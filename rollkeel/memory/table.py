@@ -40,6 +40,10 @@ torch's allocator sees in real updates on a CPU, for three presets with every `t
 trainer and engine hold, once or twice, are within 2 % of what it gives out; activations of transformers' modules in bfloat16 are
 within 1 % of what autograd keeps on the meta device. Not counted: a vLLM server, which takes what is left ([engines](engines.md)), the embedded engine's scores of a long prompt, and {RESERVED:.0%} of a GPU, which are set aside.
 
+**Some layers again.** With `train.checkpointing` the backward computes layers again, a quarter of an update's work, and it need not be all of
+them: `train.checkpointed_layers=N` is the first N, whose inputs alone are kept. The others are computed once; what they keep is gone when the first
+of the N is computed again. The last line of a plan names the fewest with which the run fits. Bits are the same with every N.
+
 **One copy of the weights.** Where the embedded engine lies in the trainer's process and `engine.dtype` is exactly `model.dtype` (fp32
 and float32, bf16 and bfloat16, fp16 and float16), the trainer's parameters are views of the engine's fused tensors. Publication then
 copies nothing, and "engine's weights" are 0, or with LoRA its own adapters. A run says which it is (`weights once`, `weights twice`

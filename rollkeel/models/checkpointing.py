@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rollkeel.config import Recompute
 from rollkeel.errors import BadInput
 from rollkeel.models import packed_attention
 from rollkeel.models.routers import expert_layers
@@ -44,15 +45,17 @@ class Layer(NamedTuple):
     """Operations whose results are kept for the second run."""
 
 
-def decoder_layers(backbone: torch.nn.Module, mode: str) -> list[Layer]:
-    """The layers that transformers would checkpoint, for `train.checkpointing=mode`. Raises `BadInput` if there are none."""
-    layers = [m for m in backbone.modules() if isinstance(m, GradientCheckpointingLayer)] if mode != "none" else []
-    if mode != "none" and not layers:
+def decoder_layers(backbone: torch.nn.Module, recompute: Recompute) -> list[Layer]:
+    """Those of the layers that transformers would checkpoint which `recompute` is for. Raises `BadInput` if there are none."""
+    if (mode := recompute.mode) == "none":
+        return []
+    layers = [m for m in backbone.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
         raise BadInput(
             f"train.checkpointing={mode}: model {type(backbone).__name__} has no layers for it; set train.checkpointing=none"
         )
     kept = _ATTENTION if mode == "selective" else frozenset[str]()
-    return [Layer(m, kept | _ROUTES if expert_layers(m) else kept) for m in layers]
+    return [Layer(m, kept | _ROUTES if expert_layers(m) else kept) for m in layers[: recompute.of(len(layers))]]
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
+from rollkeel.config import Recompute
 from rollkeel.errors import BadInput
 from rollkeel.models import packed_attention, varlen
 from rollkeel.models.checkpointing import checkpointed, decoder_layers
@@ -132,9 +133,9 @@ class PackedModel:
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, fuse: bool = True, checkpointing: str = "none", compiled: bool = False
+        self, model: PreTrainedModel, *, fuse: bool = True, recompute: Recompute = Recompute(), compiled: bool = False
     ) -> None:
-        """`fuse=False`: every operation is the model's own module, for hooks that look at them. `checkpointing`: see
+        """`fuse=False`: every operation is the model's own module, for hooks that look at them. `recompute`: see
         `decoder_layers`. `compiled`: layers run through torch.compile; raises `BadInput` where that cannot be, or computes
         something else."""
         self.model = model
@@ -148,7 +149,7 @@ class PackedModel:
         self._embedding: Any = model.get_input_embeddings()
         self._expert_layers = expert_layers(self.backbone)
         self.num_moe_layers = len(self._expert_layers)
-        self._checkpointed = decoder_layers(self.backbone, checkpointing)
+        self._checkpointed = decoder_layers(self.backbone, recompute)
         self._fused = fuse and fusable(model, self.backbone)
         self.padded = "" if _replaceable(model, config) else f"attention of {config.model_type} cannot be replaced"
         """Why sequences are padded instead of packed; empty if they are packed."""

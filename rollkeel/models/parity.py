@@ -226,9 +226,9 @@ class Definition:
         layers: Sequence[Weights],
         norm: torch.Tensor,
         *,
-        again: bool = False,
+        again: int = 0,
     ) -> None:
-        """`again`: layers keep what goes into them, and the backward runs them once more."""
+        """`again`: so many layers, from the first one on, keep what goes into them, and the backward runs them once more."""
         self.embedding = embedding
         self.layers = layers
         self.norm = norm
@@ -256,7 +256,7 @@ class Definition:
         tell(None, "embedding", x)
         cos, sin = self._angles(positions)
         for index in range(len(self.layers)):
-            if self._again and torch.is_grad_enabled():
+            if index < self._again and torch.is_grad_enabled():
                 x, chosen = checkpoint(self._layer, index, x, cos, sin, attend, tell, route, use_reentrant=False)
             else:
                 x, chosen = self._layer(index, x, cos, sin, attend, tell, route)

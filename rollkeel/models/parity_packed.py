@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
+from rollkeel.config import Recompute
 from rollkeel.errors import BadInput
 from rollkeel.models.adapters import parameters
 from rollkeel.models.forward import Attend, Observe
@@ -25,21 +26,20 @@ class ParityModel:
 
     varlen, padded = True, ""
 
-    def __init__(self, model: PreTrainedModel, *, checkpointing: str = "none") -> None:
-        """Raises `BadInput` for a model or a `checkpointing` without this arithmetic."""
+    def __init__(self, model: PreTrainedModel, *, recompute: Recompute = Recompute()) -> None:
+        """Raises `BadInput` for a model or a `recompute` without this arithmetic."""
         self.model = model
         config = model.config.get_text_config()
         parameter = next(model.parameters())
         check(config, mode_of(parameter.dtype), parameter.device, bool(parameters(model)))
-        if checkpointing == "selective":
+        if recompute.mode == "selective":
             raise BadInput("run.parity: expected train.checkpointing=none or layer, got selective")
         backbone: Any = getattr(model, model.base_model_prefix)
         layers = [_weights(layer) for layer in backbone.layers]
         self.num_moe_layers = sum(layer.router is not None for layer in layers)
         self._experts = int(getattr(config, "num_experts", 0) or 0)
-        self._definition = Definition(
-            config, backbone.embed_tokens.weight, layers, backbone.norm.weight, again=checkpointing == "layer"
-        )
+        again = recompute.of(len(layers))
+        self._definition = Definition(config, backbone.embed_tokens.weight, layers, backbone.norm.weight, again=again)
 
     def __call__(
         self,

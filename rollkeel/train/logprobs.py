@@ -14,6 +14,7 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from rollkeel.batch.packing import MicroBatch
+from rollkeel.config import Recompute
 from rollkeel.errors import BadInput
 from rollkeel.models import gpu, softmax
 from rollkeel.models.numerics import add_product, logits_of, product
@@ -327,13 +328,15 @@ def _set_product(out: torch.Tensor, dz: torch.Tensor, weight: torch.Tensor) -> N
         out.copy_(product(dz, weight))  # a low-precision result may be one of low-precision sums
 
 
-def packed_model(model: PreTrainedModel, checkpointing: str, compiled: bool, parity: bool) -> PackedModel | ParityModel:
+def packed_model(
+    model: PreTrainedModel, recompute: Recompute, compiled: bool, parity: bool
+) -> PackedModel | ParityModel:
     """The packed forward of one arithmetic or the other."""
     if not parity:
-        return PackedModel(model, checkpointing=checkpointing, compiled=compiled)
+        return PackedModel(model, recompute=recompute, compiled=compiled)
     from rollkeel.models.parity_packed import ParityModel
 
-    return ParityModel(model, checkpointing=checkpointing)
+    return ParityModel(model, recompute=recompute)
 
 
 class PolicyForward:
@@ -344,12 +347,12 @@ class PolicyForward:
         model: PreTrainedModel,
         *,
         chunk: int | None = None,
-        checkpointing: str = "none",
+        recompute: Recompute = Recompute(),
         compiled: bool = False,
         parity: bool = False,
     ) -> None:
         """`parity`: in the arithmetic of `models.parity`, which is not compiled."""
-        self.packed = packed_model(model, checkpointing, compiled, parity)
+        self.packed = packed_model(model, recompute, compiled, parity)
         head = head_of(model)
         self.scale, self.softcap = head.scale, head.softcap
         self._output: Any = model.get_output_embeddings()

@@ -11,7 +11,7 @@ import torch
 
 from rollkeel.batch.coefficients import coefficients
 from rollkeel.batch.packing import MicroBatch, pack, plan
-from rollkeel.config import SftConfig
+from rollkeel.config import Recompute, SftConfig
 from rollkeel.errors import BadInput, NonFinite
 from rollkeel.models.loading import Policy
 from rollkeel.train.logprobs import PolicyForward
@@ -82,7 +82,7 @@ def run_sft(
     batches: Sequence[int] | None = None,
     weight_decay: float = 0.0,
     pack_tokens: int = PACK_TOKENS,
-    checkpointing: str = "none",
+    recompute: Recompute = Recompute(),
     seed: int = 0,
     progress: Callable[[int, dict[str, float]], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
@@ -92,11 +92,11 @@ def run_sft(
     """Train `policy.model` in place on its own device; the loss of a step is the mean over its response tokens.
 
     Step s sees `examples(range(batches[s], batches[s + 1]))`: the order is the index, so the same source gives the same
-    weights. `batches`: of `cuts`; None takes those of `config` for examples that never repeat. `pack_tokens`: of one forward pass, whole sequences that do not see each other. `checkpointing`: as
+    weights. `batches`: of `cuts`; None takes those of `config` for examples that never repeat. `pack_tokens`: of one forward pass, whole sequences that do not see each other. `recompute`: as
     `train.checkpointing`. `seed` keys torch's generator for architectures that draw random numbers. `progress(step, metrics)` is called after every step; `should_stop()` is asked before each and ends the run early.
     `kept`: where an interrupted run left its state; it goes on from there, bit for bit on a CPU.
     `trainer`: of `policy`, on whose ranks it is trained: every rank makes the same call, with a `kept` of `UnfinishedTogether`; its reference
-    is then the model as it is behind it, and `weight_decay` and `checkpointing` are the trainer's.
+    is then the model as it is behind it, and `weight_decay` and `recompute` are the trainer's.
     Returns the metrics of the last step (`sft/loss`, `sft/entropy`, `sft/target_probability`,
     `optimizer/*`) and `sft/steps`, `sft/tokens` done. Raises `NonFinite` (weights of the last good step kept) and
     `BadInput` for an empty prompt or response.
@@ -108,7 +108,7 @@ def run_sft(
     if trainer is not None:
         work = trainer.supervised(config, steps, pack_tokens)
     else:
-        work = _alone(policy, config, steps, weight_decay, pack_tokens, checkpointing)
+        work = _alone(policy, config, steps, weight_decay, pack_tokens, recompute)
     stepper, mesh = work.stepper, work.trained.layout.mesh
     metrics: dict[str, float] = {}
     tokens = 0
@@ -135,11 +135,11 @@ def run_sft(
 
 
 def _alone(
-    policy: Policy, config: SftConfig, steps: int, weight_decay: float, pack_tokens: int, checkpointing: str
+    policy: Policy, config: SftConfig, steps: int, weight_decay: float, pack_tokens: int, recompute: Recompute
 ) -> Supervised:
     model, mesh = policy.model, Mesh()
     stepper = supervised(model, config, steps, weight_decay)
-    forward = PolicyForward(model, checkpointing=checkpointing)
+    forward = PolicyForward(model, recompute=recompute)
     trained = Trained(Layout(model, mesh), model, stepper, None, {})
     return Supervised(forward, Passes(pack_tokens, 1.0, mesh=mesh), stepper, trained, lambda: None)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rollkeel.config import TrainConfig
+from rollkeel.config import Recompute, TrainConfig
 from rollkeel.errors import BadInput
 from rollkeel.models.adapters import parameters, peft_name
 from rollkeel.models.checkpointing import decoder_layers
@@ -106,7 +106,7 @@ class Sharded:
             self._vocabulary = cut_layers(model, mesh)
         self._root: Any = None
         if mesh.shard > 1:
-            layers = [layer.module for layer in decoder_layers(model, "layer")]
+            layers = [layer.module for layer in decoder_layers(model, Recompute("layer"))]
             self._root = spread(model, layers, mesh, tree and reduce_scatter(tree))
         if source is not None:
             _fill(model, layout, source, device)

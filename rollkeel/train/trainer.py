@@ -81,7 +81,7 @@ class LocalTrainer:
         self._mesh = self.mesh = mesh
         self._freeze()
         check_ranks(mesh, config, policy, rounding, parity)
-        how: dict[str, Any] = {"checkpointing": config.checkpointing, "compiled": config.compile, "parity": parity}
+        how: dict[str, Any] = {"recompute": config.recompute, "compiled": config.compile, "parity": parity}
         self._pieces, self._deal, pair = pieces_of(self.model, mesh), Deal.of(self.model, mesh), pair_cost(self.model)
         self._tree = Tree(mesh) if config.reduce == "tree" else None
         self._rounding = Rounding(self.model, rounding)

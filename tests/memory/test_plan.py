@@ -21,7 +21,8 @@ from transformers import Qwen3Config
 from rollkeel import objectives
 from rollkeel.cli import main
 from rollkeel.config import Config, EngineConfig, LoraConfig, ModelConfig, TrainConfig
-from rollkeel.engines import kv
+from rollkeel.engines import kv, prefill
+from rollkeel.engines import open as engines
 from rollkeel.engines.kv import Layout, affordable_blocks
 from rollkeel.errors import BadInput
 from rollkeel.loop.assemble import own_engine, policy_of
@@ -83,7 +84,7 @@ def peak(call: Callable[[], Any]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["none", "layer", "selective"])
+@pytest.mark.parametrize(("mode", "layers"), [("none", None), ("layer", None), ("selective", None), ("layer", 2)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("preset", "sizes"),
@@ -93,10 +94,12 @@ def peak(call: Callable[[], Any]) -> int:
         ("tiny-qwen3-moe", {"hidden_size": 128, "num_hidden_layers": 5, "moe_intermediate_size": 160, "num_experts_per_tok": 3}),
     ],
 )  # fmt: skip
-def test_the_peak_of_real_updates_is_within_a_tenth(preset: str, sizes: dict[str, int], dtype: str, mode: str) -> None:
+def test_the_peak_of_real_updates_is_within_a_tenth(
+    preset: str, sizes: dict[str, int], dtype: str, mode: Any, layers: int | None
+) -> None:
     if dtype == "bfloat16" and "moe" in preset:
         pytest.skip("a CPU takes rollkeel's experts there, which the plan of bfloat16 leaves to transformers")
-    train = TrainConfig(checkpointing=mode, warmup_steps=0, micro_batch_tokens=1500)  # type: ignore[arg-type]
+    train = TrainConfig(checkpointing=mode, checkpointed_layers=layers, warmup_steps=0, micro_batch_tokens=1500)
     config = Config(model=ModelConfig(path=f"preset:{preset}", overrides=sizes, dtype=dtype), train=train)  # type: ignore[arg-type]
     trainer = LocalTrainer(load_policy(config.model), train, temperature=1.0, total_updates=3)
     batch = make_batch((90,) * 32, layers=sizes["num_hidden_layers"])
@@ -193,8 +196,8 @@ def test_layers_of_transformers_keep_what_is_planned(
 ) -> None:
     fields = {**PUBLIC["Qwen/Qwen3-1.7B"], "num_hidden_layers": 4}
     shape = shape_of("Qwen/Qwen3-1.7B", {"num_hidden_layers": 4})
-    kept = kept_on_meta(Qwen3Config(**fields), dtype, monkeypatch)
-    assert kept["none"] == pytest.approx(4 * layer_bytes(shape, size, "") + shape.width * (4 + size), rel=0.01)
+    kept, *_ = kept_on_meta(Qwen3Config(**fields), dtype, monkeypatch)
+    assert kept == pytest.approx(4 * layer_bytes(shape, size, "") + shape.width * (4 + size), rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +220,8 @@ def test_constants_are_those_of_trainer_and_engine() -> None:
     assert memory.TILE % tiled_experts.COLUMNS == 0
     assert memory.SCALED == eight_bit.BLOCK
     assert Layout().block_size == memory.BLOCK
+    assert prefill.LOOSE * 2 * Layout().prefill_tokens == memory.PROMPTS
+    assert engines.CONTEXTS == memory.RESERVED
     for name in PUBLIC:
         shape, fields = shape_of(name, {}), Qwen3Config(**PUBLIC[name])
         config = Config(engine=EngineConfig(kv_memory_gb=16.0, slots=4096, dtype="bf16"))
@@ -253,6 +258,25 @@ def test_the_most_tokens_fit_and_one_more_does_not() -> None:
     assert most_tokens(config, shape, memory.GB) == 0
 
 
+def test_layers_that_are_computed_once_keep_what_the_others_do_not() -> None:
+    """Qwen3-0.6B: with n of 28 layers, n inputs and 28 − n layers; the fewest with which it fits, and one fewer does not."""
+    config, shape = recipe("model.dtype=bfloat16", "engine.dtype=bf16", "train.checkpointing=layer")
+    tokens, layer = plan(config, shape).tokens, layer_bytes(shape, 2, "gpu")
+
+    def of(layers: int | None) -> memory.Plan:
+        return plan(memory.with_values(config, "train", checkpointed_layers=layers), shape)
+
+    kept = [of(n).parts["activations"] for n in (None, 28, 40, 20, 0)]
+    assert kept == [tokens * (n * 2 * 1024 + (28 - n) * layer) for n in (28, 28, 28, 20, 0)]
+    assert of(0) == plan(memory.with_values(config, "train", checkpointing="none"), shape)
+    space = of(9).total
+    assert memory.fewest_layers(config, shape, space) == "train.checkpointed_layers=9"
+    assert of(8).total > space
+    assert memory.fewest_layers(config, shape, of(None).total) == memory.fewest_layers(config, shape, 1) == ""
+    enough = memory.with_values(config, "train", checkpointing="none")
+    assert memory.fewest_layers(enough, shape, 10**15) == ""
+
+
 @pytest.mark.parametrize(
     ("space", "words"),
     [
@@ -278,6 +302,12 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
     code, out = run("default", "--device", "cpu")
     assert (code, "fits; train.micro_batch_tokens may be" in out) == (0, True)
+    words = ["model.path=Qwen/Qwen3-4B", "model.dtype=bfloat16", "engine.dtype=bf16", "train.checkpointing=layer"]
+    words += ["train.micro_batch_tokens=32768"]
+    code, out = run("default", *words, "--device", "h200")
+    assert (code, out.splitlines()[-1]) == (0, "quicker with train.checkpointed_layers=19, which fits too")
+    code, out = run("default", *words[:-2], words[-1], "--device", "h200")
+    assert (code, out.splitlines()[-1]) == (1, "does not fit: set train.micro_batch_tokens=16418")
     code, out = run("default", "model.path=Qwen/Qwen3-8B", "--device", "h200", "--json")
     found = json.loads(out)
     assert (code, found["fits"], sum(found["bytes"].values())) == (1, False, found["total"])

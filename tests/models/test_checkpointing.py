@@ -7,6 +7,7 @@ Qwen3-4B's shape. Not covered: CUDA, time, reward models (their forward is trans
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rollkeel import objectives
-from rollkeel.config import ModelConfig, TrainConfig
+from rollkeel.config import ModelConfig, Recompute, TrainConfig
 from rollkeel.models import checkpointing, jit, packed_attention
 from rollkeel.models import packed as packed_module
 from rollkeel.models.checkpointing import _Results
@@ -27,6 +28,7 @@ from rollkeel.train.trainer import LocalTrainer
 from tests.train.test_replay import make_batch
 
 MODES = ("layer", "selective")
+WAYS = tuple(map(Recompute, ("none", *MODES)))
 LENGTHS = [7, 3, 12]
 IDS = torch.arange(sum(LENGTHS)) * 7 % 96 + 8
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])
@@ -53,7 +55,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3-tied", "tiny-qwen3-moe"])
 def test_every_gradient_has_the_same_bits(name: str, form: str, mode: str) -> None:
     net = preset(name)
-    plain, less = (PackedModel(net, fuse=form == "fused", checkpointing=m) for m in ("none", mode))
+    plain, less = (PackedModel(net, fuse=form == "fused", recompute=Recompute(m)) for m in ("none", mode))
     plain.varlen = less.varlen = form != "padded"
     assert same(gradients(plain), gradients(less))
     assert saved_bytes(less) < 0.6 * saved_bytes(plain)
@@ -61,10 +63,23 @@ def test_every_gradient_has_the_same_bits(name: str, form: str, mode: str) -> No
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_the_first_layers_alone(mode: str) -> None:
+    """One of two keeps less than both and more than none; a third layer that is not there is no error."""
+    ways = [Recompute(mode, layers) for layers in (0, 1, 2, 3, None)]
+    packed = [PackedModel(preset("tiny-qwen3-moe"), recompute=way) for way in ways]
+    every, *others = map(gradients, packed)
+    assert all(same(every, other) for other in others)
+    none, one, *both = map(saved_bytes, packed)
+    assert none > one > both[0] == both[1] == both[2]
+    layers = packed[1].model.model.layers
+    assert [layer.module for layer in packed[1]._checkpointed] == [layers[0]]
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("padded", [False, True])
 def test_routes_are_drawn_and_told_once_and_replayed_ones_stay(mode: str, padded: bool) -> None:
     net = preset("tiny-qwen3-moe")
-    plain, less = (PackedModel(net, checkpointing=m) for m in ("none", mode))
+    plain, less = (PackedModel(net, recompute=Recompute(m)) for m in ("none", mode))
     plain.varlen = less.varlen = not padded
     own, told = list[torch.Tensor](), list[torch.Tensor]()
     assert same(gradients(plain, experts=own), gradients(less, experts=told))
@@ -81,7 +96,7 @@ def test_routes_are_drawn_and_told_once_and_replayed_ones_stay(mode: str, padded
 def test_the_second_run_goes_to_the_experts_of_the_first() -> None:
     """A router whose scores have changed in between, as rounding may change them on a GPU, does not change the routes."""
     net = preset("tiny-qwen3-moe")
-    less = PackedModel(net, checkpointing="layer")
+    less = PackedModel(net, recompute=Recompute("layer"))
     first = list[torch.Tensor]()
     hidden = less(IDS, POSITIONS, CU, first)
     for layer in net.model.layers:
@@ -93,7 +108,7 @@ def test_the_second_run_goes_to_the_experts_of_the_first() -> None:
 
 
 def test_a_retained_graph_runs_its_layers_a_third_time() -> None:
-    less = PackedModel(preset("tiny-qwen3-moe"), checkpointing="selective")
+    less = PackedModel(preset("tiny-qwen3-moe"), recompute=Recompute("selective"))
     loss = less(IDS, POSITIONS, CU).square().sum()
     weights = [p for n, p in less.model.named_parameters() if n.startswith("model")]
     once, twice = (torch.autograd.grad(loss, weights, retain_graph=True) for _ in range(2))
@@ -122,7 +137,7 @@ def test_updates_of_the_trainer_have_the_same_bits(processes: int, replay: bool)
 
 
 def test_scoring_without_gradient_lends_nothing() -> None:
-    less = PackedModel(preset("tiny-qwen3"), checkpointing="layer")
+    less = PackedModel(preset("tiny-qwen3"), recompute=Recompute("layer"))
     with torch.no_grad():
         hidden = less(IDS, POSITIONS, CU)
     assert torch.equal(hidden, PackedModel(less.model)(IDS, POSITIONS, CU))
@@ -174,7 +189,7 @@ def test_selective_does_not_compute_attention_again(
     """Two layers; kernels take both lengths of sequences at once."""
     if not kernels:
         monkeypatch.setattr(packed_attention, "suits", lambda *_: False)
-    packed = PackedModel(preset("tiny-qwen3"), checkpointing=mode)
+    packed = PackedModel(preset("tiny-qwen3"), recompute=Recompute(mode))
     hidden = packed(IDS, POSITIONS, CU)
     with Counted() as counted:
         hidden.sum().backward()
@@ -185,18 +200,23 @@ def on_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, _
     return packed_module._cuda_varlen(q, k, v, packed_module._LAYOUT.get(), scaling).flatten(1)
 
 
-def kept_on_meta(config: Qwen3Config, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Bytes per token that autograd keeps of one sequence of 2,048 tokens as on a CUDA device, by `train.checkpointing`."""
+def kept_on_meta(
+    config: Qwen3Config,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+    ways: Sequence[Recompute] = WAYS,
+) -> list[float]:
+    """Bytes per token that autograd keeps of one sequence of 2,048 tokens as on a CUDA device, for each of `ways`."""
     monkeypatch.setattr(packed_module, "_replaceable", lambda *_: False)  # its probe needs values
     monkeypatch.setattr(packed_module, "_attend", on_cuda)
     with torch.device("meta"):
         net = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         ids, positions = torch.zeros(2048, dtype=torch.int64), torch.zeros(2048, dtype=torch.int64)
-    weights, kept = {p.untyped_storage()._cdata for p in net.parameters()}, {}
-    for mode in ("none", *MODES):
-        packed = PackedModel(net, checkpointing=mode)
+    weights, kept = {p.untyped_storage()._cdata for p in net.parameters()}, []
+    for way in ways:
+        packed = PackedModel(net, recompute=way)
         packed.varlen = True
-        kept[mode] = kept_by(lambda packed=packed: packed(ids, positions, [0, 2048]), weights) / 2048
+        kept.append(kept_by(lambda packed=packed: packed(ids, positions, [0, 2048]), weights) / 2048)
     return kept
 
 
@@ -205,5 +225,10 @@ def test_qwen3_4b_keeps_a_thirtieth(monkeypatch: pytest.MonkeyPatch) -> None:
         hidden_size=2560, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
         intermediate_size=9728, vocab_size=151936, tie_word_embeddings=True,
     )  # fmt: skip
-    kept = kept_on_meta(config, torch.bfloat16, monkeypatch)
-    assert {mode: round(count / 1000) for mode, count in kept.items()} == {"none": 6146, "layer": 200, "selective": 499}
+    every, *less = kept_on_meta(config, torch.bfloat16, monkeypatch)
+    assert [round(count / 1000) for count in (every, *less)] == [6146, 200, 499]
+    # Of nine of the 36 layers, beside what the last norm keeps; of none.
+    end = 2560 * (4 + 2)
+    nine = [(9 * (of_all - end) + 27 * (every - end)) / 36 + end for of_all in less]
+    ways = [*(Recompute(mode, 9) for mode in MODES), Recompute("layer", 0)]
+    assert kept_on_meta(config, torch.bfloat16, monkeypatch, ways) == pytest.approx([*nine, every], rel=1e-4)

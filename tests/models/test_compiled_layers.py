@@ -14,7 +14,7 @@ import torch
 import torch._dynamo.utils
 
 from rollkeel import objectives
-from rollkeel.config import LoraConfig, ModelConfig, TrainConfig
+from rollkeel.config import LoraConfig, ModelConfig, Recompute, TrainConfig
 from rollkeel.errors import BadInput
 from rollkeel.models import compiled_layers
 from rollkeel.models.adapters import parameters
@@ -61,7 +61,9 @@ def test_gradients_are_those_of_the_modules(name: str) -> None:
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3-moe"])
 def test_checkpointing_goes_together_with_it(name: str, mode: str) -> None:
     net = preset(name)
-    assert near(gradients(PackedModel(net, checkpointing=mode, compiled=True)), gradients(PackedModel(net, fuse=False)))
+    assert near(
+        gradients(PackedModel(net, recompute=Recompute(mode), compiled=True)), gradients(PackedModel(net, fuse=False))
+    )
 
 
 @pytest.mark.slow

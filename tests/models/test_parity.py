@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from rollkeel.batch.packing import pack
+from rollkeel.config import Recompute
 from rollkeel.models import parity
 from rollkeel.models.presets import PRESETS, build_preset
 from rollkeel.train.logprobs import PolicyForward
@@ -157,9 +158,10 @@ def test_gradients_are_those_of_the_ordinary_path(preset: str) -> None:
     (ordinary, expected), (logprobs, got) = passed(model), passed(model, parity=True)
     assert torch.allclose(ordinary, logprobs, atol=1e-5)
     assert {n for n, g in got.items() if (g - expected[n]).norm() > 1e-5 * expected[n].norm()} == set()
-    again, recomputed = passed(model, parity=True, checkpointing="layer")
-    assert torch.equal(again, logprobs)
-    assert all(torch.equal(recomputed[n], g) for n, g in got.items())
+    for layers in (1, None):
+        again, recomputed = passed(model, parity=True, recompute=Recompute("layer", layers))
+        assert torch.equal(again, logprobs)
+        assert all(torch.equal(recomputed[n], g) for n, g in got.items())
 
 
 def test_gradients_in_bfloat16() -> None:

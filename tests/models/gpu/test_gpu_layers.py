@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from rollkeel.config import Recompute
 from rollkeel.models.gpu import layers
 from rollkeel.models.packed import PackedModel
 from tests.models.test_fused import NAMES, assert_those_of_transformers, gradients, model
@@ -110,7 +111,10 @@ def test_hidden_states_and_every_gradient_are_those_of_transformers(device: str,
 def test_in_bfloat16_as_near_to_float32_as_transformers(device: str, mode: str) -> None:
     """With what is computed again, too. Triton's interpreter cuts digits where a card rounds, which is twice the error."""
     net = model("tiny-qwen3", num_hidden_layers=2).to(device, torch.bfloat16)
-    got, theirs = gradients(net, PackedModel(net, checkpointing=mode)), gradients(net, PackedModel(net, fuse=False))
+    got, theirs = (
+        gradients(net, PackedModel(net, recompute=Recompute(mode))),
+        gradients(net, PackedModel(net, fuse=False)),
+    )
     want = gradients(net.float(), PackedModel(net, fuse=False))
     for key, value in want.items():
         mine, other = (float((each[key].float() - value).norm()) for each in (got, theirs))

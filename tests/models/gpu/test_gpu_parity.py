@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from rollkeel.batch.packing import pack
-from rollkeel.config import EngineConfig
+from rollkeel.config import EngineConfig, Recompute
 from rollkeel.engines.local import LocalEngine
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.presets import build_preset
@@ -130,7 +130,7 @@ def test_gradients_are_those_of_the_ordinary_path(device: str, preset: str) -> N
     rng = np.random.default_rng(0)
     sequences = [rng.integers(8, 264, n) for n in (20, 31, 9, 14)]
     got = []
-    for options in ({}, {"parity": True}, {"parity": True, "checkpointing": "layer"}):
+    for options in ({}, {"parity": True}, {"parity": True, "recompute": Recompute("layer")}):
         model.zero_grad()
         scores = scored(model, sequences, [3] * 4, **options)
         weight = torch.linspace(-1, 1, len(scores.logprobs), device=device)

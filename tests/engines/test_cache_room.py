@@ -1,0 +1,103 @@
+"""Without `engine.kv_memory_gb` a GPU's cache takes what the run leaves: too much, and the first update runs out of memory hours later;
+too little, and sequences wait for blocks on an empty card.
+
+Sizes are computed by hand, and the device is asked through stand-ins for torch's calls. Not covered: a real card, vLLM's own memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rollkeel.config import EngineConfig
+from rollkeel.engines import open as opening
+from rollkeel.engines.open import left_gb, open_engine
+from rollkeel.loop.assemble import beside_engine
+from rollkeel.memory.plan import OF_ENGINE, beside_cache, plan
+from rollkeel.memory.residency import residency
+from rollkeel.memory.shapes import PUBLIC, shape_of
+from rollkeel.models.loading import Policy
+from rollkeel.models.presets import build_preset
+from rollkeel.recipe import load
+
+GB = 2**30
+CARD = torch.device("cuda")
+NAME = "Qwen/Qwen3-0.6B"
+LOW = [f"model.path={NAME}", "model.dtype=bfloat16", "engine.dtype=bf16"]
+
+
+def card(patch: pytest.MonkeyPatch, free: float, total: float, held: float, reserved: float) -> None:
+    """A device with so many GiB free, so many reserved by this process, and so many of those in use."""
+    patch.setattr(torch.cuda, "mem_get_info", lambda *_: (int(free * GB), int(total * GB)))
+    patch.setattr(torch.cuda, "memory_reserved", lambda *_: int(reserved * GB))
+    patch.setattr(torch.cuda, "memory_allocated", lambda *_: int(held * GB))
+
+
+@pytest.mark.parametrize(
+    ("free", "held", "reserved", "planned", "room"),
+    [
+        (90, 10, 10, 40, 0.8 * (90 - 30 - 6)),  # 10 of the 40 are there already
+        (50, 10, 50, 40, 0.8 * (90 - 30 - 6)),  # and 40 that a warm start needed no longer are
+        (50, 50, 50, 40, 0.8 * (50 - 6)),
+        (60, 10, 10, 40, 0.8 * (60 - 30 - 6)),  # others hold 30
+        (90, 10, 10, 100, 4.0),  # nothing is left: what there is without a GPU
+        (5, 0, 0, 100, 0.4 * 5),
+    ],
+)
+def test_it_is_four_fifths_of_what_is_left(
+    free: float, held: float, reserved: float, planned: float, room: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card(monkeypatch, free, 100, held, reserved)
+    assert left_gb(CARD, int(planned * GB)) == pytest.approx(room)
+
+
+@pytest.mark.parametrize(
+    ("asked", "planned", "processes", "given"),
+    [(None, 40, 0, 0.8 * 44), (None, 40, 2, 0.4 * 44), (7.0, 40, 0, 7.0), (None, None, 0, None)],
+)
+def test_engines_get_it_unless_somebody_asked_for_more_or_less(
+    asked: float | None, planned: int | None, processes: int, given: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes share it; where nobody planned, an engine looks for itself."""
+    card(monkeypatch, 90, 100, 0, 0)
+    seen = list[Any]()
+    monkeypatch.setattr(opening, "LocalEngine", lambda _, config, **__: seen.append(config))
+    monkeypatch.setattr("rollkeel.engines.workers.WorkerEngine", lambda _, config, **__: seen.append(config))
+    config = EngineConfig(kv_memory_gb=asked, processes=processes)
+    open_engine(None, config, CARD, planned=None if planned is None else planned * GB)
+    assert seen[0].kv_memory_gb == (None if given is None else pytest.approx(given))
+    open_engine(None, config, "cpu", planned=40 * GB)
+    assert seen[1] is config
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
+def test_beside_it_lies_what_the_fullest_phase_has(offload: str) -> None:
+    config, shape = load(None, [*LOW, f"memory.offload={offload}"]), shape_of(NAME, {})
+    parts = plan(config, shape).parts
+    if offload == "none":  # KV lies beside everything
+        wanted = sum(parts.values()) - parts["KV blocks"]
+    else:  # masters and moments are away while KV is there, weights are shared
+        wanted = parts["weights"] + parts["engine's buffers"]
+    assert beside_cache(config, PUBLIC[NAME]) == wanted
+    assert beside_cache(config, {"model_type": "mamba"}) is None
+    peak = max(residency(config, shape, offload).held(phase) for phase in ("rollout", "update"))
+    assert peak >= wanted
+
+
+def test_an_engine_on_a_device_of_its_own_has_nobody_beside_it() -> None:
+    config = load(None, [*LOW, "cluster.trainers=2", "cluster.engines=2"])
+    parts = plan(config, shape_of(NAME, {})).parts
+    wanted = sum(parts[name] for name in OF_ENGINE) - parts["KV blocks"]
+    assert beside_cache(config, PUBLIC[NAME]) == wanted > 0
+
+
+def test_runs_tell_it_on_a_gpu_alone() -> None:
+    config = load(None, ["engine.kv_memory_gb=null"])
+    policy = Policy(*build_preset("tiny-qwen3-moe", 1))
+    found = beside_engine(config, policy, "cuda")
+    assert found == beside_cache(config, policy.model.config.to_dict()) is not None
+    assert beside_engine(config, policy, "cpu") is None
+    server = load(None, ["engine.kind=vllm", "engine.server.options={gpu-memory-utilization: 0.5}"])
+    assert beside_engine(server, policy, "cuda") is None
