@@ -43,9 +43,8 @@ ONCE = {
 """At the start of a run."""
 KEPT = {
     "models/checksum.py tensor_checksum",
-    "models/loading.py save_policy",
+    "models/part_files.py write.put_tensor",
     "models/adapter_files.py save_adapters",
-    "train/state.py _encode",
     "engines/kv.py PagedCache.read",
     "engines/shared_memory.py write",
     "memory/moves.py InHost.leave",
@@ -133,7 +132,7 @@ def ran(loop: str, settings: list[str], folder: Path) -> None:
         assert sum(reads(*DECODE).values()) <= drawn / 8
 
 
-@pytest.mark.usually("budgeted", "async", "lora")
+@pytest.mark.usually("budgeted", "async", "lora", "low", "eight")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_stays_on_its_device(name: str, tmp_path: Path) -> None:
     ran(name, RUNS[name], tmp_path / "run")
@@ -188,9 +187,9 @@ def test_tokens_are_those_of_the_cpu(preset: str, part: int) -> None:
     clean()
 
 
-def adapted(device: str) -> tuple[dict[str, torch.Tensor], list[Segment]]:
+def adapted(device: str, rank: int) -> tuple[dict[str, torch.Tensor], list[Segment]]:
     """Gradients of adapters beside routed experts, and what an engine samples with the same adapters."""
-    lora = LoraConfig(rank=4, experts=True)
+    lora = LoraConfig(rank=rank, experts=True)
     made = policy("tiny-qwen3-moe", device, num_hidden_layers=1, hidden_size=16, lora=lora)
     for name, p in parameters(made.model).items():
         drawn = torch.rand(p.shape, generator=torch.Generator().manual_seed(len(name)))
@@ -211,9 +210,10 @@ def adapted(device: str) -> tuple[dict[str, torch.Tensor], list[Segment]]:
     return grads, sorted(ended, key=lambda s: s.request_id)
 
 
-def test_adapters_of_experts_are_those_of_the_cpu() -> None:
-    """There the adapters of all experts are one product, too."""
-    (here, mine), (there, theirs) = adapted("cpu"), adapted(DEVICE)
+@pytest.mark.parametrize("rank", [1, 3, 4, 8])
+def test_adapters_of_experts_are_those_of_the_cpu(rank: int) -> None:
+    """There the adapters of all experts are one product, too, which wants rows of 16 bytes."""
+    (here, mine), (there, theirs) = adapted("cpu", rank), adapted(DEVICE, rank)
     assert here.keys() == there.keys()
     assert any("experts" in name for name in here)
     for name, grad in here.items():

@@ -202,8 +202,9 @@ class RayMachines:
     def record(self, path: Path, rollouts: Sequence[Rollout], about: Mapping[str, Any]) -> None:
         self._ranks.call("record", str(path), ray.put(list(rollouts)), about)
 
-    def save_model(self, folder: Path) -> None:
+    def save_model(self, folder: Path) -> Written:
         self._ranks.call("save_model", str(folder))
+        return None
 
     def save(self, folder: Path) -> Written:
         return self._ranks.call("save", str(folder))

@@ -127,8 +127,8 @@ class Machines(Protocol):
         """Write what the trainer computes for `rollouts`; `about`: as `record_tensors` takes it."""
         ...
 
-    def save_model(self, folder: Path) -> None:
-        """Write an ordinary Hugging Face folder, or of adapters PEFT's."""
+    def save_model(self, folder: Path) -> Written:
+        """Write an ordinary Hugging Face folder, or of adapters PEFT's. Returns what is known of its files, by name."""
         ...
 
     def save(self, folder: Path) -> Written:

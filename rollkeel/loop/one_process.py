@@ -92,8 +92,8 @@ class OneProcess:
         with trainer.computing():
             record_tensors(path, trainer.model, rollouts, **about)
 
-    def save_model(self, folder: Path) -> None:
-        save_policy(self.policy, folder)
+    def save_model(self, folder: Path) -> Written:
+        return save_policy(self.policy, folder)
 
     def save(self, folder: Path) -> Written:
         return None

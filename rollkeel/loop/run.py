@@ -138,10 +138,10 @@ class Run:
         self.enter("checkpoint")
 
         def write(path: Path) -> checkpoint.Written:
+            written = checkpoint.save_state_of(path, {"step": step, **self.state()})
             if self.config.checkpoint.every:
-                self.machines.save_model(path / "model")
-            checkpoint.save_state(path / "state", {"step": step, **self.state()})
-            return self.machines.save(path)
+                written |= checkpoint.beneath("model", self.machines.save_model(path / "model"))
+            return written | dict(self.machines.save(path) or {})
 
         self.folder.sync_rollouts()
         info = {

@@ -185,6 +185,6 @@ def _store_cached(folder: Path, policy: Policy, view: LiveView, trainer: LocalTr
             return
         folder.mkdir(parents=True, exist_ok=True)
         weights = trained_state(policy.model)
-        checkpoint.save(folder, 0, write=lambda path: checkpoint.save_state(path / "state", weights), info={})
+        checkpoint.save(folder, 0, write=lambda path: checkpoint.save_state_of(path, weights), info={})
     except (BadInput, OSError) as error:
         view.note(f"the warm start was not cached: {error}")

@@ -14,7 +14,7 @@ from rollkeel.config import LoraConfig
 from rollkeel.errors import BadInput
 from rollkeel.models import tiled_experts
 from rollkeel.models.experts import by_expert, by_expert_there, plain_experts
-from rollkeel.models.lora import ADAPTER, STACKS, adapter_names, low_rank
+from rollkeel.models.lora import ADAPTER, STACKS, adapter_names, low_rank, low_rank_by_expert
 from rollkeel.models.numerics import stays_precise
 from rollkeel.models.products import add_mm, mm
 from rollkeel.models.routers import expert_layers
@@ -50,7 +50,10 @@ class Adapter(torch.nn.Module):
 
     def grouped(self, rows: torch.Tensor, weight: torch.Tensor, split: Split, tiled: bool) -> torch.Tensor:
         """Each expert's rows times its own weight, and times its own adapters. `tiled`: the former by `tiled_experts`."""
-        beside = _grouped(_grouped(rows.float(), self.A, split), self.B, split) * self.scale
+        if isinstance(split, torch.Tensor):
+            beside = low_rank_by_expert(rows, self.A, self.B, self.scale, split)
+        else:
+            beside = _grouped(_grouped(rows.float(), self.A, split), self.B, split) * self.scale
         return _grouped(rows, weight, split, tiled) + beside.to(rows.dtype)
 
 

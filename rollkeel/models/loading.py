@@ -23,7 +23,10 @@ from rollkeel.config import LoraConfig, ModelConfig
 from rollkeel.errors import BadInput
 from rollkeel.models import adapter_files
 from rollkeel.models.adapters import attach, named_adapters
+from rollkeel.models.names import checkpoint_views
+from rollkeel.models.part_files import Entry
 from rollkeel.models.presets import build_preset, extend
+from rollkeel.models.saving import write_weights
 from rollkeel.models.sources import Drawn, Source, files_of, refuse_unexpected, without_memory
 
 PRESET_PREFIX = "preset:"
@@ -197,15 +200,26 @@ def _refusing(said: str) -> Iterator[None]:
         raise BadInput(f"{said}: transformers cannot load it: {' '.join(str(error).split())[:300]}") from None
 
 
-def save_policy(policy: Policy, folder: str | Path, adapters: Mapping[str, torch.Tensor] | None = None) -> None:
+def save_policy(
+    policy: Policy, folder: str | Path, adapters: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, dict[str, Any]]:
     """Write an ordinary Hugging Face folder (config, safetensors, tokenizer), or of adapters PEFT's. `adapters`: where those of the
-    model lie in parts, all of them."""
-    if policy.lora is None:
-        policy.model.save_pretrained(str(folder))
-    else:
+    model lie in parts, all of them. Returns size and SHA-256 of the files with weights, by name.
+
+    Beside the model no more than a part of a tensor lies in memory. Raises `BadInput` for weights that are no pieces of parameters.
+    """
+    folder = Path(folder)
+    if policy.lora is not None:
         adapters = adapters or named_adapters(policy.model)
-        adapter_files.save_adapters(adapters, policy.lora, policy.base, Path(folder))
-    policy.tokenizer.save_pretrained(str(folder))
+        adapter_files.save_adapters(adapters, policy.lora, policy.base, folder)
+        policy.tokenizer.save_pretrained(str(folder))
+        return {}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_about(policy, folder)
+    # Wide numbers first, which keeps each where a reader can look at it in place.
+    views = dict(sorted(checkpoint_views(policy.model).items(), key=lambda item: -item[1].element_size()))
+    entries = [Entry(name, view.dtype, tuple(view.shape)) for name, view in views.items()]
+    return write_weights(folder, entries, views.values(), sum(view.numel() for view in views.values()))
 
 
 def save_about(policy: Policy, folder: Path) -> None:

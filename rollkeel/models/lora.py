@@ -1,6 +1,6 @@
 """LoRA (Hu et al., arXiv:2106.09685) in the fast forward: y = xW + (alpha / rank)(xA)B, A and B beside W and never merged into it.
 
-Adapters are float32 whatever the weights are. They go by PEFT's names.
+Adapters are kept in float32 whatever the weights are. They go by PEFT's names.
 """
 
 from __future__ import annotations
@@ -17,13 +17,32 @@ ADAPTER = ".lora."
 PREFIX = "base_model.model."
 STACKS = {"gate_up_proj": ".base_layer", "down_proj": ""}
 """Weights of routed experts, and how deep PEFT nests the wrapper of each."""
+ALIGNED = 8
+"""Columns of A in multiples of which grouped products are possible in every dtype."""
 Part = tuple[slice, torch.Tensor, torch.Tensor]
 """Rows of a fused weight, A `[rank, in]` and B `[rows, rank]` beside them; of a stack of experts A `[E, …]` and B `[E, …]`."""
 
 
 def low_rank(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """scale · (x Aᵀ) Bᵀ in float32: `x [..., in]`, `a [rank, in]`, `b [out, rank]`."""
-    return F.linear(F.linear(x.float(), a), b) * scale
+    """scale · (x Aᵀ) Bᵀ: `x [..., in]`, `a [rank, in]`, `b [out, rank]`."""
+    kind = _working(x)
+    return F.linear(F.linear(x.to(kind), a.to(kind)), b.to(kind)) * scale
+
+
+def low_rank_by_expert(
+    x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, ends: torch.Tensor
+) -> torch.Tensor:
+    """The same of rows sorted by expert, on a device: `a [E, rank, in]`, `b [E, out, rank]`, `ends [E]` behind the last row of each."""
+    kind, more = _working(x), -a.shape[1] % ALIGNED
+    if more:
+        a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
+    inner = F.grouped_mm(x.to(kind), a.to(kind).transpose(1, 2), offs=ends)
+    return F.grouped_mm(inner, b.to(kind).transpose(1, 2), offs=ends) * scale
+
+
+def _working(x: torch.Tensor) -> torch.dtype:
+    """What adapters are multiplied in: float32, and on a device what `x` is, summed in float32, for which it has fast products."""
+    return torch.float32 if x.device.type == "cpu" else x.dtype
 
 
 def adapter_names(module: str, stack: str = "") -> tuple[str, str]:
@@ -81,8 +100,7 @@ def add_by_expert(
     """The same of rows sorted by expert: behind the last row of each on a device, how many of each on a CPU."""
     for _, a, b in parts:
         if isinstance(ends, torch.Tensor):
-            inner = F.grouped_mm(x.float(), a.transpose(1, 2), offs=ends)
-            y += (F.grouped_mm(inner, b.transpose(1, 2), offs=ends) * scale).to(y.dtype)
+            y += low_rank_by_expert(x, a, b, scale, ends).to(y.dtype)
             continue
         for expert, (mine, rows) in enumerate(zip(y.split(ends), x.split(ends), strict=True)):
             if len(rows):

@@ -25,6 +25,7 @@ from rollkeel.train.state import check_shapes, load_state, save_state
 __all__ = [
     "Checkpoint",
     "Written",
+    "beneath",
     "check_shapes",
     "clean",
     "drop_after",
@@ -35,6 +36,7 @@ __all__ = [
     "same_files",
     "save",
     "save_state",
+    "save_state_of",
     "step_name",
     "verify",
     "versions",
@@ -111,7 +113,17 @@ def save(
     return Checkpoint(path=target, step=step, info=dict(info), versions=manifest["versions"])
 
 
-def replace_folder(target: str | Path, write: Callable[[Path], None]) -> None:
+def beneath(folder: str, written: Written) -> dict[str, Mapping[str, Any]]:
+    """What is known of files in the `folder` of a checkpoint, by their path in the checkpoint."""
+    return {f"{folder}/{name}": about for name, about in (written or {}).items()}
+
+
+def save_state_of(path: Path, tree: Any) -> dict[str, Mapping[str, Any]]:
+    """`save_state` into the `state` folder of the checkpoint `path`. Returns what is known of its files."""
+    return beneath("state", save_state(path / "state", tree))
+
+
+def replace_folder(target: str | Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill an empty folder, make it durable, and put it at `target` in one step.
 
     A reader sees the old folder or the new one; after a crash between the two renames `clean` puts the old one back.

@@ -21,9 +21,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from rollkeel.errors import Corrupt
+from rollkeel.models.part_files import DTYPES, NAMES, Entry, write
 from rollkeel.train.checkpoint import check_file, digest_of, read_manifest
 from rollkeel.train.mesh import Mesh
-from rollkeel.train.part_files import DTYPES, NAMES, Entry, write
 from rollkeel.train.parts import Box
 
 INDEX = "index.json"

@@ -18,21 +18,27 @@ TENSORS = "tensors.safetensors"
 TREE = "tree.json"
 
 
-def save_state(path: str | Path, tree: Any) -> None:
+def save_state(path: str | Path, tree: Any) -> dict[str, dict[str, Any]]:
     """Write a nest of dicts, lists and tuples of tensors, numpy arrays and JSON scalars into the folder `path`.
+
+    Returns size and SHA-256 of the file of tensors by its name. Tensors are written from where they are, a part at a time.
 
     Dict keys may be strings, ints or bools; floats keep every bit, ints every digit. Tensors come back on the CPU,
     without autograd history; tensors that share storage come back apart. Raises `TypeError` naming the place of any
     other value. Not atomic by itself: call it inside `checkpoint.save`.
     """
-    from safetensors.torch import save_file
+    from rollkeel.models.part_files import Entry, write
 
     path = Path(path)
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(_encode(tree, "", tensors))
     path.mkdir(parents=True, exist_ok=True)
-    save_file(_unshared(tensors), path / TENSORS)
+    # Wide numbers first, which keeps each where a reader can look at it in place.
+    entries = [Entry(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+    entries.sort(key=lambda entry: -entry.dtype.itemsize)
+    written = write(path / TENSORS, entries, (tensors[entry.name] for entry in entries))
     (path / TREE).write_text(text, encoding="utf-8")
+    return {TENSORS: written}
 
 
 def load_state(path: str | Path) -> Any:
@@ -76,7 +82,7 @@ def _encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.Tensor):
-        return {"tensor": _add(tensors, where, value.detach().cpu())}
+        return {"tensor": _add(tensors, where, value.detach())}
     if isinstance(value, np.ndarray):
         return {"array": _add(tensors, where, torch.from_numpy(np.array(value, order="C")))}
     if isinstance(value, Mapping):
@@ -112,21 +118,3 @@ def decoded(node: Any, tensors: Mapping[str, Any]) -> Any:
         return {key: decoded(child, tensors) for key, child in value}
     items = [decoded(child, tensors) for child in value]
     return tuple(items) if kind == "tuple" else items
-
-
-def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Contiguous tensors, each with a storage of its own: the format can hold nothing else."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage().data_ptr()
-        fresh = storage not in seen and tensor.is_contiguous()
-        result[name] = tensor if fresh else tensor.clone(memory_format=_contiguous())
-        seen.add(storage)
-    return result
-
-
-def _contiguous() -> torch.memory_format:
-    import torch
-
-    return torch.contiguous_format

@@ -17,11 +17,12 @@ from safetensors import safe_open
 from rollkeel.errors import BadInput, Corrupt
 from rollkeel.models.adapters import check_base, parameters
 from rollkeel.models.loading import Policy, save_about
+from rollkeel.models.part_files import DTYPES, Entry
+from rollkeel.models.saving import write_weights
 from rollkeel.train.eight_bit import unpack
 from rollkeel.train.logprobs import PolicyForward
 from rollkeel.train.mesh import Mesh, local
 from rollkeel.train.optimizer import Stepper
-from rollkeel.train.part_files import DTYPES, Entry, write
 from rollkeel.train.parts import Box
 from rollkeel.train.passes import Passes
 from rollkeel.train.saved_parts import INDEX, Held, Parts, Saved
@@ -31,8 +32,6 @@ from rollkeel.train.state import TENSORS, TREE, decoded
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "rest")
 NO_REFERENCE = "checkpoint has no reference weights: it was written with train.kl_coefficient=0 and train.kl_every=0"
-MODEL_FILE_BYTES = 5 * 10**9
-"""Most bytes of a file of a saved model, as long as no tensor has more."""
 
 
 @dataclass(frozen=True)
@@ -284,40 +283,13 @@ def save_model(
         if mesh.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             save_about(policy, folder)
-            _write_model(folder, policy.model, layout, pieces, weights)
+            dtypes = {name: tensor.dtype for name, tensor in tensors_of(policy.model).items()}
+            entries = [Entry(name, dtypes[owner], tuple(piece.shape)) for name, owner, piece in pieces]
+            counts = sum(map(math.prod, layout.shapes.values()))
+            write_weights(folder, entries, map(itemgetter(1), weights), counts)
     except OSError as error:
         failed = BadInput(f"cannot write {folder}: {error.strerror or error}")
     except Exception as error:
         failed = error
     deque(weights, maxlen=0)  # all ranks must bring them together to the last, and none keeps one
     mesh.agree(failed)
-
-
-def _write_model(
-    folder: Path, model: torch.nn.Module, layout: Layout, pieces: Pieces, weights: Iterator[tuple[str, torch.Tensor]]
-) -> None:
-    dtypes = {name: tensor.dtype for name, tensor in tensors_of(model).items()}
-    entries = [Entry(name, dtypes[owner], tuple(piece.shape)) for name, owner, piece in pieces]
-    files, places = list(_files(entries)), dict[str, str]()
-    for number, some in enumerate(files, 1):
-        file = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
-        write(folder / file, some, map(itemgetter(1), weights), {"format": "pt"})
-        places |= {entry.name: file for entry in some}
-    if len(files) > 1:
-        sizes = {
-            "total_parameters": sum(map(math.prod, layout.shapes.values())),
-            "total_size": sum(e.bytes for e in entries),
-        }
-        index = json.dumps({"metadata": sizes, "weight_map": places}, indent=2, sort_keys=True) + "\n"
-        (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
-
-
-def _files(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
-    some, size = list[Entry](), 0
-    for entry in entries:
-        if some and size + entry.bytes > MODEL_FILE_BYTES:
-            yield some
-            some, size = [], 0
-        some.append(entry)
-        size += entry.bytes
-    yield some

@@ -48,8 +48,8 @@ class Unfinished:
         return time.monotonic() - self._saved >= EVERY_S
 
     def save(self, step: int, trained: Trained, about: dict[str, Any]) -> None:
-        def write(path: Path) -> None:
-            checkpoint.save_state(path / "state", {**trained.state_dict(), **about})
+        def write(path: Path) -> checkpoint.Written:
+            return checkpoint.save_state_of(path, {**trained.state_dict(), **about})
 
         checkpoint.save(self.folder, step, write=write, info={"key": self._key}, keep=1)
         self.saved(step)

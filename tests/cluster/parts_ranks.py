@@ -14,8 +14,8 @@ import torch
 
 from rollkeel.cluster.check import ranked
 from rollkeel.cluster.ranks import Rank
+from rollkeel.models import part_files
 from rollkeel.recipe import load
-from rollkeel.train import part_files
 from rollkeel.train.mesh import Mesh
 from rollkeel.types import Rollout
 from tests.train.mesh_io_ranks import BUFFER, Watcher

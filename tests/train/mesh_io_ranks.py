@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from rollkeel import objectives
 from rollkeel.config import SftConfig
-from rollkeel.train import part_files, trained
+from rollkeel.models import part_files, saving
 from rollkeel.train.mesh import Mesh, local
 from rollkeel.train.sft import Example, run_sft
 from rollkeel.train.together import UnfinishedTogether
@@ -38,7 +38,7 @@ class Job(Case):
     """What another job has written."""
 
     def run(self, mesh: Mesh, folder: Path) -> dict[str, Any]:
-        small = patch.object(part_files, "CHUNK", BUFFER), patch.object(trained, "MODEL_FILE_BYTES", 100_000)
+        small = patch.object(part_files, "CHUNK", BUFFER), patch.object(saving, "FILE_BYTES", 100_000)
         try:
             with small[0], small[1]:
                 return globals()[self.what](self, mesh, folder)

@@ -28,6 +28,9 @@ NAMES = {
     torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
     torch.bool: "BOOL",
 }
 """What the format calls the dtypes that a model or its moments may have."""
