@@ -21,6 +21,8 @@ DEVICE = "pretend"
 _PACKAGE = str(Path(rollkeel.__file__).parent) + "/"
 _COPIES = {"copy_", "_copy_from", "_to_copy"}
 _BY_MASK = {"index", "index_put", "index_put_", "_index_put_impl_"}
+_JOINED = {"cat", "stack"}
+"""Refuse a CPU scalar too, which arithmetic takes."""
 _SHAPED = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
@@ -120,10 +122,11 @@ class PretendTensor(torch.Tensor):
                 return parts
             _WHOLE.add(func)
         mixed = list[bool]()
-        given = [_unwrapped(a, mixed) for a in args]
-        options = {name: _unwrapped(a, mixed) for name, a in (kwargs or {}).items()}
         schema = func._schema
         name = schema.name.removeprefix("aten::")
+        least = 0 if name in _JOINED else 1
+        given = [_unwrapped(a, mixed, least) for a in args]
+        options = {name: _unwrapped(a, mixed, least) for name, a in (kwargs or {}).items()}
         JOURNAL.operations[name] += 1
         if mixed and name not in _COPIES:
             JOURNAL.mixed[place(name)] += 1
@@ -139,12 +142,13 @@ class PretendTensor(torch.Tensor):
         return _wrapped(out) if here else out
 
 
-def _unwrapped(value: Any, mixed: list[bool]) -> Any:
+def _unwrapped(value: Any, mixed: list[bool], least: int) -> Any:
+    """Its values; notes tensors of the CPU with `least` dimensions or more."""
     if isinstance(value, PretendTensor):
         return value.held
-    if isinstance(value, torch.Tensor) and value.dim():
+    if isinstance(value, torch.Tensor) and value.dim() >= least:
         mixed.append(True)
-    return [_unwrapped(v, mixed) for v in value] if isinstance(value, (list, tuple)) else value
+    return [_unwrapped(v, mixed, least) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def _wrapped(value: Any) -> Any:

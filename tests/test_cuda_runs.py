@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from device_runs import LOOPS, MODELS, NUMBERS, RUNS, TINY, combined
+from device_runs import LOOPS, MODELS, NUMBERS, ON_A_CARD, RUNS, TINY, combined
 
 from rollkeel.loop import job
 from rollkeel.recipe import load
@@ -34,9 +34,9 @@ def ran(settings: list[str], folder: Path) -> list[dict[str, float]]:
     return rows
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", RUNS | ON_A_CARD)
 def test_a_run_ends_on_a_card(name: str, tmp_path: Path) -> None:
-    ran(RUNS[name], tmp_path / "run")
+    ran((RUNS | ON_A_CARD)[name], tmp_path / "run")
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)

@@ -132,7 +132,7 @@ def ran(loop: str, settings: list[str], folder: Path) -> None:
         assert sum(reads(*DECODE).values()) <= drawn / 8
 
 
-@pytest.mark.usually("budgeted", "async", "lora", "low", "eight")
+@pytest.mark.usually("budgeted", "async", "lora", "low")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_stays_on_its_device(name: str, tmp_path: Path) -> None:
     ran(name, RUNS[name], tmp_path / "run")

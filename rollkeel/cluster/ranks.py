@@ -142,7 +142,8 @@ class Rank:
 
         if host.startswith("127."):  # the host's own name may lead to an address that is not there
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        backend = "nccl" if device_of(self._config).type == "cuda" else "gloo"
+        # Objects travel by the CPU there too, and wait for no GPU.
+        backend = "cpu:gloo,cuda:nccl" if device_of(self._config).type == "cuda" else "gloo"
         about = {"rank": self._rank, "world_size": self._world, "timeout": timedelta(seconds=deadline_s)}
         try:
             dist.init_process_group(backend, init_method=f"tcp://{host}:{port}", **about)

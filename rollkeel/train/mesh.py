@@ -128,11 +128,11 @@ class Mesh:
         """`tensor` added up over the parts of this replica, in place."""
         return _added(tensor, self.shards.get_group() if self.shard > 1 else None)
 
-    def losses(self, own: Sequence[torch.Tensor]) -> list[float]:
-        """Those of this process, or what all ranks' add up to."""
+    def losses(self, own: Sequence[torch.Tensor], device: torch.device) -> list[float]:
+        """Those of this process, or what all ranks' add up to, which is computed on `device`."""
         if self.size == 1:
             return torch.stack(list(own)).tolist()
-        return [float(self.total(torch.stack([torch.zeros(()), *own]).sum()))]
+        return [float(self.total(torch.stack([torch.zeros((), device=device), *own]).sum()))]
 
     def everyone(self, value: Any) -> list[Any]:
         """The `value` of every rank, by rank."""

@@ -80,8 +80,9 @@ class ChangedShare:
         changed = self.look() != before
         if not self._mesh.in_step:
             return float(changed.float().mean())
-        counts = self._mesh.over_model(torch.tensor([float(changed.sum()), float(len(changed))]))
-        return float(counts[0] / counts[1])
+        counts = torch.stack([changed.sum(), changed.new_tensor(len(changed), dtype=torch.int64)])
+        moved, every = self._mesh.over_model(counts).tolist()
+        return moved / every
 
 
 def _masters(weights: tuple[torch.Tensor, ...], rests: tuple[Any, ...]) -> torch.Tensor:
@@ -177,7 +178,8 @@ class Stepper:
         if not self._mesh.in_step:
             return torch.nn.utils.get_total_norm(grads)
         counted = [local(p.grad) for p in self.counted if p.grad is not None]
-        squares = torch.stack([torch.zeros(()), *(g.float().square().sum() for g in counted)]).sum()
+        none = torch.zeros((), device=local(grads[0]).device)
+        squares = torch.stack([none, *(g.float().square().sum() for g in counted)]).sum()
         return self._mesh.over_model(squares).sqrt()
 
     def _rescale(self, sound: bool) -> None:

@@ -256,7 +256,7 @@ class LocalTrainer:
             sheet.gather(self._mesh)
             finite(batch, sheet.logprobs, self.version)
             told = judged(self.fresh, batch, sheet.logprobs, self.version, self._mesh)
-            every = self._mesh.losses(losses)
+            every = self._mesh.losses(losses, self.device)
             for loss in every:
                 if not math.isfinite(loss):
                     raise NonFinite(f"update {self.version}: loss is {loss}; weights left untouched")

@@ -130,8 +130,8 @@ def norm(parameters: Sequence[torch.nn.Parameter], mesh: Mesh) -> torch.Tensor:
     sums = []
     for p in parameters:
         if p.grad is not None:
-            rows = torch.zeros(p.shape[0] if p.dim() else 1)
             squares = local(p.grad).float().square()
+            rows = squares.new_zeros(p.shape[0] if p.dim() else 1)
             rows[mesh.rows(len(rows))] = squares.flatten(1).sum(1) if p.dim() > 1 else squares
             sums.append(rows)
     flat = mesh.over_shards(torch.cat(sums))
