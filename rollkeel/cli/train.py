@@ -293,7 +293,8 @@ def plan(
     """
     adapters = [f"train.lora.rank={lora}", "train.lora.experts=true"] if lora else []
     config = config_of([*(words or []), *adapters])
-    from rollkeel.memory.plan import Setting, answer, lines
+    from rollkeel.memory.advice import answer, lines
+    from rollkeel.memory.plan import Setting
 
     found = answer(config, device, Setting(cpu=device == "cpu", prompt=prompt))
     print(json.dumps(found) if as_json else "\n".join(lines(found)))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rollkeel.config import Config, LoraConfig
+from rollkeel.config import Config
 from rollkeel.errors import BadInput
-from rollkeel.memory.shapes import Shape, shape_from, shape_of
+from rollkeel.memory.shapes import Shape, shape_from
 from rollkeel.sync.shared import KEPT, no_deltas, two_copies
 
 GB = 10**9
@@ -30,8 +29,6 @@ KV = "KV blocks"
 OF_ENGINE = ("engine's weights", KV, "engine's buffers")
 MESSAGE = 4 * 2**24
 """Most bytes of gradients that travel between ranks in one message, see `rollkeel.train.mesh`; the next one is made meanwhile."""
-SHARDS = tuple(2**n for n in range(1, 11))
-"""Numbers of shards that `advice` tries."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +212,9 @@ def activations(config: Config, shape: Shape, setting: Setting, tokens: int) -> 
     most = max(tokens * ends + logits + head, tokens * working + matrix if whole else 0)
     if again:
         most = max(most, tokens * (layer + working - whole) + matrix)
-    return {"activations": tokens * (again * inputs + whole), "backward": most}
+    # Adapters are kept as the numbers that they were multiplied in, too.
+    copies = size * shape.adapters(lora) * (shape.layers - again) // shape.layers if low else 0
+    return {"activations": tokens * (again * inputs + whole) + copies, "backward": most}
 
 
 def layer_bytes(shape: Shape, size: int, passes: Literal["", "cpu", "tiles", "gpu"]) -> int:
@@ -277,108 +276,6 @@ def published(config: Config, shape: Shape) -> int:
         return 0
     kept = 0 if config.clustered else KEPT  # ranks keep no deltas
     return int((1 + kept) * SIZES.get(config.engine.dtype, 4) * shape.parameters)
-
-
-def most_tokens(config: Config, shape: Shape, space: int, setting: Setting = Setting()) -> int:
-    """The largest `train.micro_batch_tokens` with which the run fits into `space` bytes; 0 if not even one sequence does."""
-
-    def fits(tokens: int) -> bool:
-        return needed(with_values(config, "train", micro_batch_tokens=tokens), shape, setting) <= space
-
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while fits(high) and high < 2**40:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def fewest_layers(config: Config, shape: Shape, space: int, setting: Setting = Setting()) -> str:
-    """The smallest `train.checkpointed_layers` with which the run still fits into `space` bytes, as a setting; empty if that is today's."""
-
-    def fits(layers: int) -> bool:
-        return needed(with_values(config, "train", checkpointed_layers=layers), shape, setting) <= space
-
-    layers = next(filter(fits, range(config.train.recompute.of(shape.layers))), None)
-    return "" if layers is None else f"train.checkpointed_layers={layers}"
-
-
-def advice(config: Config, shape: Shape, space: int, setting: Setting = Setting()) -> str:
-    """One line for a run that does not fit: the smallest change that makes it fit."""
-    again = with_values(config, "train", checkpointing="layer", checkpointed_layers=None)
-    low = with_values(with_values(again, "model", dtype="bfloat16"), "engine", dtype="bf16")
-    for changed, words in (
-        (config, "set train.micro_batch_tokens={}"),
-        (again, "set train.checkpointing=layer and train.micro_batch_tokens={}"),
-        (low, "set model.dtype=bfloat16, engine.dtype=bf16, train.checkpointing=layer and train.micro_batch_tokens={}"),
-    ):
-        if most := most_tokens(changed, shape, space, setting):
-            tokens = min(most, config.train.micro_batch_tokens)
-            changed = with_values(changed, "train", micro_batch_tokens=tokens)
-            layers = fewest_layers(changed, shape, space, setting)
-            return words.format(tokens) + (f" and {layers}" if layers else "")
-    adapted = with_values(low, "train", lora=LoraConfig(rank=32, experts=True))
-    more = _more_shards(config, shape, space, setting)
-    if not config.train.lora.rank and most_tokens(adapted, shape, space, setting):
-        said = "no setting trains every weight there; adapters of rank 32 (LoRA) on a frozen bfloat16 model would fit"
-        return said + (f", and so would {more}" if more else "")
-    if more:
-        return f"set {more}: ranks that hold a part of the model each"
-    return "lower sampling.max_new_tokens, engine.slots and engine.kv_memory_gb, or take a smaller model"
-
-
-def _more_shards(config: Config, shape: Shape, space: int, setting: Setting) -> str:
-    """The fewest shards, beside what the mesh has else, with which the run fits; empty if none do."""
-    mesh = _Rank(config, shape).mesh
-    for count in (n for n in SHARDS if n > mesh.shard):
-        wider = with_values(config, "train", mesh=mesh.model_copy(update={"shard": count}))
-        if most_tokens(with_values(wider, "cluster", trainers=None), shape, space, setting):
-            return f"train.mesh.shard={count}"
-    return ""
-
-
-def answer(config: Config, device: str, setting: Setting = Setting()) -> dict[str, Any]:
-    """Everything `rollkeel plan` says."""
-    shape = shape_of(config.model.path, config.model.overrides)
-    space = int(DEVICES[device] * (1 - RESERVED)) if device in DEVICES else _host()
-    made = plan(config, shape, setting)
-    total = needed(config, shape, setting)
-    fits = total <= space
-    return {
-        "device": device,
-        "bytes": {name: count for name, count in made.parts.items() if count},
-        "devices": made.devices,
-        "phases": phases(config, shape, setting),
-        "total": total,
-        "available": space,
-        "fits": fits,
-        "micro_batch_tokens": made.tokens,
-        "most_micro_batch_tokens": most_tokens(config, shape, space, setting),
-        "quicker": fewest_layers(config, shape, space, setting) if fits else "",
-        "advice": "" if fits else advice(config, shape, space, setting),
-    }
-
-
-def lines(found: Mapping[str, Any]) -> list[str]:
-    """An `answer` for people."""
-    out = [f"{name:18} {count / GB:10.2f} GB" for name, count in found["bytes"].items()]
-    out += [f"in {phase:15} {count / GB:10.2f} GB" for phase, count in found["phases"].items()]
-    if len(found["devices"]) > 1:
-        out += [f"each {name:13} {count / GB:10.2f} GB" for name, count in found["devices"].items()]
-    out.append(
-        f"{'at most' if found['phases'] or len(found['devices']) > 1 else 'together':18} {found['total'] / GB:10.2f} GB of {found['available'] / GB:.0f} on {found['device']}"
-    )
-    if found["fits"]:
-        out.append(f"fits; train.micro_batch_tokens may be {found['most_micro_batch_tokens']:,}")
-        return [*out, f"quicker with {found['quicker']}, which fits too"] if found["quicker"] else out
-    return [*out, f"does not fit: {found['advice']}"]
-
-
-def _host() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def with_values(config: Config, section: str, **values: Any) -> Config:

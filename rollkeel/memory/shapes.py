@@ -42,6 +42,9 @@ PUBLIC = {
         2048, 48, 32, 4, 6144, False, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768
     ),
 }
+PUBLIC |= {
+    f"{name}-Base": {**fields, "max_position_embeddings": 32768} for name, fields in PUBLIC.items() if "32B" not in name
+}
 """What the `config.json` of well-known models says, for planning where nothing was downloaded."""
 
 
@@ -121,7 +124,7 @@ class Shape:
 
 
 def shape_of(path: str, overrides: Mapping[str, Any]) -> Shape:
-    """Sizes of `model.path` with `model.overrides`: a preset, a folder with a config.json, or a name in `PUBLIC`.
+    """Sizes of `model.path` with `model.overrides`: a preset, a folder with a config.json, a name that was downloaded, or one in `PUBLIC`.
 
     Raises `BadInput` for another name, and for an architecture whose sizes are not known here.
     """
@@ -134,7 +137,8 @@ def shape_of(path: str, overrides: Mapping[str, Any]) -> Shape:
         make, _, fields = PRESETS[name]
         return shape_from(make(**{**fields, **overrides}).to_dict(), path)
     file = Path(path).expanduser() / "config.json"
-    if file.is_file():
+    file = file if file.is_file() else _downloaded(path)
+    if file is not None:
         try:
             fields = json.loads(file.read_text(encoding="utf-8"))
         except ValueError:
@@ -146,6 +150,18 @@ def shape_of(path: str, overrides: Mapping[str, Any]) -> Shape:
             f"model.path {path!r}: no folder with config.json and no architecture that is known here{nearest(path, list(PUBLIC))}"
         )
     return shape_from({**fields, **overrides} if isinstance(fields, dict) else {}, path)
+
+
+def _downloaded(name: str) -> Path | None:
+    """The config.json of a model of the hub that lies in its cache."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 def shape_from(fields: Mapping[str, Any], path: str) -> Shape:

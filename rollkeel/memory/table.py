@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rollkeel.config import LoraConfig
-from rollkeel.memory.plan import DEVICES, GB, RESERVED, layer_bytes, most_tokens, plan, with_values
+from rollkeel.memory.advice import most_tokens
+from rollkeel.memory.plan import DEVICES, GB, RESERVED, layer_bytes, plan, with_values
 from rollkeel.memory.residency import PHASES, RULES, place
 from rollkeel.memory.shapes import shape_of
 from rollkeel.recipe import load
@@ -42,7 +43,8 @@ within 1 % of what autograd keeps on the meta device. Not counted: a vLLM server
 
 **Some layers again.** With `train.checkpointing` the backward computes layers again, a quarter of an update's work, and it need not be all of
 them: `train.checkpointed_layers=N` is the first N, whose inputs alone are kept. The others are computed once; what they keep is gone when the first
-of the N is computed again. The last line of a plan names the fewest with which the run fits. Bits are the same with every N.
+of the N is computed again. The last line of a plan names the fewest with which the run fits; where the cache takes what is left (`engine.kv_memory_gb=null`), half of that stays
+for it. Bits are the same with every N.
 
 **One copy of the weights.** Where the embedded engine lies in the trainer's process and `engine.dtype` is exactly `model.dtype` (fp32
 and float32, bf16 and bfloat16, fp16 and float16), the trainer's parameters are views of the engine's fused tensors. Publication then

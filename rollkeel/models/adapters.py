@@ -87,6 +87,20 @@ class _Grouped(torch.autograd.Function):
         return d_rows, d_weight, None, None
 
 
+class _Unsorted(torch.autograd.Function):
+    """`rows [N, D]` that lie in `order`, back where they were. The backward of a copy to places would keep the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        return torch.empty_like(rows).index_copy_(0, order, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return grads[0].index_select(0, order), None
+
+
 def _experts(self: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """SwiGLU experts with adapters, in the signature of transformers' experts: `[N, D]`, `[N, K]`, `[N, K]` → `[N, D]`."""
     top_k = chosen.shape[-1]
@@ -100,7 +114,8 @@ def _experts(self: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: tor
     out = self.lora["down_proj"].grouped(active, self.down_proj, split, tiled)
     if tiled:
         return tiled_experts.Combined.apply(out, weights.to(hidden.dtype), order, split)  # type: ignore[return-value]
-    pairs = torch.empty_like(out).index_copy(0, order, out).view(-1, top_k, hidden.shape[-1])
+    back: Any = _Unsorted.apply(out, order)
+    pairs = back.view(-1, top_k, hidden.shape[-1])
     return (pairs * weights.to(hidden.dtype).unsqueeze(2)).sum(1)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from rollkeel import objectives
 from rollkeel.cli import main
@@ -27,12 +27,13 @@ from rollkeel.engines.kv import Layout, affordable_blocks
 from rollkeel.errors import BadInput
 from rollkeel.loop.assemble import own_engine, policy_of
 from rollkeel.memory import plan as memory
-from rollkeel.memory.plan import Setting, advice, layer_bytes, most_tokens, plan
+from rollkeel.memory.advice import advice, fewest_layers, most_tokens, on_disk
+from rollkeel.memory.plan import Setting, layer_bytes, plan
 from rollkeel.memory.shapes import PUBLIC, Shape, shape_of
 from rollkeel.memory.table import markdown
 from rollkeel.models import tiled_experts
 from rollkeel.models.adapters import parameters
-from rollkeel.models.loading import Policy, load_policy
+from rollkeel.models.loading import Policy, load_policy, save_policy
 from rollkeel.models.names import checkpoint_views
 from rollkeel.recipe import load
 from rollkeel.record.runfolder import RunFolder
@@ -40,8 +41,9 @@ from rollkeel.sync.history import History
 from rollkeel.sync.publish import full_update
 from rollkeel.sync.shared import KEPT
 from rollkeel.train import eight_bit, logprobs
+from rollkeel.train.state import save_state
 from rollkeel.train.trainer import LocalTrainer
-from tests.models.test_checkpointing import kept_on_meta
+from tests.models.test_checkpointing import WAYS, kept_on_meta
 from tests.train.test_replay import make_batch
 
 OWN = ("weights", "master remainder", "gradients", "moments", "activations", "backward")
@@ -200,6 +202,23 @@ def test_layers_of_transformers_keep_what_is_planned(
     assert kept == pytest.approx(4 * layer_bytes(shape, size, "") + shape.width * (4 + size), rel=0.01)
 
 
+@pytest.mark.parametrize("experts", [False, True])
+def test_adapters_keep_no_more_than_is_planned(experts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the layers of Qwen3-30B-A3B on a device, with transformers' norms, rank 32; beside attention alone the frozen rest keeps less."""
+    fields = {k: v for k, v in PUBLIC["Qwen/Qwen3-30B-A3B"].items() if k != "model_type"}
+    lora = LoraConfig(rank=32, experts=experts)
+    kept = [
+        2048
+        * kept_on_meta(
+            Qwen3MoeConfig(**{**fields, "num_hidden_layers": n}), torch.bfloat16, monkeypatch, WAYS[:1], lora
+        )[0]
+        for n in (1, 2)
+    ]
+    shape = shape_of("Qwen/Qwen3-30B-A3B", {"num_hidden_layers": 1})
+    planned = 2048 * layer_bytes(shape, 2, "") + 2 * shape.adapters(lora)
+    assert (0.9 if experts else 0.6) * planned < kept[1] - kept[0] <= planned
+
+
 @pytest.mark.parametrize(
     ("name", "mode", "measured"),
     [("0.6B", "none", 32.37), ("1.7B", "none", 58.79), ("1.7B", "layer", 29.54), ("4B", "layer", 67.18)],
@@ -260,7 +279,8 @@ def test_the_most_tokens_fit_and_one_more_does_not() -> None:
 
 def test_layers_that_are_computed_once_keep_what_the_others_do_not() -> None:
     """Qwen3-0.6B: with n of 28 layers, n inputs and 28 − n layers; the fewest with which it fits, and one fewer does not."""
-    config, shape = recipe("model.dtype=bfloat16", "engine.dtype=bf16", "train.checkpointing=layer")
+    words = ["model.dtype=bfloat16", "engine.dtype=bf16", "train.checkpointing=layer"]
+    config, shape = recipe(*words, "engine.kv_memory_gb=4")
     tokens, layer = plan(config, shape).tokens, layer_bytes(shape, 2, "gpu")
 
     def of(layers: int | None) -> memory.Plan:
@@ -270,18 +290,20 @@ def test_layers_that_are_computed_once_keep_what_the_others_do_not() -> None:
     assert kept == [tokens * (n * 2 * 1024 + (28 - n) * layer) for n in (28, 28, 28, 20, 0)]
     assert of(0) == plan(memory.with_values(config, "train", checkpointing="none"), shape)
     space = of(9).total
-    assert memory.fewest_layers(config, shape, space) == "train.checkpointed_layers=9"
+    assert fewest_layers(config, shape, space) == "train.checkpointed_layers=9"
     assert of(8).total > space
-    assert memory.fewest_layers(config, shape, of(None).total) == memory.fewest_layers(config, shape, 1) == ""
+    assert fewest_layers(config, shape, of(None).total) == fewest_layers(config, shape, 1) == ""
+    open_cache, _ = recipe(*words)  # which gets half of what is left
+    assert fewest_layers(open_cache, shape, 2 * space - of(None).total) == "train.checkpointed_layers=9"
     enough = memory.with_values(config, "train", checkpointing="none")
-    assert memory.fewest_layers(enough, shape, 10**15) == ""
+    assert fewest_layers(enough, shape, 10**15) == ""
 
 
 @pytest.mark.parametrize(
     ("space", "words"),
     [
         (40, "set train.micro_batch_tokens="),
-        (18, "set train.checkpointing=layer and train.micro_batch_tokens="),
+        (18, "set train.checkpointing=layer train.micro_batch_tokens="),
         (17, "set model.dtype=bfloat16"),
         (11, "adapters of rank 32"),
         (3, "take a smaller model"),
@@ -293,6 +315,34 @@ def test_advice_is_the_smallest_change_that_helps(space: int, words: str) -> Non
     assert words in advice(config, shape, space * memory.GB)
 
 
+@pytest.mark.parametrize(
+    ("words", "disk"),
+    [
+        ([], 16 * 596_049_920),
+        (["model.dtype=bfloat16", "train.moments=int8", "checkpoint.every=0"], (2 + 2 + 2) * 596_049_920),
+        (["model.dtype=bfloat16", "train.moments=int8", "cluster.trainers=4"], (2 + 2 + 2 + 8) * 596_049_920),
+        (["train.kl_every=5"], 20 * 596_049_920),
+    ],
+)
+def test_what_a_checkpoint_takes_of_a_disk(words: list[str], disk: int) -> None:
+    config, shape = recipe(*words)
+    assert on_disk(config, shape) == pytest.approx(disk, rel=0.01)
+
+
+def test_a_checkpoint_takes_what_is_planned(tmp_path: Path) -> None:
+    """Of two models, whose files beside weights and moments are small."""
+    low = ["model.overrides={hidden_size: 256, num_hidden_layers: 6}", "model.dtype=bfloat16", "train.moments=int8"]
+    for path, words in (("preset:small-qwen3-moe", []), ("preset:tiny-qwen3", low)):
+        config = load(None, [f"model.path={path}", *words])
+        policy = load_policy(config.model)
+        trainer = LocalTrainer(policy, config.train, temperature=1.0, total_updates=3)
+        trainer.update(make_batch(layers=policy.model.config.num_hidden_layers), objectives.grpo(), old_is_current=True)
+        save_state(tmp_path / path / "state", trainer.state_dict())
+        save_policy(policy, tmp_path / path / "model")
+        found = sum(file.stat().st_size for file in (tmp_path / path).rglob("*.safetensors"))
+        assert on_disk(config, shape_of(path, config.model.overrides)) == pytest.approx(found, rel=0.02)
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     def run(*words: str) -> tuple[int, str]:
         with pytest.raises(SystemExit) as left:
@@ -302,12 +352,14 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
     code, out = run("default", "--device", "cpu")
     assert (code, "fits; train.micro_batch_tokens may be" in out) == (0, True)
-    words = ["model.path=Qwen/Qwen3-4B", "model.dtype=bfloat16", "engine.dtype=bf16", "train.checkpointing=layer"]
+    words = ["model.path=Qwen/Qwen3-4B", "model.dtype=bfloat16", "engine.dtype=bf16", "engine.kv_memory_gb=4"]
     words += ["train.micro_batch_tokens=32768"]
-    code, out = run("default", *words, "--device", "h200")
+    code, out = run("default", *words, "train.checkpointing=layer", "--device", "h200")
     assert (code, out.splitlines()[-1]) == (0, "quicker with train.checkpointed_layers=19, which fits too")
-    code, out = run("default", *words[:-2], words[-1], "--device", "h200")
+    code, out = run("default", *words, "--device", "h200")
     assert (code, out.splitlines()[-1]) == (1, "does not fit: set train.micro_batch_tokens=16418")
+    # Weights of 2 bytes twice, remainders of 2 and moments of 8, a parameter.
+    assert f"{'a checkpoint':18} {14 * 4_022_468_096 / 1e9:10.2f} GB of disk" in out
     code, out = run("default", "model.path=Qwen/Qwen3-8B", "--device", "h200", "--json")
     found = json.loads(out)
     assert (code, found["fits"], sum(found["bytes"].values())) == (1, False, found["total"])
@@ -365,3 +417,36 @@ def test_advice_names_the_fewest_shards_that_fit() -> None:
     assert "and so would train.mesh.shard=8" in advice(config, shape, space)
     totals = [plan(load(None, [f"train.mesh.shard={n}", "model.path=Qwen/Qwen3-8B", "engine.dtype=bf16", "train.micro_batch_tokens=1"]), shape).total for n in (4, 8)]  # fmt: skip
     assert totals[1] <= space < totals[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("Qwen/Qwen3-8B", "set train.moments=int8 train.checkpointing=layer"),
+        ("Qwen/Qwen3-14B", "no setting trains every weight there; adapters"),
+        ("Qwen/Qwen3-4B", "set train.micro_batch_tokens="),
+    ],
+)
+def test_advice_on_one_card_of_141_gb(path: str, words: str) -> None:
+    """What the advice says is then tried."""
+    asked = [f"model.path={path}", "model.dtype=bfloat16", "engine.dtype=bf16", "train.micro_batch_tokens=32768"]
+    asked += ["engine.kv_memory_gb=20", "sampling.max_new_tokens=8000"]
+    config, shape = load(None, asked), shape_of(path, {})
+    space = int(memory.DEVICES["h200"] * (1 - memory.RESERVED))
+    said = advice(config, shape, space)
+    assert said.startswith(words)
+    if said.startswith("set "):
+        changed = load(None, [*asked, *said.split()[1:]])
+        assert memory.needed(changed, shape) <= space < memory.needed(config, shape)
+
+
+def test_the_recipe_for_one_card_fits_it() -> None:
+    """Seed 003's: LoRA on Qwen3-30B-A3B; half of the card is left for KV."""
+    config = load("papers/dppo_moe_base_lora", ["data.path=x.parquet"])
+    shape = shape_of(config.model.path, {})
+    assert shape.parameters == COUNTS["Qwen/Qwen3-30B-A3B"]
+    assert memory.needed(config, shape) < 0.55 * memory.DEVICES["h200"]
+    assert (
+        memory.needed(memory.with_values(config, "train", lora=LoraConfig(rank=32, experts=True)), shape)
+        < 0.7 * memory.DEVICES["h200"]
+    )

@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rollkeel import objectives
-from rollkeel.config import ModelConfig, Recompute, TrainConfig
+from rollkeel.config import LoraConfig, ModelConfig, Recompute, TrainConfig
 from rollkeel.models import checkpointing, jit, packed_attention
 from rollkeel.models import packed as packed_module
+from rollkeel.models.adapters import attach
 from rollkeel.models.checkpointing import _Results
 from rollkeel.models.loading import load_policy
 from rollkeel.models.packed import PackedModel
@@ -201,16 +202,19 @@ def on_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, _
 
 
 def kept_on_meta(
-    config: Qwen3Config,
+    config: Any,
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
     ways: Sequence[Recompute] = WAYS,
+    lora: LoraConfig | None = None,
 ) -> list[float]:
     """Bytes per token that autograd keeps of one sequence of 2,048 tokens as on a CUDA device, for each of `ways`."""
     monkeypatch.setattr(packed_module, "_replaceable", lambda *_: False)  # its probe needs values
     monkeypatch.setattr(packed_module, "_attend", on_cuda)
     with torch.device("meta"):
         net = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        if lora is not None:
+            attach(net, lora, device="meta")
         ids, positions = torch.zeros(2048, dtype=torch.int64), torch.zeros(2048, dtype=torch.int64)
     weights, kept = {p.untyped_storage()._cdata for p in net.parameters()}, []
     for way in ways:
