@@ -253,8 +253,8 @@ class Keeper:
         self.asleep, self._place = False, ""
         url = self._config.server.url
         if url is None:
-            port = free_port()
-            share = share_of(self._config, self._settings.device, self._planned, weights.update)
+            port, device = free_port(), self._settings.device
+            share = share_of(self._config, device, self._planned, weights.update, self._settings.sleeps)
             settings = replace(self._settings, model=weights.folder, port=port, share=share)
             command, environment = self._backend.command(settings)
             self._process = ServerProcess(command, environment, self._log, self._scratch)

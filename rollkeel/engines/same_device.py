@@ -30,13 +30,13 @@ PART_BYTES = GB
 ALIGNED = 16
 
 
-def memory_share(free: int, total: int, needed: int, weights: int, kv: int) -> float:
+def memory_share(free: int, total: int, needed: int, weights: int, kv: int, copies: int = 0) -> float:
     """Share of a device of `total` bytes for a server; `needed`: of the `free` ones, what training takes while it serves.
 
-    `weights`: bytes of those it serves; `kv`: least bytes of its KV memory. While weights arrive, their copies stand where KV
-    memory will. Raises `BadInput` when it cannot fit.
+    `weights`: bytes of those it serves; `kv`: least bytes of its KV memory; `copies`: bytes that stand where KV memory will while weights
+    arrive. Raises `BadInput` when it cannot fit.
     """
-    room, least = int(SHARE * (free - needed)), weights + max(kv, weights) + OVERHEAD
+    room, least = int(SHARE * (free - needed)), weights + max(kv, copies) + OVERHEAD
     if room < least:
         raise BadInput(
             f"engine.kind=vllm: {free / GB:.1f} of {total / GB:.1f} GiB of the device are free and training takes"
@@ -46,18 +46,22 @@ def memory_share(free: int, total: int, needed: int, weights: int, kv: int) -> f
     return math.floor(room / total * 1e4) / 1e4
 
 
-def share_of(config: EngineConfig, device: str, planned: int, update: WeightUpdate) -> float | None:
+def share_of(config: EngineConfig, device: str, planned: int, update: WeightUpdate, sleeps: bool) -> float | None:
     """`memory_share` of this device now; None where a server brings its own: on a CPU, and by `engine.server.options`.
 
-    `planned`: all that training holds on it while the server serves, with what it holds already.
+    `planned`: all that training holds on it while the server serves, with what it holds already. `sleeps`: while training goes on; it is
+    handed copies of the weights on the device. Each of several devices has a part of the weights.
     """
     if not device.startswith("cuda") or "gpu_memory_utilization" in options_of(config):
         return None
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     weights = sum(piece.tensor.numel() for piece in update.slices) * (4 if config.dtype == "fp32" else 2)
+    asked = options_of(config)
+    weights //= math.prod(int(asked.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline"))
+    copies = sum(piece.tensor.nbytes for piece in update.slices) if sleeps else 0
     needed = max(0, planned - torch.cuda.memory_allocated(device))
-    return memory_share(free, total, needed, weights, int((config.kv_memory_gb or 0) * GB))
+    return memory_share(free, total, needed, weights, int((config.kv_memory_gb or 0) * GB), copies)
 
 
 def can_sleep(config: EngineConfig, device: str) -> bool:

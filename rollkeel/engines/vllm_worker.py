@@ -114,7 +114,8 @@ class Publication:
             weights = seen.counted(opened())
             model = self.model_runner.get_model()
             _forget_packed_experts(model)
-            self.model_runner.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
+            worker: Any = self  # whose own method also says which config is the current one
+            worker.reload_weights(weights_iterator=weights, is_checkpoint_format=True)
             _retie(model, self.model_runner.model_config.hf_config)
             self._rollkeel_plain()  # embeddings and heads were packed again
             if torch.cuda.is_initialized():

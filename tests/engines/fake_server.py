@@ -81,7 +81,7 @@ def by_handles() -> Any:
         worker.loaded = {name: tensor.clone() for name, tensor in weights_iterator}
 
     config = SimpleNamespace(hf_config=SimpleNamespace())
-    worker.model_runner = SimpleNamespace(get_model=lambda: None, reload_weights=reload, model_config=config)
+    worker.model_runner, worker.reload_weights = SimpleNamespace(get_model=lambda: None, model_config=config), reload
     return worker
 
 

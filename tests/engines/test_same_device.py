@@ -32,7 +32,7 @@ from rollkeel.memory.plan import beside, plan
 from rollkeel.memory.shapes import PUBLIC, shape_of
 from rollkeel.protocols import RestingEngine
 from rollkeel.sync.publish import full_update
-from rollkeel.types import WeightUpdate
+from rollkeel.types import WeightSlice, WeightUpdate
 
 GB = 2**30
 
@@ -258,10 +258,43 @@ def test_the_share_is_what_training_leaves() -> None:
     share = same_device.memory_share(free=100 * GB, total=140 * GB, needed=40 * GB, weights=8 * GB, kv=0)
     assert 56.9 < share * 140 <= 57.0
     with pytest.raises(BadInput, match=r"20\.0 of 80\.0 GiB .* training takes 10\.0 .* needs 17\.0; lower") as error:
-        same_device.memory_share(free=20 * GB, total=80 * GB, needed=10 * GB, weights=8 * GB, kv=4 * GB)
+        same_device.memory_share(20 * GB, 80 * GB, needed=10 * GB, weights=8 * GB, kv=4 * GB, copies=8 * GB)
     assert "\n" not in str(error.value)
     with pytest.raises(BadInput, match=r"needs 29\.0"):
         same_device.memory_share(free=20 * GB, total=80 * GB, needed=0, weights=8 * GB, kv=20 * GB)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "sleeps", "share"),
+    [
+        ("bf16", {}, False, 0.95),  # 60 GB of weights and nothing beside them
+        ("bf16", {"tensor-parallel-size": 2}, False, 0.95),
+        (
+            "bf16",
+            {"tensor_parallel_size": 2},
+            True,
+            None,
+        ),  # copies of all weights on the one device that hands them over
+        ("fp32", {}, False, None),
+        ("fp32", {"tensor-parallel-size": 2, "pipeline-parallel-size": 2}, False, 0.95),
+    ],
+)
+def test_what_fits_is_not_refused(
+    dtype: str, options: dict[str, Any], sleeps: bool, share: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30 billion weights on an empty card of 80 GiB, from a trainer in bfloat16; copies have the trainer's numbers."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (80 * GB, 80 * GB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    piece = WeightSlice(name="w", tensor=torch.empty(30_000, 10**6, dtype=torch.bfloat16, device="meta"), checksum=0)
+    update = WeightUpdate(kind="full", base_version=None, version=1, slices=[piece], checksum=0)
+    asked = EngineConfig.model_validate({"kind": "vllm", "dtype": dtype, "server": {"options": options}})
+    if share is None:
+        with pytest.raises(BadInput, match=r"engine\.kind=vllm: 80\.0 of 80\.0 GiB"):
+            same_device.share_of(asked, "cuda", 0, update, sleeps)
+    else:
+        assert same_device.share_of(asked, "cuda", 0, update, sleeps) == share
+    assert same_device.share_of(asked, "cpu", 0, update, sleeps) is None
 
 
 def test_while_a_server_samples_only_what_stays_is_planned() -> None:
@@ -309,5 +342,12 @@ def test_vllm_is_told(tmp_path: Path) -> None:
     words = words_of(tmp_path, fixed, "cuda", share=0.41)
     assert words[words.index("--kv-cache-memory-bytes") + 1] == str(6 * GB)
     assert "--enable-sleep-mode" not in words
+    assert "--hf-overrides" not in words
+    low = EngineConfig.model_validate({"kind": "vllm", "dtype": "bf16"})
+    words = words_of(tmp_path, low, "cuda", share=0.41)
+    assert json.loads(words[words.index("--hf-overrides") + 1]) == {"head_dtype": "float32"}
+    own = EngineConfig.model_validate({**low.model_dump(), "server": {"options": {"hf-overrides": {"a": 1}}}})
+    words = words_of(tmp_path, own, "cuda", share=0.41)
+    assert json.loads(words[words.index("--hf-overrides") + 1]) == {"a": 1}
     words = words_of(tmp_path, fixed, "cpu")
     assert not {"--gpu-memory-utilization", "--kv-cache-memory-bytes", "--enable-sleep-mode"} & set(words)
