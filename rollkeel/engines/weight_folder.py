@@ -20,12 +20,15 @@ from rollkeel.models.checksum import tensor_checksum
 from rollkeel.types import WeightSlice, WeightUpdate
 
 FILE_BYTES = 2 * 2**30
+LEAST = 2**30
+"""Bytes of shared memory with which it is used; many containers have 64 MB."""
 
 
 def scratch_folder() -> Path:
-    """A new folder in shared memory where there is any, else among temporary files."""
+    """A new folder in shared memory where there is some, else among temporary files."""
     shared = Path("/dev/shm")
-    place = shared if shared.is_dir() and os.access(shared, os.W_OK) else None
+    there = shared.is_dir() and os.access(shared, os.W_OK) and shutil.disk_usage(shared).free >= LEAST
+    place = shared if there else None
     return Path(tempfile.mkdtemp(prefix="rollkeel-server-", dir=place))
 
 

@@ -28,7 +28,7 @@ from rollkeel.engines.intake import Intake
 from rollkeel.engines.part import Part, serve, unknown
 from rollkeel.engines.parts import PartedEngine
 from rollkeel.engines.shared_memory import aligned, buckets, places, write
-from rollkeel.errors import RollkeelError
+from rollkeel.errors import EngineFailure, RollkeelError
 from rollkeel.host import keep_freed_memory
 from rollkeel.types import Proof, WeightSlice, WeightUpdate
 
@@ -120,15 +120,36 @@ class WorkerEngine(PartedEngine[_Worker]):
 
     def _share_memory(self, size: int, workers: Sequence[_Worker]) -> mmap.mmap:
         """Memory of `size` bytes without a name, for these workers too; a process that is killed leaves none behind."""
-        with tempfile.TemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:
-            file.truncate(size)
+        file = _allocated(size)
+        try:
             for worker in workers:
                 try:
                     worker.send(("memory",))
-                    reduction.send_handle(worker.pipe, file.fileno(), worker.process.pid)
+                    reduction.send_handle(worker.pipe, file, worker.process.pid)
                 except OSError:
                     self._bury(worker)
-            return mmap.mmap(file.fileno(), size)
+            return mmap.mmap(file, size)
+        finally:
+            os.close(file)
+
+
+def _allocated(size: int) -> int:
+    """An open file without a name, of memory that is there: what is missing shows here, and not as a SIGBUS at the first write. Raises
+    `EngineFailure`."""
+    if hasattr(os, "memfd_create"):  # not in /dev/shm, which containers make small
+        file = os.memfd_create("rollkeel-weights", os.MFD_CLOEXEC)
+    else:
+        file, name = tempfile.mkstemp()
+        os.unlink(name)
+    try:
+        os.posix_fallocate(file, 0, size) if hasattr(os, "posix_fallocate") else os.ftruncate(file, size)
+    except OSError as error:
+        os.close(file)
+        raise EngineFailure(
+            f"engine.processes: no {size / 1e6:.0f} MB of memory for weights on their way ({error.strerror or error});"
+            " set engine.processes=0, or take a smaller model"
+        ) from None
+    return file
 
 
 @dataclass

@@ -80,7 +80,8 @@ MOVED = """* **Where to.** From a GPU to pinned host memory, on a stream of its 
   the place of the tensors' own pages at the same addresses: the process holds them no more, the kernel keeps the file in memory as long as
   nobody needs the room, and then on disk. The folder must not lie on a file system that is memory itself (tmpfs).
 * **When.** What leaves is on its way while the next phase begins. Weights and reference model are back before they are used; moments and
-  masters come back while the first passes of an update run, and the optimizer waits for them. Nothing is kept twice behind a move.
+  masters come back while the first passes of an update run, and the optimizer waits for them. Nothing is kept twice behind a move, but that torch keeps pinned host memory for
+  the next one: beside a GPU the host needs as much as leaves it, all the time.
 * **Dropped.** KV is computed again, or belongs to unfinished rollouts, which take it along (`engine.kv=keep`). The engine's weights come with
   the next publication. A vLLM server sleeps at level 2 ([engines](engines.md)) and may take what training gives away. NCCL communicators
   give their buffers away where torch offers it (NCCL 2.29).

@@ -1,12 +1,15 @@
 """Worker processes must be invisible except in speed: same tokens, same bits every time, and a death that is reported, not waited for.
 
-Real processes (about four seconds each to start). Not covered: several machines, CUDA, a full /dev/shm.
+Real processes (about four seconds each to start). Not covered: several machines, CUDA.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +23,7 @@ from engine_kit import drain, engine_of, model_of, prompts_of, requests_of, run,
 from rollkeel.config import EngineConfig
 from rollkeel.engines import workers
 from rollkeel.engines.open import open_engine
+from rollkeel.engines.weight_folder import scratch_folder
 from rollkeel.engines.workers import WorkerEngine
 from rollkeel.errors import BadInput, EngineFailure
 from rollkeel.models.names import checkpoint_views
@@ -143,7 +147,7 @@ def test_update_and_interrupt_in_flight(engine: WorkerEngine, model: Any) -> Non
 def test_shared_memory_has_no_name_that_a_kill_could_leave_behind(engine: WorkerEngine, model: Any) -> None:
     publish(engine, model, 8)
     for pid in (os.getpid(), *(w.process.pid for w in engine.parts)):
-        mapped = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line]
+        mapped = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/memfd:rollkeel-weights" in line]
         assert mapped
         assert all(line.endswith("(deleted)") for line in mapped)
 
@@ -170,3 +174,33 @@ def test_a_killed_worker_fails_its_own_requests_only_and_close_leaves_nothing(en
     for process in processes:
         with pytest.raises(ProcessLookupError):
             os.kill(process.pid, 0)
+
+
+def test_memory_that_is_not_there_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for as a whole, from the kernel and not from /dev/shm, which is 64 MB in many a container; what is given is there."""
+    before = set(os.listdir("/dev/shm"))
+    file = workers._allocated(3 * 2**20)
+    assert os.fstat(file).st_blocks * 512 >= 3 * 2**20
+    assert set(os.listdir("/dev/shm")) == before
+    os.close(file)
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    opened = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(EngineFailure, match=r"no 8000 MB of memory .*No space left on device.*set engine\.processes=0"):
+        workers._allocated(8 * 10**9)
+    assert len(os.listdir("/proc/self/fd")) <= len(opened)
+
+
+@pytest.mark.parametrize(("free", "shared"), [(64 * 2**20, False), (2**34, True)])
+def test_a_server_gets_shared_memory_where_there_is_some(
+    free: int, shared: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    usage = shutil.disk_usage("/dev/shm")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made = scratch_folder()
+    assert made.parent == (Path("/dev/shm") if shared else tmp_path)
+    made.rmdir()

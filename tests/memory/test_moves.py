@@ -8,6 +8,7 @@ kernel reads from it; moments of 8 bits on the pretend device, which draws no ra
 from __future__ import annotations
 
 import errno
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from rollkeel import host, objectives
 from rollkeel.config import Config, LoraConfig, ModelConfig, TrainConfig
 from rollkeel.errors import RunStopped
 from rollkeel.loop.resident import Resident
+from rollkeel.memory import moves
 from rollkeel.memory.moves import Moves
+from rollkeel.memory.shapes import shape_of
 from rollkeel.models.loading import load_policy
 from rollkeel.recipe import load
 from rollkeel.train.state import load_state, save_state
@@ -256,3 +259,26 @@ def test_a_moment_that_changes_while_it_is_away_is_seen(tmp_path: Path, monkeypa
     monkeypatch.setattr(host, "write_pages", spoilt)
     with pytest.raises(AssertionError):
         assert_same(trained("dense", "cpu", tmp_path, "all"), stayed)
+
+
+def test_slabs_hold_every_tensor_and_waste_little() -> None:
+    """Moments and remainders of models as they are, tensor by tensor; alone each would take the next power of two."""
+    for name in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"):
+        sizes = [
+            size * math.prod(whole)
+            for _, whole, n in shape_of(name, {}).tensors()
+            for size in (4, 4, 2)
+            for _ in range(n)
+        ]
+        slabs, places = moves.packed(sizes)
+        assert all(size & (size - 1) == 0 for size in slabs)
+        ends = dict[int, int]()
+        for (slab, start), size in sorted(zip(places, sizes, strict=True)):
+            assert start >= ends.get(slab, 0)
+            assert start % moves.ALIGNED == 0
+            ends[slab] = start + size
+        assert all(end <= slabs[slab] for slab, end in ends.items())
+        assert sum(slabs) <= 1.02 * sum(sizes)
+        assert sum(map(moves._power, sizes)) > 1.2 * sum(sizes)
+    assert moves.packed([]) == ([], [])
+    assert moves.packed([1, 2**20 + 1]) == ([2**21], [(0, 2**20 + 64), (0, 0)])
