@@ -24,6 +24,7 @@ from rollkeel.models import varlen
 from rollkeel.models.loading import load_policy
 from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import product
+from rollkeel.models.packed import PackedModel
 from rollkeel.recipe import load
 from rollkeel.sync.publish import DirectPublisher
 from rollkeel.train.adamw import AdamW, master
@@ -237,3 +238,55 @@ def test_trainer_and_engine_hold_the_weights_once(model: str, engine: str, words
         views = checkpoint_views(run.trainer.model)
         assert {n: v.data_ptr() for n, v in views.items()} == {n: v.data_ptr() for n, v in run.engine.weights.items()}
         assert all(p.is_cuda for p in run.trainer.model.parameters())
+
+
+def kept_apart(policy: Any, parents: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Hidden states of answers, and gradients, of two prompts of 40 tokens with eight answers each: shared, or each with its own copy."""
+    rng, lengths, above, ids, positions = np.random.default_rng(0), [], [], [], []
+    answers = [rng.integers(8, 264, 5 + 3 * i) for i in range(16)]
+    prompts = [rng.integers(8, 264, 40) for _ in range(2)]
+    for i, answer in enumerate(answers):
+        if parents and i % 8 == 0:
+            above.append(-1)
+            lengths.append(40)
+            ids.append(prompts[i // 8])
+            positions.append(np.arange(40))
+        above.append(9 * (i // 8) if parents else -1)
+        ids.append(answer if parents else np.concatenate([prompts[i // 8], answer]))
+        lengths.append(len(ids[-1]))
+        positions.append(np.arange(40, 40 + len(answer)) if parents else np.arange(lengths[-1]))
+    cu = np.cumsum([0, *lengths]).tolist()
+    row, places = (torch.from_numpy(np.concatenate(a)).cuda() for a in (ids, positions))
+    policy.model.zero_grad()
+    hidden = PackedModel(policy.model)(row, places, cu, parents=torch.tensor(above) if parents else None)
+    members = [i for i, n in enumerate(above) if n >= 0] if parents else range(16)
+    own = torch.cat([hidden[cu[i] : cu[i + 1]][-len(a) :] for i, a in zip(members, answers, strict=True)])
+    (own.float() * torch.sin(torch.arange(own.numel(), device="cuda").view_as(own))).sum().backward()
+    return own.detach(), {n: p.grad.float() for n, p in policy.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("dtype", "far"), [("float32", 1e-4), ("bfloat16", 0.05)])
+@pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-qwen3-moe"])
+def test_shared_prompts_have_the_gradients_of_prompts_apart(preset: str, dtype: Any, far: float) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    policy = load_policy(
+        ModelConfig(path=f"preset:{preset}", dtype=dtype, overrides={"initializer_range": 0.2}), "cuda"
+    )
+    (apart, theirs), (shared, ours) = (kept_apart(policy, parents) for parents in (False, True))
+    assert (shared.float() - apart.float()).norm() < far * apart.float().norm()
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert (ours[name] - gradient).norm() < 2 * far * gradient.norm().clamp_min(1e-3), name
+
+
+def test_experts_without_tokens_get_no_gradient() -> None:
+    """Grouped products over no rows at all must be 0 and not what memory held."""
+    torch.empty(2**26, device="cuda").fill_(float("nan"))  # which a kernel that writes nothing would show
+    weight = torch.randn(8, 64, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    rows = torch.randn(48, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor([0, 16, 16, 16, 48, 48, 48, 48], dtype=torch.int32, device="cuda")
+    torch.nn.functional.grouped_mm(rows, weight.transpose(1, 2), offs=ends).float().sum().backward()
+    assert weight.grad is not None
+    used = torch.tensor([1, 4], device="cuda")
+    assert torch.isfinite(weight.grad).all()
+    assert weight.grad.abs().amax((1, 2)).nonzero().flatten().tolist() == used.tolist()

@@ -61,6 +61,11 @@ class Shared(Protocol):
         ...
 
 
+def gathers(device: torch.device) -> bool:
+    """Whether attention is given the keys of each part one after the other; elsewhere buckets take them."""
+    return device.type == "cuda"
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where the parts of a packed row lie. Built once per micro-batch."""
@@ -101,7 +106,7 @@ class Layout:
         cu = torch.tensor(starts, dtype=torch.int32, device=device)
         keys = cu_keys = None
         furthest = max(lengths)
-        if max(parents) >= 0 and device.type == "cuda":  # buckets take them on other devices
+        if max(parents) >= 0 and gathers(device):
             seen = [[*([p] if p >= 0 else ()), i] for i, p in enumerate(parents)]
             keys = torch.cat([torch.arange(starts[j], starts[j + 1]) for each in seen for j in each]).to(device)
             counts = [sum(lengths[j] for j in each) for each in seen]

@@ -147,7 +147,9 @@ def test_update_and_interrupt_in_flight(engine: WorkerEngine, model: Any) -> Non
 def test_shared_memory_has_no_name_that_a_kill_could_leave_behind(engine: WorkerEngine, model: Any) -> None:
     publish(engine, model, 8)
     for pid in (os.getpid(), *(w.process.pid for w in engine.parts)):
-        mapped = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/memfd:rollkeel-weights" in line]
+        mapped = [
+            line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/memfd:rollkeel-weights" in line
+        ]
         assert mapped
         assert all(line.endswith("(deleted)") for line in mapped)
 

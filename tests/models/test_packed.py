@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -25,7 +26,7 @@ from transformers import (
 )
 
 from rollkeel.errors import BadInput
-from rollkeel.models import packed_attention
+from rollkeel.models import layout, packed_attention, varlen
 from rollkeel.models.experts import SORTED_EXPERTS
 from rollkeel.models.layout import Layout
 from rollkeel.models.packed import PackedModel, _cuda_varlen
@@ -97,11 +98,32 @@ def row(lengths: list[int], vocab: int = 64) -> tuple[torch.Tensor, torch.Tensor
     return ids, positions, cu
 
 
-@pytest.fixture(autouse=True, params=["kernels", "torch"])
+def one_by_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: varlen.Spans, scale: float | None
+) -> torch.Tensor:
+    """`varlen.attend` in plain torch: the queries of a span are the last of its keys."""
+    out, borders = [], (spans.queries.tolist(), spans.keys.tolist())
+    group = q.shape[1] // k.shape[1]
+    for (a, b), (first, end) in zip(*map(itertools.pairwise, borders), strict=True):
+        assert end - first <= spans.most_keys
+        keys, values = (t[first:end].repeat_interleave(group, 1).transpose(0, 1) for t in (k, v))
+        mask = torch.ones(b - a, end - first, dtype=torch.bool).tril(end - first - (b - a))
+        out.append(
+            F.scaled_dot_product_attention(q[a:b].transpose(0, 1), keys, values, mask, scale=scale).transpose(0, 1)
+        )
+    return torch.cat(out)
+
+
+@pytest.fixture(autouse=True, params=["kernels", "torch", "gathered"])
 def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where kernels do not compute a model, torch's attention does, in buckets of alike lengths."""
-    if request.param == "torch":
+    """Where kernels do not compute a model, torch's attention does, in buckets of alike lengths; on a GPU one kernel looks at spans of
+    queries and of keys that are gathered for it."""
+    if request.param != "kernels":
         monkeypatch.setattr(packed_attention, "suits", lambda *_: False)
+    if request.param == "gathered":
+        monkeypatch.setattr(layout, "gathers", lambda _: True)
+        monkeypatch.setattr(varlen, "suits", lambda *_: True)
+        monkeypatch.setattr(varlen, "attend", one_by_one)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -212,6 +234,7 @@ def test_an_attention_that_cannot_run_says_why() -> None:
 @pytest.mark.parametrize("older", [True, False])
 def test_the_kernel_gets_what_its_signature_has(older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11 has no `enable_gqa`. Its kernel is not here: only the call is seen."""
+    monkeypatch.undo()  # here the kernel itself is asked
     told = list[bool]()
 
     def of_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):  # type: ignore[no-untyped-def]
