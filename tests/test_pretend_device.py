@@ -42,7 +42,7 @@ ONCE = {
 }
 """At the start of a run."""
 KEPT = {
-    "models/checksum.py tensor_checksum",
+    "models/checksum.py read",
     "models/part_files.py write.put_tensor",
     "models/adapter_files.py save_adapters",
     "engines/kv.py PagedCache.read",

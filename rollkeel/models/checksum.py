@@ -85,11 +85,39 @@ def tensor_checksum(
     `dtype`: of the tensor's values in that dtype. `pitches`: of a box, how many positions of the whole lie between neighbours
     along each dimension (`pitches_of`); whole rows need none. `source`: is copied to `tensor` before; what is summed is read from there.
     """
+    return read([begun(name, tensor, offset, dtype, pitches, source)])[0]
+
+
+Begun = tuple[int, torch.Tensor | None]
+"""The part of a checksum that is known, and another that its device computes."""
+
+
+def read(sums: Sequence[Begun]) -> list[int]:
+    """Checksums that were begun: one wait for each device, however many there are."""
+    out, there = [known for known, _ in sums], dict[torch.device, list[tuple[int, torch.Tensor]]]()
+    for i, (_, waiting) in enumerate(sums):
+        if waiting is not None:
+            there.setdefault(waiting.device, []).append((i, waiting))
+    for each in there.values():
+        for (i, _), found in zip(each, torch.stack([waiting for _, waiting in each]).tolist(), strict=True):
+            out[i] += found
+    return [checksum & MASK for checksum in out]
+
+
+def begun(
+    name: str,
+    tensor: torch.Tensor,
+    offset: int = 0,
+    dtype: torch.dtype | None = None,
+    pitches: Sequence[int] = (),
+    source: torch.Tensor | None = None,
+) -> Begun:
+    """`tensor_checksum`, for `read` to wait for."""
     dtype = dtype or tensor.dtype
     base = zlib.crc32(f"{name}:{dtype.itemsize}".encode())
     compiled = _COMPILED.get(dtype.itemsize) if tensor.device.type == "cpu" else None
     runs = _in_one_run(tensor.shape, pitches)
-    on_host, on_device = np.zeros(1, np.uint64), 0
+    on_host, on_device = np.zeros(1, np.uint64), None
     kernel = runs == 0 and gpu.taken(tensor)
     if compiled is not None and runs == 0 and not kernel and tensor.dtype == dtype and tensor.is_contiguous():
         bits = _bits(tensor)
@@ -99,7 +127,7 @@ def tensor_checksum(
         elif source is not None:
             tensor.copy_(source)
         compiled(bits, new, 1, len(bits), 0, 0, offset, base, on_host)
-        return int(on_host[0])
+        return int(on_host[0]), None
     if source is not None:
         tensor.copy_(source)
     for first, part, apart in _placed(tensor.detach(), offset, pitches, runs, PART_OF_KERNEL if kernel else PART):
@@ -107,7 +135,8 @@ def tensor_checksum(
         if kernel:
             from rollkeel.models.gpu.checksum import block_sums
 
-            on_device += block_sums(plain[0].view(SIGNED[dtype.itemsize]), first, base, _STEP, _HIGH, _FLIP).sum()
+            found = block_sums(plain[0].view(SIGNED[dtype.itemsize]), first, base, _STEP, _HIGH, _FLIP).sum()
+            on_device = found if on_device is None else on_device + found
         elif compiled is not None:
             plain = plain if plain.stride(1) == 1 or plain.shape[1] == 1 else plain.contiguous()
             (rows, run), pitch = plain.shape, plain.stride(0)
@@ -115,8 +144,9 @@ def tensor_checksum(
             bits = _bits(flat)
             compiled(bits, bits[:0], rows, run, pitch, apart, first, base, on_host)
         else:
-            on_device += _plain_sum(plain, base, first, apart)
-    return (int(on_host[0]) + int(on_device)) & MASK
+            found = _plain_sum(plain, base, first, apart)
+            on_device = found if on_device is None else on_device + found
+    return int(on_host[0]), on_device
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:

@@ -8,7 +8,7 @@ embeddings and output head stay in high precision, as deployments keep them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from rollkeel.models import jit, kernels_rounding
-from rollkeel.models.checksum import tensor_checksum
+from rollkeel.models.checksum import Begun, begun, read, tensor_checksum
 from rollkeel.models.routers import is_router
 
 MODES = ("fp32", "bf16", "fp16", "fp8", "fp8_weights", "int8", "int4")
@@ -125,9 +125,19 @@ def update_checksum(name: str, tensor: torch.Tensor, mode: str | None, offset: i
     """Checksum of the weight `name` as a `WeightUpdate` of `mode` carries it: of what an engine of that mode must hold.
 
     `tensor`: all of it, or the rows that begin at its element `offset`."""
+    return read([_update_sum(name, tensor, mode, offset)])[0]
+
+
+def update_checksums(weights: Iterable[tuple[str, torch.Tensor]], mode: str | None) -> list[int]:
+    """`update_checksum` of many, with one wait for their device."""
+    return read([_update_sum(name, tensor, mode) for name, tensor in weights])
+
+
+def _update_sum(name: str, tensor: torch.Tensor, mode: str | None, offset: int = 0) -> Begun:
     if mode is None:
-        return tensor_checksum(name, tensor, offset)
-    return held_checksum(name, rounded(name, tensor, mode), mode, offset)
+        return begun(name, tensor, offset)
+    held = rounded(name, tensor, mode)
+    return begun(name, held, offset, _compared(held, mode))
 
 
 def held_checksum(
@@ -143,8 +153,11 @@ def held_checksum(
 
     A weight that the engine keeps more precisely than its mode (a router's bias) is compared at the mode's precision.
     """
-    dtype = compute_dtype(mode) if held.is_floating_point() else None
-    return tensor_checksum(name, held, offset, dtype, pitches, source)
+    return tensor_checksum(name, held, offset, _compared(held, mode), pitches, source)
+
+
+def _compared(held: torch.Tensor, mode: str) -> torch.dtype | None:
+    return compute_dtype(mode) if held.is_floating_point() else None
 
 
 def round_fp8(x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from rollkeel.errors import DeltaRefused, EngineFailure
 from rollkeel.models.checksum import MASK
-from rollkeel.models.numerics import update_checksum
+from rollkeel.models.numerics import update_checksums
 from rollkeel.protocols import BoxedEngine, Engine, ProbedEngine
 from rollkeel.sync.proof import Probes
 from rollkeel.types import WeightSlice, WeightUpdate
@@ -29,9 +29,10 @@ def full_update(
     `mode`: numeric mode of the engine that must prove its memory; each tensor is rounded here as it must be there. `shared`: they
     are that memory.
     """
+    named = [(name, tensor.detach()) for name, tensor in weights]
     slices = [
-        WeightSlice(name=name, tensor=t, checksum=update_checksum(name, t, mode))
-        for name, t in ((name, t.detach()) for name, t in weights)
+        WeightSlice(name=name, tensor=tensor, checksum=checksum)
+        for (name, tensor), checksum in zip(named, update_checksums(named, mode), strict=True)
     ]
     return WeightUpdate(
         kind="full",

@@ -13,10 +13,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+from pretend import DEVICE, JOURNAL
 
 from rollkeel.engines import vllm_worker
 from rollkeel.models import checksum, jit
-from rollkeel.models.checksum import pitches_of, tensor_checksum
+from rollkeel.models.checksum import MASK, begun, pitches_of, read, tensor_checksum
+from rollkeel.sync.publish import full_update
 
 PINNED = {
     torch.float32: 14238820305941074618,
@@ -164,3 +166,18 @@ def test_no_temporary_grows_with_the_tensor() -> None:
     """96 MB of weights; their int64 positions alone would be 400."""
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, timeout=600, check=True)
     assert all(int(grown) <= 64 for grown in done.stdout.split()), done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device pretends beside no other")
+def test_many_sums_wait_once_for_a_device() -> None:
+    """Those of the host are known at once, those of a device in one look, each as alone."""
+    made = [torch.randn(n, 3) for n in (1, 700, 5)] + [torch.arange(9, dtype=torch.int8)]
+    named = [(f"w{i}", tensor) for i, tensor in enumerate(made)]
+    alone = [tensor_checksum(name, tensor) for name, tensor in named]
+    JOURNAL.clear()
+    there = [(name, tensor.to(DEVICE) if i != 1 else tensor) for i, (name, tensor) in enumerate(named)]
+    assert read([begun(name, tensor) for name, tensor in there]) == alone
+    assert sum(JOURNAL.reads.values()) == 1
+    assert full_update(there, 1).checksum == sum(alone) & MASK
+    assert sum(JOURNAL.reads.values()) == 2
+    assert read([]) == []

@@ -7,7 +7,7 @@ what a publication writes and reads; memory that is no longer shared. Not covere
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,7 @@ from rollkeel.engines.local import LocalEngine
 from rollkeel.errors import EngineFailure
 from rollkeel.loop.assemble import assemble, policy_of
 from rollkeel.loop.run import Run
-from rollkeel.models import numerics
-from rollkeel.models.checksum import tensor_checksum
+from rollkeel.models import checksum, numerics
 from rollkeel.models.loading import load_policy, save_policy
 from rollkeel.models.names import checkpoint_views, move_into
 from rollkeel.recipe import load
@@ -142,14 +141,18 @@ def test_publication_copies_nothing_and_sums_every_weight_once(
     """An engine in bf16 has weights of its own here."""
     summed = list[torch.Tensor]()
 
-    def counting(name: str, tensor: torch.Tensor, *about: Any) -> int:
-        summed.append(tensor)
-        return tensor_checksum(name, tensor, *about)
+    def counting(sum_of: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(name: str, tensor: torch.Tensor, *about: Any) -> Any:
+            summed.append(tensor)
+            return sum_of(name, tensor, *about)
+
+        return counted
 
     with opened(tmp_path, f"engine.dtype={mode}", *words) as run:
         weights = engine_of(run).weights
         size = sum(w.numel() * w.element_size() for w in weights.values())
-        monkeypatch.setattr(numerics, "tensor_checksum", counting)
+        for one in (checksum.tensor_checksum, checksum.begun):
+            monkeypatch.setattr(numerics, one.__name__, counting(one))
         with Writes(weights) as seen:
             run.publish()
         assert run.engine.version == 0
