@@ -35,8 +35,9 @@ from rollkeel.config import Config
 from rollkeel.errors import BadInput
 from rollkeel.events import EventLog
 from rollkeel.host import versions
-from rollkeel.loop.assemble import beside_engine, device_of
+from rollkeel.loop.assemble import device_of
 from rollkeel.loop.machines import Publish, Restarts
+from rollkeel.loop.room import beside_engine
 from rollkeel.models.names import checkpoint_views
 from rollkeel.protocols import Engine
 from rollkeel.record.checks import Finding, unreached
@@ -260,7 +261,7 @@ class RayMachines:
             shapes = {name: tuple(view.shape) for name, view in checkpoint_views(self.policy.model).items()}
             about |= {"beside": Beside(shapes, config.sync.buffer_mb)}
         elif self._gpus:
-            about |= {"planned": beside_engine(config, self.policy, device)}
+            about |= {"planned": beside_engine(config, self.policy)}
         engine = ElasticEngine(hf_config, config.engine, seats, count, least=config.cluster.engines_min or 1, **about)
         engine.tell = self._of_engine
         return engine

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -193,8 +194,10 @@ def opened(config: Config, policy: Policy) -> Iterator[Engine]:
     check_engine(config.engine, sampling_params(config, ()))
     probes = run_probes(config, policy)
     device, adapters = device_of(config), named_adapters(policy.model)
-    with closing(open_engine(policy.model.config, config.engine, device, lora=policy.lora)) as engine:
-        DirectPublisher([engine], probes).publish(checkpoint_views(policy.model).items(), 0, adapters)
+    engine, apart = _beside(config, policy, device)
+    with closing(engine):
+        publisher = DirectPublisher([engine], probes, shared=not apart)
+        publisher.publish(checkpoint_views(policy.model).items(), 0, adapters)
         yield engine
 
 
@@ -271,35 +274,25 @@ def assemble(
     return run
 
 
-def beside_engine(config: Config, policy: Policy, device: str) -> int | None:
-    """Bytes of a GPU that training holds while a server samples there, or the run beside KV; None where no engine needs to know."""
-    if device != "cuda" or plugins.is_own(config.engine.kind):
-        return None
-    from rollkeel.engines.same_device import options_of
-    from rollkeel.memory.plan import beside, beside_cache
-
-    fields = policy.model.config.get_text_config().to_dict()
-    if config.engine.kind == "local":
-        return beside_cache(config, fields)
-    return None if "gpu_memory_utilization" in options_of(config.engine) else beside(config, fields)
-
-
 def own_engine(config: Config, policy: Policy, folder: RunFolder, device: torch.device) -> tuple[Engine, str]:
     """The config's engine, and why it has weights of its own; empty if those of `policy` lie in its memory from now on."""
-    apart, log = two_copies(config), folder.path / "server.log"
+    planned = None
+    if device.type == "cuda":
+        from rollkeel.loop.room import beside_engine
+
+        planned = beside_engine(config, policy)
+    log, pauses = folder.path / "server.log", config.run.loop != "async"
+    about = {"planned": planned, "log_path": log, "pauses": pauses, "offload": engine_drops(config)}
+    return _beside(config, policy, device, **about)
+
+
+def _beside(config: Config, policy: Policy, device: torch.device, **about: Any) -> tuple[Engine, str]:
+    """As `own_engine`; `about`: of `open_engine`."""
+    apart = two_copies(config)
     aside = device.type == "cuda" and not apart
     if aside:  # it may not hold them twice
         policy.model.cpu()
-    engine = open_engine(
-        policy.model.config,
-        config.engine,
-        device,
-        log_path=log,
-        lora=policy.lora,
-        planned=beside_engine(config, policy, device.type),
-        pauses=config.run.loop != "async",
-        offload=engine_drops(config),
-    )
+    engine = open_engine(policy.model.config, config.engine, device, lora=policy.lora, **about)
     if not apart and (name := move_into(policy.model, engine.weights if isinstance(engine, LocalEngine) else {})):
         apart = f"the engine lays {name} out otherwise"
     if aside:

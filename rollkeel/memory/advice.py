@@ -84,11 +84,18 @@ def _changes(config: Config) -> Iterator[Config]:
 
 def _differences(config: Config, changed: Config) -> list[str]:
     """Settings of `changed` that are others in `config`, as words for a command."""
-    keys = ("model.dtype", "engine.dtype", "train.moments", "train.checkpointing", "train.micro_batch_tokens")
-    pairs = [
-        tuple(getattr(getattr(c, key.split(".")[0]), key.split(".")[1]) for c in (config, changed)) for key in keys
-    ]
-    return [f"{key}={new}" for key, (old, new) in zip(keys, pairs, strict=True) if old != new]
+    old, new = _settings(config), _settings(changed)
+    return [f"{key}={value}" for key, value in new.items() if value != old[key]]
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    return {
+        "model.dtype": config.model.dtype,
+        "engine.dtype": config.engine.dtype,
+        "train.moments": config.train.moments,
+        "train.checkpointing": config.train.checkpointing,
+        "train.micro_batch_tokens": config.train.micro_batch_tokens,
+    }
 
 
 def on_disk(config: Config, shape: Shape) -> int:

@@ -14,7 +14,7 @@ import torch
 from rollkeel.config import EngineConfig
 from rollkeel.engines import open as opening
 from rollkeel.engines.open import left_gb, open_engine
-from rollkeel.loop.assemble import beside_engine
+from rollkeel.loop.room import beside_engine
 from rollkeel.memory.plan import OF_ENGINE, beside_cache, plan
 from rollkeel.memory.residency import residency
 from rollkeel.memory.shapes import PUBLIC, shape_of
@@ -93,11 +93,10 @@ def test_an_engine_on_a_device_of_its_own_has_nobody_beside_it() -> None:
     assert beside_cache(config, PUBLIC[NAME]) == wanted > 0
 
 
-def test_runs_tell_it_on_a_gpu_alone() -> None:
+def test_runs_tell_it_where_an_engine_needs_to_know() -> None:
     config = load(None, ["engine.kv_memory_gb=null"])
     policy = Policy(*build_preset("tiny-qwen3-moe", 1))
-    found = beside_engine(config, policy, "cuda")
+    found = beside_engine(config, policy)
     assert found == beside_cache(config, policy.model.config.to_dict()) is not None
-    assert beside_engine(config, policy, "cpu") is None
     server = load(None, ["engine.kind=vllm", "engine.server.options={gpu-memory-utilization: 0.5}"])
-    assert beside_engine(server, policy, "cuda") is None
+    assert beside_engine(server, policy) is None

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollkeel.engines.local import LocalEngine
 from rollkeel.errors import EngineFailure
 from rollkeel.loop.assemble import assemble, policy_of
+from rollkeel.loop.assemble import opened as opened_engine
 from rollkeel.loop.run import Run
 from rollkeel.models import checksum, numerics
 from rollkeel.models.loading import load_policy, save_policy
@@ -267,3 +268,18 @@ def test_another_layout_is_left_alone() -> None:
 )
 def test_the_rule(words: list[str], reason: str) -> None:
     assert two_copies(load(None, words)).startswith(reason) if reason else not two_copies(load(None, words))
+
+
+@pytest.mark.parametrize(("mode", "shared"), [("fp32", True), ("bf16", False)])
+def test_commands_that_only_sample_hold_one_copy(mode: str, shared: bool) -> None:
+    """`rollkeel eval`, `rollout` and `chat`, and the rehearsal before a warm start, whose policy is then trained where it lies."""
+    config = load("default", [*TINY, f"engine.dtype={mode}"])
+    policy = policy_of(config)
+    before = {name: view.clone() for name, view in checkpoint_views(policy.model).items()}
+    with opened_engine(config, policy) as engine:
+        assert isinstance(engine, LocalEngine)
+        views = checkpoint_views(policy.model)
+        same = [views[name].data_ptr() == place.data_ptr() for name, place in engine.weights.items()]
+        assert same == [shared] * len(before)
+        assert engine.version == 0
+    assert all(torch.equal(view, before[name]) for name, view in checkpoint_views(policy.model).items())
