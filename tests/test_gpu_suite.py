@@ -144,14 +144,12 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / ROWS).read_text().splitlines()]
 
 
-@pytest.mark.slow
 def test_every_stage_runs_at_toy_size_without_what_a_bare_machine_lacks(toy: list[dict[str, Any]]) -> None:
     ended = [r for r in toy if r["row"] == "stage"]
     assert [r["stage"] for r in ended] == list(driver.STAGES)
     assert [r for r in toy if "failed" in r or r.get("ok") is False] == []
 
 
-@pytest.mark.slow
 def test_nobody_takes_a_toy_row_for_a_cards(toy: list[dict[str, Any]]) -> None:
     for row in toy:
         assert (row["device"], row["toy"]) == ("cpu", True)

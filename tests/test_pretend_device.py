@@ -138,7 +138,10 @@ def test_a_run_stays_on_its_device(name: str, tmp_path: Path) -> None:
     ran(name, RUNS[name], tmp_path / "run")
 
 
-@pytest.mark.slow
+@pytest.mark.usually(
+    "sync-tiny-qwen3-moe-bf16", "lag-tiny-qwen3-tied-fp16", "budgeted-tiny-qwen3-int8", "kept-tiny-qwen3-moe-lora",
+    "async-tiny-qwen3-tied-bf16",
+)  # fmt: skip
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("loop", LOOPS)
