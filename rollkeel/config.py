@@ -37,6 +37,8 @@ class RunConfig(Node):
     """Where trainer and embedded engine compute; `auto` takes a GPU if there is one and the model has 20 million parameters or more."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of the trainer process; worker processes of the engine share as many."""
+    tf32: bool = False
+    """Whether a GPU multiplies float32 matrices in TF32: several times as fast, with 10 bits of mantissa, on both sides."""
     parity: bool = False
     """Engine and trainer share one fixed-order arithmetic, so that ρ of fresh tokens is exactly 1: see docs/parity.md."""
 

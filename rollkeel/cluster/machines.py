@@ -39,6 +39,7 @@ from rollkeel.loop.assemble import device_of
 from rollkeel.loop.machines import Publish, Restarts
 from rollkeel.loop.room import beside_engine
 from rollkeel.models.names import checkpoint_views
+from rollkeel.models.numerics import OVERRIDE
 from rollkeel.protocols import Engine
 from rollkeel.record.checks import Finding, unreached
 from rollkeel.record.live import LiveView
@@ -325,6 +326,7 @@ class RayMachines:
     def _surroundings(self, name: str) -> dict[str, Any]:
         """Ray's option with what the actor `name` needs of this process's environment, wherever it is."""
         threads = {"OMP_NUM_THREADS": str(self._config.run.threads), "OMP_WAIT_POLICY": "passive"}
+        threads |= {OVERRIDE: "1"} if self._config.run.tf32 else {}
         handed = {key: os.environ[key] for key in HANDED if key in os.environ}
         return {"runtime_env": {"env_vars": threads | handed | logs.variables(self._folder.path, name)}}
 

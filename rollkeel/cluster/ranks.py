@@ -30,7 +30,7 @@ from rollkeel.loop.reward_model import reward_model
 from rollkeel.loop.warm_start import sft, warm_start, warm_start_key
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers
 from rollkeel.models.names import checkpoint_views
-from rollkeel.models.numerics import precision
+from rollkeel.models.numerics import multiply_in_tf32, precision
 from rollkeel.record.checks import too_small
 from rollkeel.sync.shared import no_deltas
 from rollkeel.train.checkpoint import TRAINER, Written, versions
@@ -167,6 +167,7 @@ class Rank:
     def _loaded(self) -> Policy:
         """With its weights if this rank is alone."""
         torch.set_num_threads(self._config.run.threads)
+        multiply_in_tf32(self._config.run.tf32)
         quiet_transformers()
         about = {"lora": self._config.train.lora, "whole": self._world == 1}
         return load_policy(self._config.model, device_of(self._config), **about)

@@ -23,7 +23,7 @@ from rollkeel.loop.run import HeldOut, Run
 from rollkeel.models.adapters import named_adapters
 from rollkeel.models.loading import Policy, load_policy, quiet_transformers, resolve_device
 from rollkeel.models.names import checkpoint_views, move_into
-from rollkeel.models.numerics import mode_of
+from rollkeel.models.numerics import mode_of, multiply_in_tf32
 from rollkeel.objectives import Objective
 from rollkeel.protocols import Engine
 from rollkeel.record.checks import Checks
@@ -76,6 +76,7 @@ def policy_of(config: Config, lora: LoraConfig | None = None) -> Policy:
     """The policy of `model.path` on `run.device`, with adapters to train if `lora` says so; torch gets `run.threads` threads."""
     quiet_transformers()
     torch.set_num_threads(config.run.threads)
+    multiply_in_tf32(config.run.tf32)
     return load_policy(config.model, device_of(config), lora=lora)
 
 

@@ -117,6 +117,7 @@ def _check_parity(config: Config) -> None:
     sampling = config.sampling
     dtype = config.model.dtype
     needed = {
+        "run.tf32": (config.run.tf32, False),
         "engine.kind": (engine.kind, "local"),
         "engine.forward": (engine.forward, "parity"),
         "engine.kv": (engine.kv, "recompute"),

@@ -8,6 +8,7 @@ embeddings and output head stay in high precision, as deployments keep them.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -31,6 +32,17 @@ def compute_dtype(mode: str) -> torch.dtype:
 def mode_of(dtype: torch.dtype) -> str:
     """The mode that computes in `dtype`: `compute_dtype` the other way round."""
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
+
+
+OVERRIDE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+"""With 1, processes that begin later do so too."""
+
+
+def multiply_in_tf32(on: bool) -> None:
+    """Whether this process multiplies float32 matrices in TF32 on a GPU, and those that it starts."""
+    torch.set_float32_matmul_precision("high" if on else "highest")
+    if on:
+        os.environ[OVERRIDE] = "1"
 
 
 def precision(model: torch.nn.Module) -> dict[str, Any]:

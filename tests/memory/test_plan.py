@@ -85,7 +85,9 @@ def peak(call: Callable[[], Any]) -> int:
     return max(itertools.accumulate(memory_events(call), initial=0))
 
 
-@pytest.mark.usually("*qwen3-sizes0-float32-none-None", "*moe-sizes2-float32-layer-2", "*tied-sizes1-bfloat16-selective*")
+@pytest.mark.usually(
+    "*qwen3-sizes0-float32-none-None", "*moe-sizes2-float32-layer-2", "*tied-sizes1-bfloat16-selective*"
+)
 @pytest.mark.parametrize(("mode", "layers"), [("none", None), ("layer", None), ("selective", None), ("layer", 2)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ Real optimizers, real trainers, on the CPU. Not covered: CUDA kernels, whether a
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,13 @@ from test_trainer import make_batch
 
 from rollkeel import objectives
 from rollkeel.config import ModelConfig, TrainConfig
-from rollkeel.errors import NonFinite
+from rollkeel.errors import BadInput, NonFinite
+from rollkeel.loop.assemble import policy_of
+from rollkeel.loop.check import validate
 from rollkeel.models.loading import load_policy
+from rollkeel.models.numerics import OVERRIDE, precision
 from rollkeel.models.packed import _all_heads
+from rollkeel.recipe import load
 from rollkeel.train import adamw, optimizer
 from rollkeel.train.adamw import AdamW, master, put_back
 from rollkeel.train.optimizer import Schedule, Stepper
@@ -239,3 +245,20 @@ def test_keys_for_all_heads_attend_as_shared_ones() -> None:
     q_, k_, v_, all_k, all_v = (t.transpose(0, 1) for t in (q, k, v, _all_heads(k, q), _all_heads(v, q)))
     attend = torch.nn.functional.scaled_dot_product_attention
     assert torch.equal(attend(q_, all_k, all_v, is_causal=True), attend(q_, k_, v_, is_causal=True, enable_gqa=True))
+
+
+def test_tf32_is_what_the_config_says_and_its_children_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU alone can show it; here what torch was told, in this process and in one that it starts."""
+    monkeypatch.delenv(OVERRIDE, raising=False)
+    look = "import torch; print(torch.backends.cuda.matmul.allow_tf32)"
+    try:
+        for on, said in ((True, "high"), (False, "highest")):
+            policy = policy_of(load(None, ["model.path=preset:tiny-qwen3", f"run.tf32={on}"]))
+            assert precision(policy.model)["float32_products"] == said
+            child = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+            assert child.stdout.strip() == str(on)
+            monkeypatch.delenv(OVERRIDE, raising=False)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    with pytest.raises(BadInput, match=r"run\.parity=true: expected run\.tf32=False"):
+        validate(load(None, ["run.parity=true", "run.tf32=true"]))
