@@ -45,7 +45,7 @@ KEPT = {
     "models/checksum.py read",
     "models/part_files.py write.put_tensor",
     "models/adapter_files.py save_adapters",
-    "engines/kv.py PagedCache.read",
+    "engines/kv.py PagedCache._brought",
     "engines/shared_memory.py write",
     "memory/moves.py InHost.leave",
 }

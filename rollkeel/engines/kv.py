@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -215,23 +215,11 @@ class PagedCache:
         return held[list(blocks[: -(-tokens // self.block_size)])].flatten(0, 1)[:tokens].cpu().numpy()
 
     def read(self, sequences: Sequence[tuple[Sequence[int], int, int]]) -> list[KeptKV | None]:
-        """Copies of sequences, each (blocks, tokens n to take, oldest version in them); None where n is 0.
-
-        Raises `BadInput` where the layers' shapes differ.
-        """
+        """Copies of sequences, each (blocks, tokens n to take, oldest version in them); None where n is 0. Raises `BadInput` where the
+        layers' shapes differ."""
         blocks = [b for owned, _, _ in sequences for b in owned]
-        stacked = []
-        for store in (self._keys, self._values):
-            layers = [
-                store[layer].view(self.num_blocks, -1, *store[layer].shape[1:])[blocks] for layer in sorted(store)
-            ]
-            if len({part.shape for part in layers}) > 1:
-                raise BadInput(
-                    "engine.kv=keep: expected layers whose keys have one shape; use recompute for this model"
-                )
-            stacked.append(torch.stack(layers).transpose(1, 2).flatten(2, 3).float().cpu().numpy() if layers else None)
-        out: list[KeptKV | None] = []
-        start = 0
+        stacked = [self._brought(store, blocks) for store in (self._keys, self._values)]
+        out, start = list[KeptKV | None](), 0
         for owned, tokens, version in sequences:
             part, kept = slice(start, start + tokens), None
             if tokens and stacked[0] is not None and stacked[1] is not None:
@@ -239,6 +227,16 @@ class PagedCache:
             out.append(kept)
             start += len(owned) * self.block_size
         return out
+
+    def _brought(self, store: Mapping[int, torch.Tensor], blocks: Sequence[int]) -> np.ndarray | None:
+        """Those blocks of every layer, `[layers, heads, tokens, width]` on the host; the device copies one layer at a time."""
+        if len({held.shape for held in store.values()}) > 1:
+            raise BadInput("engine.kv=keep: expected layers whose keys have one shape; use recompute for this model")
+        parts = list[np.ndarray]()
+        for _, held in sorted(store.items()):
+            chosen = held.view(self.num_blocks, -1, *held.shape[1:])[list(blocks)]
+            parts.append(chosen.transpose(0, 1).flatten(1, 2).cpu().float().numpy())
+        return np.stack(parts) if parts else None
 
     def write(self, sequences: Sequence[tuple[Sequence[int], KeptKV]]) -> None:
         """Put back what `read` returned, into these blocks. Raises `BadInput` when it has another shape than this cache."""
@@ -251,7 +249,7 @@ class PagedCache:
             for (owned, _), array in zip(sequences, arrays, strict=True):
                 rows[:, :, start : start + array.shape[2]] = torch.from_numpy(array)
                 start += len(owned) * self.block_size
-            parts = rows.view(layers, heads, len(blocks), self.block_size, width).transpose(1, 2).to(self._device)
+            parts = rows.view(layers, heads, len(blocks), self.block_size, width).transpose(1, 2)
             for layer in range(layers):
                 cache = self._held(store, layer, heads, width, self._dtype)
                 if cache.shape[0] != self.num_blocks * heads or cache.shape[-1] != width:
@@ -259,7 +257,9 @@ class PagedCache:
                         f"engine.kv=keep: expected {cache.shape[0] // self.num_blocks} heads of {cache.shape[-1]} in layer"
                         f" {layer}, got {heads} of {width}; the KV is that of another model"
                     )
-                cache.view(self.num_blocks, heads, self.block_size, width)[blocks] = parts[layer].to(cache.dtype)
+                cache.view(self.num_blocks, heads, self.block_size, width)[blocks] = (
+                    parts[layer].to(cache.dtype).to(self._device)
+                )
 
     def attend(
         self,
