@@ -132,7 +132,8 @@ class BudgetConfig(Node):
     """C3PO++ (Ring-1T report §2.3.3): a step's rollouts end with Φ tokens; what is unfinished goes on in the next. `engine.kv` says
     what becomes of the KV of parked rollouts."""
 
-    tokens: int = Field(default=1024, ge=1, description="Φ: tokens that end a step's rollouts.")
+    tokens: int = Field(default=1024, ge=1)
+    """Φ: tokens that end a step's rollouts. An engine on a GPU is asked every 16 decode steps what has finished."""
     capacity: int = Field(default=128, ge=1, description="Ω_infer: rollouts in the engine at once.")
     train_capacity: int = Field(default=0, ge=0, description="Ω_train: most rollouts in a batch; 0 is no limit.")
     retention: int = Field(default=3, ge=0)

@@ -216,10 +216,8 @@ SPAN_FACTS = (
 class KeptKV:
     """Keys and values of an interrupted sequence, taken out of the engine: of all its tokens but the last."""
 
-    keys: FloatArray
-    """`[layers, kv_heads, n, d]` float32."""
-    values: FloatArray
-    """`[layers, kv_heads, n, dv]`."""
+    keys: FloatArray  # `[layers, kv_heads, n, d]` float32
+    values: FloatArray  # `[layers, kv_heads, n, dv]`
     version: int
     """Oldest policy version that computed any of it."""
 
@@ -397,3 +395,5 @@ class Capabilities:
     """How the embedded engine computes, and why that way; empty for a server."""
     proves_memory: bool = False
     """Its proof is of the memory that it serves from; publications then carry the checksums of its numeric mode."""
+    look: int = 1
+    """Decode steps that it would rather make between two questions what ended: a device works on while nobody asks."""

@@ -128,8 +128,23 @@ def ran(loop: str, settings: list[str], folder: Path) -> None:
     clean()
     drawn = JOURNAL.operations["nextafter"]  # once in a decode step
     assert loop == "async" or drawn >= 64
-    if loop not in ("budgeted", "kept", "async"):  # a budget is counted at every step
+    if loop not in (
+        "budgeted",
+        "kept",
+        "async",
+    ):  # the last tokens of a budget are counted at every step, and these are few
         assert sum(reads(*DECODE).values()) <= drawn / 8
+
+
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_a_budget_of_some_size_is_looked_at_now_and_then(kv: str, tmp_path: Path) -> None:
+    """Of 256 tokens, which eight rollouts make in 32 steps: near its end a budget is counted at every step."""
+    words = ["run.loop=budgeted", "rollout.budget={tokens: 256, capacity: 8}", f"engine.kv={kv}", "run.steps=2"]
+    job.train(load("default", [*TINY, *words, "model.path=preset:tiny-qwen3", f"run.dir={tmp_path / 'run'}"]))
+    clean()
+    drawn = JOURNAL.operations["nextafter"]
+    assert drawn >= 64
+    assert sum(reads(*DECODE).values()) <= drawn / 8
 
 
 @pytest.mark.usually("budgeted", "async", "lora", "low")

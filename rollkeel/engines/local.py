@@ -91,7 +91,6 @@ class LocalEngine:
         self._batch: Batch | None = None
         self._version = self._base = -1
         self._looked, self._full, self._lead, self._until, self.steps = 0, 0, 0, 0, 0
-        """Decode steps so far: the clock of budgets."""
         self._capabilities = Capabilities(
             name=name,
             dtype=config.dtype,
@@ -101,6 +100,7 @@ class LocalEngine:
             forward=said_forward(config.forward, text, fast, self._compiled is not None, bool(self._forward.adapters))
             + recorded,
             proves_memory=True,
+            look=1 if self._slots.ended is None else LOOK,
         )
 
     def _open(self, text: Any, config: EngineConfig, lora: LoraConfig | None) -> Pieces:

@@ -106,7 +106,7 @@ class BudgetedRollouts:
             while not self.pool.exhausted:
                 phase.send([self._rollout(m, engine, sampling) for m in self.pool.refill()], self._kv)
                 with within(deadline_s, hung(engine, deadline_s, f"a decode step of {len(phase.running)} rollouts")):
-                    segments = phase.step()
+                    segments = phase.step(phase.ahead())
                 if phase.take(segments, should_stop):
                     check([*phase.ended.values(), *phase.running.values()])
                 phase.watch(deadline_s)
@@ -233,11 +233,19 @@ class _Phase:
         self.running |= {r.id: r for r in asked}
         self.engine.submit([request_of(r, kv.pop(r.id, None)) for r in asked])
 
-    def step(self) -> list[Segment]:
-        """One decode step."""
+    def ahead(self) -> int:
+        """Decode steps that can be made at once: as many as the engine likes, while a budget of generated tokens cannot end before the
+        last of them. What ends in between, a whole batch too, is seen then, and its places stay empty until then."""
+        most, rules = self.engine.capabilities.look, self.pool.rules
+        if self.table.busy or rules.count == "finished":
+            return 1 if self.table.busy else most
+        return max(1, min(most, (rules.budget - self.pool.spent) // max(1, len(self.running))))
+
+    def step(self, steps: int) -> list[Segment]:
+        """So many decode steps."""
         with heard_from(self.engine):
-            segments = self.engine.advance(1)
-        self.steps += 1
+            segments = self.engine.advance(steps)
+        self.steps += steps
         self._heard = time.monotonic() if segments else self._heard
         return segments
 

@@ -184,6 +184,44 @@ def test_a_generated_budget_ends_within_one_step() -> None:
     assert [len(r.span) for r in found.parked] == [3] * 4
 
 
+@pytest.mark.parametrize(
+    ("budget", "count", "look", "asked"),
+    [
+        (110, "generated", 16, [16, 11, 1]),  # behind 108 tokens another step spends it
+        (10, "generated", 16, [2, 1]),
+        (110, "generated", 1, [1] * 28),
+        (150, "finished", 10, [10] * 5),
+    ],
+)
+def test_an_engine_that_is_asked_now_and_then_ends_in_the_same_step(
+    budget: int, count: str, look: int, asked: list[int]
+) -> None:
+    """Steps that a device makes before anybody asks; what is sampled and parked is the same as with a look at every step."""
+    lengths, longer = dict.fromkeys(range(99), 50), replace(SAMPLING, max_new_tokens=60)
+    found = list[Partition]()
+    for engine in (Counting(lengths), Counting(lengths)):
+        seen = list[int]()
+        own = engine.advance
+        engine.advance = lambda steps, own=own, seen=seen: seen.append(steps) or own(steps)  # type: ignore[method-assign]
+        engine.capabilities = replace(engine.capabilities, look=look if found else 1)
+        found.append(pooled(budget=budget, count=count).sample(engine, longer, Letters(), deadline_s=60))
+    assert [steps for steps in seen if steps] == asked
+    one, other = found
+    assert one.steps == other.steps == sum(asked)
+    for name in ("ended", "parked"):
+        mine, theirs = ([(r.id, r.span.token_ids.tolist()) for r in getattr(p, name)] for p in found)
+        assert mine == theirs
+
+
+def test_places_of_what_ends_in_between_are_filled_at_the_next_look() -> None:
+    """Rollouts of 10 tokens, four at a time, 16 steps between two looks: their places are empty for six of them."""
+    engine = Counting(dict.fromkeys(range(99), 10))
+    engine.capabilities = replace(engine.capabilities, look=16)
+    found = phase(pooled(budget=100, capacity=4, count="generated"), engine)
+    assert found.steps == 16 + 15 + 5  # 40 tokens, (100 − 40) / 4 steps that end 40 more, and (100 − 80) / 4
+    assert [len(r.span) for r in [*found.ended, *found.parked]] == [10] * 8 + [5] * 4
+
+
 def test_what_exceeds_its_retention_is_purged_with_what_it_had() -> None:
     state, engine = pooled(retention=0), Counting({0: 6, 1: 6, 2: 9, 3: 9, **dict.fromkeys(range(4, 40), 6)})
     first = phase(state, engine)
