@@ -57,9 +57,13 @@ def advice(config: Config, shape: Shape, space: int, setting: Setting = Setting(
             said = _differences(config, changed)
             layers = fewest_layers(changed, shape, space, setting)
             return f"set {' '.join([*said, layers]).strip()}"
-    low = with_values(with_values(config, "model", dtype="bfloat16"), "engine", dtype="bf16")
-    lora = LoraConfig(rank=32, experts=True)
-    adapted = with_values(low, "train", checkpointing="layer", checkpointed_layers=None, lora=lora)
+    adapted = with_values(
+        _low(config),
+        "train",
+        checkpointing="layer",
+        checkpointed_layers=None,
+        lora=LoraConfig(rank=32, experts=True),
+    )
     more = _more_shards(config, shape, space, setting)
     if not config.train.lora.rank and most_tokens(adapted, shape, space, setting):
         said = "no setting trains every weight there; adapters of rank 32 (LoRA) on a frozen bfloat16 model would fit"
@@ -77,9 +81,14 @@ def _changes(config: Config) -> Iterator[Config]:
         yield with_values(changed, "train", checkpointing="layer", checkpointed_layers=None)
 
     yield from with_again(config)
-    low = with_values(with_values(config, "model", dtype="bfloat16"), "engine", dtype="bf16")
-    yield from with_again(low)
-    yield from with_again(with_values(low, "train", moments="int8"))
+    yield from with_again(_low(config))
+    yield from with_again(with_values(_low(config), "train", moments="int8"))
+
+
+def _low(config: Config) -> Config:
+    """With numbers of 16 bits."""
+    config = with_values(config, "model", dtype="bfloat16")
+    return with_values(config, "engine", dtype="bf16")
 
 
 def _differences(config: Config, changed: Config) -> list[str]:

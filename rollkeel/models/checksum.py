@@ -94,13 +94,15 @@ Begun = tuple[int, torch.Tensor | None]
 
 def read(sums: Sequence[Begun]) -> list[int]:
     """Checksums that were begun: one wait for each device, however many there are."""
-    out, there = [known for known, _ in sums], dict[torch.device, list[tuple[int, torch.Tensor]]]()
+    out = [known for known, _ in sums]
+    there: dict[torch.device, dict[int, torch.Tensor]] = {}
     for i, (_, waiting) in enumerate(sums):
         if waiting is not None:
-            there.setdefault(waiting.device, []).append((i, waiting))
+            there.setdefault(waiting.device, {})[i] = waiting
     for each in there.values():
-        for (i, _), found in zip(each, torch.stack([waiting for _, waiting in each]).tolist(), strict=True):
-            out[i] += found
+        found = torch.stack(list(each.values())).tolist()
+        for i, part in zip(each, found, strict=True):
+            out[i] += part
     return [checksum & MASK for checksum in out]
 
 

@@ -236,10 +236,13 @@ class _Phase:
     def ahead(self) -> int:
         """Decode steps that can be made at once: as many as the engine likes, while a budget of generated tokens cannot end before the
         last of them. What ends in between, a whole batch too, is seen then, and its places stay empty until then."""
-        most, rules = self.engine.capabilities.look, self.pool.rules
-        if self.table.busy or rules.count == "finished":
-            return 1 if self.table.busy else most
-        return max(1, min(most, (rules.budget - self.pool.spent) // max(1, len(self.running))))
+        if self.table.busy:
+            return 1
+        most = self.engine.capabilities.look
+        if self.pool.rules.count == "finished":
+            return most
+        left = self.pool.rules.budget - self.pool.spent
+        return max(1, min(most, left // max(1, len(self.running))))
 
     def step(self, steps: int) -> list[Segment]:
         """So many decode steps."""
