@@ -30,6 +30,8 @@ STAGES: dict[str, tuple[str, float]] = {
     "sync": ("benchmarks.gpu.sync", 20),
     "step": ("benchmarks.gpu.step", 40),
     "parity": ("benchmarks.gpu.parity", 30),
+    "adapters": ("benchmarks.gpu.adapters", 40),
+    "shared": ("benchmarks.gpu.shared", 20),
     "peer": ("benchmarks.gpu.peer", 60),
 }
 """Name → module with `run(bench)`, and its seconds when the suite has nine minutes."""

@@ -1,4 +1,4 @@
-"""Stage 11: the same GRPO step by TRL, where it can be imported: random 0.6B, 32 prompts × 8 answers of 128 tokens, bfloat16.
+"""Stage 13: the same GRPO step by TRL, where it can be imported: random 0.6B, 32 prompts × 8 answers of 128 tokens, bfloat16.
 
 TRL generates by transformers, as it does without a server, recomputes activations as our side does, and keeps bfloat16 weights
 without masters; we keep masters.

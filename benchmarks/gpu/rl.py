@@ -72,13 +72,16 @@ def graded(task: tasks.Task, rollouts: Sequence[Rollout]) -> list[Rollout]:
     ]
 
 
-def synthetic(lengths: Sequence[tuple[int, int]], vocab: int, group: int = 8) -> TrainingBatch:
-    """A batch of random tokens: (prompt, response) lengths, advantages of both signs."""
+def synthetic(lengths: Sequence[tuple[int, int]], vocab: int, group: int = 8, shared: bool = False) -> TrainingBatch:
+    """A batch of random tokens: (prompt, response) lengths, advantages of both signs. `shared`: the members of a group, which are of
+    one length, have one prompt."""
     rng = np.random.default_rng(0)
     rollouts = []
     grader = tasks.get("runsum").grader(tasks.get("runsum").item(0, "train", 0))
     for i, (prompt, response) in enumerate(lengths):
         ids = rng.integers(8, min(vocab, 264), prompt + response)
+        if shared and i % group:
+            ids[:prompt] = rollouts[i - i % group].prompt.token_ids
         n, zeros = response, np.zeros(response, np.int64)
         span = TokenSpan(
             token_ids=ids[prompt:],

@@ -23,9 +23,17 @@ def run(bench: Bench) -> None:
     short, long = list(batches)
     runs = [("Qwen3-0.6B", short, "none"), ("Qwen3-0.6B", long, "none")]
     runs += [] if bench.toy else [("Qwen3-1.7B", short, "none"), ("Qwen3-1.7B", long, "layer")]
-    runs += [("Qwen3-4B", short, "layer"), ("Qwen3-4B", short, "some layers")]
+    runs += [("Qwen3-4B", short, "layer"), ("Qwen3-4B", short, "some layers"), ("Qwen3-30B-A3B", short, "layer")]
     for name, size, mode in (run for run in runs if bench.wanted(run[0])):
-        bench.attempt(f"{name} update {size}, checkpointing {mode}", update, name, size, batches[size], mode, least=6.0)
+        bench.attempt(
+            f"{models.title(name)} update {size}, checkpointing {mode}",
+            update,
+            name,
+            size,
+            batches[size],
+            mode,
+            least=6.0,
+        )
     if not bench.wanted("Qwen3-0.6B"):
         return
     if "compile" in TrainConfig.model_fields and bench.cuda:
@@ -66,7 +74,7 @@ def update(
     seconds = bench.timed(lambda: trainer.update(batch, objective, old_is_current=True), 3, 2)
     tell(
         bench,
-        f"{name} update {size}, {said}{', compiled' if compiled else ''}",
+        f"{models.title(name)} update {size}, {said}{', compiled' if compiled else ''}",
         name,
         lengths,
         seconds,
@@ -76,7 +84,7 @@ def update(
     if bench.cuda and bench.left > 5:
         spent, kernels, longest = bench.on_device(lambda: trainer.update(batch, objective, old_is_current=True))
         about = {"share": spent / seconds, "kernels": kernels, "note": longest}
-        bench.row(f"{name} update {size}, of it on the device", spent * 1e3, "ms", **about)
+        bench.row(f"{models.title(name)} update {size}, of it on the device", spent * 1e3, "ms", **about)
 
 
 def settings(bench: Bench, name: str, tokens: int, mode: str) -> Config:
