@@ -82,7 +82,8 @@ MOVED = """* **Where to.** From a GPU to pinned host memory, on a stream of its 
 * **When.** What leaves is on its way while the next phase begins. Weights and reference model are back before they are used; moments and
   masters come back while the first passes of an update run, and the optimizer waits for them. Nothing is kept twice behind a move, but that torch keeps pinned host memory for
   the next one: beside a GPU the host needs as much as leaves it, all the time.
-* **Dropped.** KV is computed again, or belongs to unfinished rollouts, which take it along (`engine.kv=keep`). The engine's weights come with
+* **Dropped.** KV is computed again, or belongs to unfinished rollouts, which take it along (`engine.kv=keep`). On a GPU decode steps are recorded
+  anew behind it, unless the package `torch_memory_saver` is installed, under which addresses stay (it has not run). The engine's weights come with
   the next publication. A vLLM server sleeps at level 2 ([engines](engines.md)) and may take what training gives away. NCCL communicators
   give their buffers away where torch offers it (NCCL 2.29).
 * **What stays.** Weights that trainer and engine share; an engine's weights where adapters or deltas come on top of them; engines in worker processes.
@@ -104,6 +105,19 @@ def moves() -> str:
         level = {"none": "always"}.get(rule.level, f"`{rule.level}`")
         lines.append([name, level, *(said[place(name, phase, "all")] for phase in PHASES)])
     return "\n".join([MOVES, *(f"| {' | '.join(cells)} |" for cells in lines), "", MOVED])
+
+
+def per_parameter() -> str:
+    """Bytes that training holds of a weight, by dtype and moments."""
+    lines = [["model.dtype", "train.moments", "weight", "remainder", "gradient", "moments", "together"], ["---"] * 7]
+    shape = shape_of("Qwen/Qwen3-4B", {})
+    for dtype in ("float32", "bfloat16", "float16"):
+        for moments in ("float32", "int8"):
+            words = [f"model.dtype={dtype}", f"train.moments={moments}", "engine.dtype=fp8"]
+            parts = plan(load(None, words), shape).parts
+            found = [parts[name] / shape.parameters for name in ("weights", "master remainder", "gradients", "moments")]
+            lines.append([f"`{dtype}`", f"`{moments}`", *(f"{size:.4g}" for size in (*found, sum(found)))])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def rows() -> list[list[str]]:
@@ -132,7 +146,8 @@ def markdown() -> str:
     shape = shape_of("Qwen/Qwen3-4B", {})
     kept = [shape.layers * layer_bytes(shape, 2, "gpu"), shape.layers * shape.width * 2]
     last = f"Activations of Qwen3-4B in bfloat16, bytes per token: {kept[0]:,} with `none`, {kept[1]:,} with `layer`."
-    return f"{HEAD}\n{table}\n\n{last}\n\n{moves()}"
+    each = f"Bytes of a weight that is trained:\n\n{per_parameter()}"
+    return f"{HEAD}\n{table}\n\n{last}\n\n{each}\n\n{moves()}"
 
 
 if __name__ == "__main__":

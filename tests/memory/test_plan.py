@@ -117,6 +117,32 @@ def test_the_peak_of_real_updates_is_within_a_tenth(
     assert sum(parts[name] for name in OWN) == pytest.approx(before + beside, rel=0.1)
 
 
+@pytest.mark.parametrize("moments", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_weight_takes_the_bytes_that_are_planned(dtype: Any, moments: Any) -> None:
+    """Weights, masters' remainders, gradients behind a backward, and moments behind an update, to the byte but for scales of blocks."""
+    path, train = "preset:tiny-qwen3", TrainConfig(moments=moments, warmup_steps=0)
+    config = Config(model=ModelConfig(path=path, dtype=dtype), train=train)
+    trainer = LocalTrainer(load_policy(config.model), train, temperature=1.0, total_updates=3)
+    gradients = list[int]()
+    trainer._add_gradients = lambda stepper: gradients.extend(
+        p.grad.nbytes for _, p in stepper.named if p.grad is not None
+    )  # type: ignore[method-assign]
+    trainer.update(make_batch(), objectives.grpo(), old_is_current=True)
+    states = list(trainer._stepper.adamw.state.values())
+    held = {
+        "weights": sum(p.nbytes for p in trainer.model.parameters()),
+        "master remainder": sum(t.nbytes for state in states for key, t in state.items() if key == "rest"),
+        "gradients": sum(gradients),
+        "moments": sum(
+            t.nbytes for state in states for key, t in state.items() if key in ("exp_avg", "exp_avg_sq", "scales")
+        ),
+    }
+    parts = plan(config, shape_of(path, {})).parts
+    for name, count in held.items():
+        assert parts[name] == pytest.approx(count, rel=0.02 if (name, moments) == ("moments", "int8") else 0), name
+
+
 @pytest.mark.parametrize(
     "words", [[], ["engine.dtype=bf16"], ["train.lora.rank=2"], ["model.dtype=bfloat16", "engine.dtype=bf16"]]
 )
