@@ -187,14 +187,24 @@ def test_who_looks_on_is_told_every_step() -> None:
     assert graphs.records == []
 
 
-def test_what_cannot_be_recorded_is_said() -> None:
+def test_what_cannot_be_recorded_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     text, cuda, cpu = policy("tiny-qwen3-moe").model.config, torch.device("cuda"), torch.device("cpu")
     dense = policy("tiny-qwen3").model.config
     lora = LoraConfig(rank=2, experts=True)
     assert graphs_for(FastForward(dense, "fp32", cpu), cpu) == (None, "")
     assert isinstance(graphs_for(FastForward(dense, "fp32", cpu, lora), cuda)[0], CudaGraphs)
-    forwards = FastForward(text, "fp32", cpu), FastForward(text, "bf16", cpu, lora), object()
-    for forward, why in zip(forwards, ("not in bfloat16", "adapters of experts", "transformers"), strict=True):
+    mixture = FastForward(text, "bf16", cpu, lora)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert isinstance(
+        graphs_for(mixture, cuda)[0], CudaGraphs
+    )  # adapters of experts are grouped products like the experts
+    cases = (
+        (FastForward(text, "fp32", cpu), 9, "not in bfloat16"),
+        (mixture, 8, "older than sm90"),
+        (object(), 9, "transformers"),
+    )
+    for forward, capability, why in cases:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, major=capability: (major, 0))
         graphs, words = graphs_for(forward, cuda)
         assert graphs is None
         assert why in words

@@ -60,8 +60,6 @@ def graphs_for(forward: Any, device: torch.device) -> tuple[Graphs | None, str]:
     why = ""
     if not isinstance(forward, FastForward):
         why = "the transformers forward"
-    elif forward.num_moe_layers and any(layer.lora["up"] or layer.lora["down"] for layer in forward.layers):
-        why = "adapters of experts"
     elif forward.num_moe_layers and (
         forward.dtype != torch.bfloat16 or torch.cuda.get_device_capability(device)[0] < 9
     ):
