@@ -107,7 +107,7 @@ class EngineConfig(Node):
     """Longest prompt + response, tokens, at most the model's context; None takes that context, or what the KV memory holds of it."""
     kv_memory_gb: float | None = Field(default=None, gt=0)
     """Most memory for the KV cache, per process; when it runs out the youngest sequence waits and is recomputed. None takes 4 on
-    a CPU, and on a GPU four fifths of what the run leaves of it."""
+    a CPU, and on a GPU four fifths of what the run leaves of it, see docs/memory.md."""
     forward: Literal["auto", "fast", "compiled", "transformers", "parity"] = "auto"
     """`fast` is rollkeel's own inference forward (Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE), `compiled` the same with compiled
     decode steps (float32 on a CPU, extra `cpu`, compiled once), `transformers` fits the rest; `auto` takes the fastest that fits; `parity` belongs to

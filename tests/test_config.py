@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from rollkeel.config import Config, parse_yaml
 from rollkeel.config_table import leaves
 from rollkeel.errors import BadInput
+from rollkeel.loop.check import validate
 from rollkeel.recipe import RECIPES, find_recipe, from_tree, load, merge
 
 RECIPE_FILES = sorted(p for p in RECIPES.rglob("*.yaml") if p.parent.name != "simulate")
@@ -282,3 +283,10 @@ def test_auto_leaves_a_gpu_to_models_of_some_size(monkeypatch: pytest.MonkeyPatc
     assert {w: device_of(load(None, w)).type for w in words} == words
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device_of(load(None, ["model.path=Qwen/Qwen3-0.6B"])).type == "cpu"
+
+
+def test_layers_to_compute_again_without_a_way_are_refused() -> None:
+    """It would be silently nothing, and a run that should save memory runs out of it."""
+    with pytest.raises(BadInput, match=r"train\.checkpointed_layers: expected train\.checkpointing=layer or selective"):
+        validate(load("default", ["train.checkpointed_layers=3"]))
+    validate(load("default", ["train.checkpointed_layers=3", "train.checkpointing=layer"]))

@@ -138,8 +138,9 @@ def ran(loop: str, settings: list[str], folder: Path) -> None:
 
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
 def test_a_budget_of_some_size_is_looked_at_now_and_then(kv: str, tmp_path: Path) -> None:
-    """Of 256 tokens, which eight rollouts make in 32 steps: near its end a budget is counted at every step."""
-    words = ["run.loop=budgeted", "rollout.budget={tokens: 256, capacity: 8}", f"engine.kv={kv}", "run.steps=2"]
+    """Near its end a budget is counted at every step, and so is a small one."""
+    words = ["run.loop=budgeted", "rollout.budget={tokens: 1500, capacity: 6}", f"engine.kv={kv}", "run.steps=1"]
+    words += ["sampling.max_new_tokens=80", "engine.max_length=96"]
     job.train(load("default", [*TINY, *words, "model.path=preset:tiny-qwen3", f"run.dir={tmp_path / 'run'}"]))
     clean()
     drawn = JOURNAL.operations["nextafter"]

@@ -205,8 +205,7 @@ class RayMachines:
         self._ranks.call("record", str(path), ray.put(list(rollouts)), about)
 
     def save_model(self, folder: Path) -> Written:
-        self._ranks.call("save_model", str(folder))
-        return None
+        return self._ranks.call("save_model", str(folder))
 
     def save(self, folder: Path) -> Written:
         return self._ranks.call("save", str(folder))
@@ -262,7 +261,7 @@ class RayMachines:
             shapes = {name: tuple(view.shape) for name, view in checkpoint_views(self.policy.model).items()}
             about |= {"beside": Beside(shapes, config.sync.buffer_mb)}
         elif self._gpus:
-            about |= {"planned": beside_engine(config, self.policy)}
+            about |= {"planned": beside_engine(config, self.policy), "others": True}
         engine = ElasticEngine(hf_config, config.engine, seats, count, least=config.cluster.engines_min or 1, **about)
         engine.tell = self._of_engine
         return engine
@@ -326,7 +325,7 @@ class RayMachines:
     def _surroundings(self, name: str) -> dict[str, Any]:
         """Ray's option with what the actor `name` needs of this process's environment, wherever it is."""
         threads = {"OMP_NUM_THREADS": str(self._config.run.threads), "OMP_WAIT_POLICY": "passive"}
-        threads |= {OVERRIDE: "1"} if self._config.run.tf32 else {}
+        threads[OVERRIDE] = str(int(self._config.run.tf32))
         handed = {key: os.environ[key] for key in HANDED if key in os.environ}
         return {"runtime_env": {"env_vars": threads | handed | logs.variables(self._folder.path, name)}}
 

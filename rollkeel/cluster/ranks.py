@@ -296,8 +296,8 @@ class Rank:
         elif self._mesh.in_step or to is not None:
             self._made.look(lambda: record_tensors(to, self._made.model, rollouts, **about))
 
-    def _save_model(self, folder: str) -> None:
-        self._made.save_model(folder)
+    def _save_model(self, folder: str) -> Written:
+        return self._made.save_model(folder)
 
     def _save(self, folder: str) -> Written:
         files = self._made.save(Path(folder) / TRAINER)

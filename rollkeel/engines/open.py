@@ -42,14 +42,15 @@ def open_engine(
     log_path: Path | None = None,
     lora: LoraConfig | None = None,
     planned: int | None = None,
+    others: bool = False,
     pauses: bool = False,
     offload: str = "none",
     zeros: Zeros = torch.zeros,
 ) -> Engine:
     """An engine for the architecture `hf_config`; it serves nothing until weights are published.
 
-    `planned`: bytes of `device` that a trainer holds while a server samples there, or a run beside the KV of an embedded engine; `pauses`:
-    whether it trains only while nothing is sampled. `offload`: what the embedded engine drops meanwhile, nothing, its KV (`optimizer`), or its weights too (`all`).
+    `planned`: bytes of `device` that a trainer holds while a server samples there, or a run beside the KV of an embedded engine; `others`:
+    other processes hold some of that; `pauses`: whether it trains only while nothing is sampled. `offload`: what the embedded engine drops meanwhile, nothing, its KV (`optimizer`), or its weights too (`all`).
     `lora`: of the adapters it is to serve, which the embedded engine alone does. `zeros`: makes the weights of an embedded engine that
     drops nothing. `log_path`: where an inference server's output goes. Raises `BadInput` for a server that is not installed.
     """
@@ -75,7 +76,7 @@ def open_engine(
             sleeps=pauses and can_sleep(config, str(device)),
         )
     if planned is not None and config.kv_memory_gb is None and torch.device(device).type == "cuda":
-        room = left_gb(torch.device(device), planned) / max(1, config.processes)
+        room = left_gb(torch.device(device), planned, others) / max(1, config.processes)
         config = config.model_copy(update={"kv_memory_gb": room})
     if config.processes > 0:
         from rollkeel.engines.workers import WorkerEngine
@@ -89,10 +90,14 @@ def open_engine(
     return LocalEngine(hf_config, config, device=device, max_length=max_length, lora=lora, zeros=zeros)
 
 
-def left_gb(device: torch.device, planned: int) -> float:
-    """GiB for KV on a GPU of which a run takes `planned` bytes beside it, with what this process holds already."""
+def left_gb(device: torch.device, planned: int, others: bool = False) -> float:
+    """GiB for KV on a GPU of which a run takes `planned` bytes beside it, with what this process holds already. `others`: the run's
+    other processes hold some of those, now or soon, and nobody else uses the GPU."""
     free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device)  # a warm start leaves much that is reserved and not in use
+    if others:
+        free = total
+    else:
+        free += torch.cuda.memory_reserved(device)  # a warm start leaves much that is reserved and not in use
     left = free - max(planned, torch.cuda.memory_allocated(device)) - CONTEXTS * total
     return max(LEFT * left, min(KV_GB * 2**30, KV_SHARE * free)) / 2**30
 

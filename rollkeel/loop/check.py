@@ -54,6 +54,10 @@ def validate(config: Config) -> None:
         )
     if config.rollout.samples < 2:
         raise BadInput(f"rollout.samples: expected at least 2 for a group baseline, got {config.rollout.samples}")
+    if config.train.checkpointed_layers is not None and config.train.checkpointing == "none":
+        raise BadInput(
+            "train.checkpointed_layers: expected train.checkpointing=layer or selective beside it, got none; set it to null"
+        )
     special = config.experiment
     if special.lag and config.run.loop != "sync":
         raise BadInput(

@@ -135,7 +135,7 @@ def warm_start_key(config: Config) -> str:
         "label_noise": config.experiment.label_noise,
         "seed": config.run.seed,
         "threads": config.run.threads,
-        "device": device_of(config).type,
+        "device": device_of(config).type + (" tf32" if config.run.tf32 else ""),
         "own": plugins.digests({"data": {"task": config.data.task, "sources": config.data.model_dump()["sources"]}}),
         "versions": [rollkeel.__version__, torch.__version__, version("transformers")],
         "code": _digest_files(

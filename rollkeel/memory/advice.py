@@ -56,6 +56,8 @@ def advice(config: Config, shape: Shape, space: int, setting: Setting = Setting(
             changed = with_values(changed, "train", micro_batch_tokens=tokens)
             said = _differences(config, changed)
             layers = fewest_layers(changed, shape, space, setting)
+            if not layers and changed.train.checkpointed_layers != config.train.checkpointed_layers:
+                layers = "train.checkpointed_layers=null"
             return f"set {' '.join([*said, layers]).strip()}"
     adapted = with_values(
         _low(config),

@@ -27,6 +27,8 @@ REMAINDERS = {"float32": 0, "bfloat16": 2, "float16": 4}
 """Bytes that restore the exact float32 master of a weight."""
 KV = "KV blocks"
 OF_ENGINE = ("engine's weights", KV, "engine's buffers")
+LONG = 4096
+"""Tokens of a prompt that memory is kept for where nobody says how long they are."""
 MESSAGE = 4 * 2**24
 """Most bytes of gradients that travel between ranks in one message, see `rollkeel.train.mesh`; the next one is made meanwhile."""
 
@@ -79,15 +81,26 @@ def plan(config: Config, shape: Shape, setting: Setting = Setting()) -> Plan:
     parts = {
         "weights": rank.parameters * size + 4 * adapters,
         "master remainder": 0 if lora else trained * REMAINDERS[config.model.dtype],
-        "gradients": trained * 4,
+        "gradients": trained * 4 * (1 + _levels(config, setting, tokens)),
         "moments": trained * 8 if train.moments == "float32" else trained * 2 + trained // SCALED * 8,
         "reference model": reference if train.keeps_reference else 0,
+        "rounded weights": rank.parameters * size if config.experiment.rounding != "none" else 0,
         **activations(config, rank.shape, setting, -(-tokens // rank.mesh.context)),
         **rank.travelling(adapters),
         **(engine(config, shape, context, longest, setting) if config.engine.kind == "local" else {}),
         "last publication": published(config, shape) if setting.cpu else 0,
     }
     return Plan(parts, tokens, config.clustered and config.cluster.placement == "disaggregated")
+
+
+def _levels(config: Config, setting: Setting, tokens: int) -> int:
+    """How many gradients wait in `train.reduce=tree` for others to be added to, with micro-batches of so many tokens."""
+    if config.train.reduce != "tree":
+        return 0
+    size, mesh = config.rollout, config.mesh
+    each = -(-size.prompts // config.train.updates_per_step) * size.samples
+    rounds = -(-each * (setting.prompt + config.sampling.max_new_tokens) // (tokens * mesh.replicate * mesh.shard))
+    return rounds.bit_length()
 
 
 class _Rank:
@@ -156,7 +169,8 @@ def beside(config: Config, fields: Mapping[str, Any]) -> int:
 def beside_cache(config: Config, fields: Mapping[str, Any]) -> int | None:
     """Bytes that the run holds of the embedded engine's device beside KV, in the fullest of the phases in which KV lies there.
 
-    `config`: `settled`. None for an architecture whose sizes are not known here.
+    `config`: `settled`. With prompts as long as `engine.max_length` allows, or of `LONG` tokens. None for an architecture whose sizes are
+    not known here.
     """
     try:
         shape = shape_from(fields, config.model.path)
@@ -164,7 +178,9 @@ def beside_cache(config: Config, fields: Mapping[str, Any]) -> int | None:
         return None
     from rollkeel.memory.residency import PHASES, residency
 
-    found = residency(config, shape, config.memory.offload)
+    longest = config.engine.max_length or min(shape.context, LONG + config.sampling.max_new_tokens)
+    setting = Setting(prompt=max(1, longest - config.sampling.max_new_tokens))
+    found = residency(config, shape, config.memory.offload, setting)
     if config.clustered and config.cluster.placement == "disaggregated":
         return sum(found.sizes[name] for name in OF_ENGINE if name != KV)
     return max(found.held(phase) - found.sizes[KV] for phase in PHASES if found.places[phase][KV] == "device")

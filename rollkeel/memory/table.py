@@ -39,7 +39,7 @@ several micro-batches, in which gradients of the first lie beside activations of
 What is tested beside: sums of the trainer's parts are within 10 % of the peak that
 torch's allocator sees in real updates on a CPU, for three presets with every `train.checkpointing`; the weights that
 trainer and engine hold, once or twice, are within 2 % of what it gives out; activations of transformers' modules in bfloat16 are
-within 1 % of what autograd keeps on the meta device. Not counted: a vLLM server, which takes what is left ([engines](engines.md)), the embedded engine's scores of a long prompt, and {RESERVED:.0%} of a GPU, which are set aside.
+within 1 % of what autograd keeps on the meta device. Not counted: a vLLM server, which takes what is left ([engines](engines.md)), models of graders, the embedded engine's scores of a long prompt, and {RESERVED:.0%} of a GPU, which are set aside.
 
 **Some layers again.** With `train.checkpointing` the backward computes layers again, a quarter of an update's work, and it need not be all of
 them: `train.checkpointed_layers=N` is the first N, whose inputs alone are kept. The others are computed once; what they keep is gone when the first
@@ -52,6 +52,9 @@ copies nothing, and "engine's weights" are 0, or with LoRA its own adapters. A r
 with the reason; event `weights` in `events.jsonl`). The rule is `rollkeel/sync/shared.py`: a server, `engine.processes`, rounding modes,
 `train.processes` above 1 and `experiment.rounding` keep two. While such a run is opened on a GPU its weights wait in host memory, so that
 they never lie there twice.
+
+**KV on a GPU.** Plans count `engine.kv_memory_gb`, or 4 where it is null. A run takes four fifths of what its own plan leaves of the card then, with prompts
+as long as `engine.max_length` allows, or of 4,096 tokens; where prompts are longer than that, or graders have models on the same card, set one of the two.
 
 **The last publication.** `sync.kind=delta` and `auto` keep the weights as they were served last, and up to a quarter of their bytes
 of deltas, in host memory. `--device cpu` counts them ("last publication"); beside a GPU they are in no sum.

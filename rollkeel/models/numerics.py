@@ -35,7 +35,7 @@ def mode_of(dtype: torch.dtype) -> str:
 
 
 OVERRIDE = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
-"""With 1, processes that begin later do so too."""
+"""What processes that begin later do: 1 or 0."""
 
 
 def multiply_in_tf32(on: bool) -> None:
@@ -43,6 +43,8 @@ def multiply_in_tf32(on: bool) -> None:
     torch.set_float32_matmul_precision("high" if on else "highest")
     if on:
         os.environ[OVERRIDE] = "1"
+    else:
+        os.environ.pop(OVERRIDE, None)
 
 
 def precision(model: torch.nn.Module) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from rollkeel.errors import BadInput
+
 CHUNK = 2**24
 """Bytes that are copied at one time."""
 NAMES = {
@@ -32,6 +34,9 @@ NAMES = {
     torch.uint32: "U32",
     torch.uint64: "U64",
     torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
 }
 """What the format calls the dtypes that a model or its moments may have."""
 DTYPES = {said: dtype for dtype, said in NAMES.items()}
@@ -59,6 +64,10 @@ def write(
     header: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
     begin = 0
     for entry in entries:
+        if entry.dtype not in NAMES:
+            raise BadInput(
+                f"tensor {entry.name}: {entry.dtype} has no name in the format of checkpoints; keep it as another"
+            )
         end = begin + entry.bytes
         header[entry.name] = {
             "dtype": NAMES[entry.dtype],

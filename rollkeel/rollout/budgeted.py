@@ -32,6 +32,8 @@ from rollkeel.rollout.state import pack_kv, pack_rollouts, unpack_kv, unpack_rol
 from rollkeel.types import KeptKV, Prompt, Rollout, SamplingParams, Segment, Status
 
 GAUGES = ("parked", "held", "ready", "waiting", "queued_prompts", "age_max", "held_age_max")
+SLACK = 0.02
+"""Of a budget of finished tokens: the most that is sampled behind its end before a device is asked."""
 BUCKETS = 4
 """Parts of `max_new_tokens` by which purge rates are reported."""
 
@@ -92,7 +94,7 @@ class BudgetedRollouts:
         """The rollout phase of an iteration: sample until the budget is spent, then park what runs. Follow with `settle`.
 
         `deadline_s`: longest silence, in which no rollout ends and none gains a token; then `EngineFailure`. `should_stop`
-        is asked after every decode step; then everything is put back as it was and `Interrupted` raised. `check` sees
+        is asked whenever the engine was; then everything is put back as it was and `Interrupted` raised. `check` sees
         all rollouts of the iteration whenever the engine failed one, and may raise. `grader` begins on each rollout as it ends.
         `gather` says whether prompts are answered in one turn or played. With `rounds` above 1, `grader` grades what ended when
         the budget is spent, complete groups of equal rewards leave the pool, and what they took of the budget is spent again.
@@ -234,15 +236,17 @@ class _Phase:
         self.engine.submit([request_of(r, kv.pop(r.id, None)) for r in asked])
 
     def ahead(self) -> int:
-        """Decode steps that can be made at once: as many as the engine likes, while a budget of generated tokens cannot end before the
-        last of them. What ends in between, a whole batch too, is seen then, and its places stay empty until then."""
-        if self.table.busy:
+        """Decode steps that can be made at once: as many as the engine likes, while the budget cannot end before the last of them. One of
+        finished tokens may, where they are few beside it: by `SLACK` of it. What ends in between, a whole batch too, is seen then,
+        and its places stay empty until then."""
+        most, rules = self.engine.capabilities.look, self.pool.rules
+        if most == 1 or self.table.busy:
             return 1
-        most = self.engine.capabilities.look
-        if self.pool.rules.count == "finished":
-            return most
-        left = self.pool.rules.budget - self.pool.spent
-        return max(1, min(most, left // max(1, len(self.running))))
+        running, left = max(1, len(self.running)), rules.budget - self.pool.spent
+        if rules.count == "generated":
+            return max(1, min(most, left // running))
+        left -= sum(self.engine.progress().values())  # if all of them were to end
+        return max(1, min(most, max(left, int(SLACK * rules.budget)) // running))
 
     def step(self, steps: int) -> list[Segment]:
         """So many decode steps."""

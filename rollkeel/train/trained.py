@@ -273,12 +273,13 @@ class _Names(dict[str, str]):
 
 def save_model(
     folder: Path, policy: Policy, layout: Layout, pieces: Pieces, weights: Iterator[tuple[str, torch.Tensor]]
-) -> None:
-    """Write the Hugging Face folder that one process would write. Collective: the first rank writes what all bring together.
+) -> dict[str, dict[str, Any]]:
+    """Write the Hugging Face folder that one process would write. Collective: the first rank writes what all bring together, and knows
+    size and SHA-256 of the files with weights, by name.
 
     `weights`: (checkpoint name, tensor) in the order of `pieces`, whole, one after the other. Raises `BadInput` on all ranks if it cannot
     be written."""
-    mesh, failed = layout.mesh, None
+    mesh, failed, written = layout.mesh, None, dict[str, dict[str, Any]]()
     try:
         if mesh.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
@@ -286,10 +287,11 @@ def save_model(
             dtypes = {name: tensor.dtype for name, tensor in tensors_of(policy.model).items()}
             entries = [Entry(name, dtypes[owner], tuple(piece.shape)) for name, owner, piece in pieces]
             counts = sum(map(math.prod, layout.shapes.values()))
-            write_weights(folder, entries, map(itemgetter(1), weights), counts)
+            written = write_weights(folder, entries, map(itemgetter(1), weights), counts)
     except OSError as error:
         failed = BadInput(f"cannot write {folder}: {error.strerror or error}")
     except Exception as error:
         failed = error
     deque(weights, maxlen=0)  # all ranks must bring them together to the last, and none keeps one
     mesh.agree(failed)
+    return written

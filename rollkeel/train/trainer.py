@@ -347,13 +347,13 @@ class LocalTrainer:
         what `load_state_dict` does, and `Corrupt` naming the file that is missing or damaged."""
         return load_trained(Path(folder), self._trained)
 
-    def save_model(self, folder: str | Path) -> None:
-        """Write the Hugging Face folder that one process would write; every rank calls it and holds one parameter whole at a time."""
+    def save_model(self, folder: str | Path) -> dict[str, dict[str, Any]]:
+        """Write the Hugging Face folder that one process would write; every rank calls it and holds one parameter whole at a time.
+        Returns, on the first, size and SHA-256 of the files with weights, by name."""
         if self._mesh.in_step and not self.policy.lora:
-            save_model(Path(folder), self.policy, self._trained.layout, self._pieces, self.named_weights())
-        else:
-            adapters = self.named_adapters()
-            self._mesh.attempt(lambda: save_policy(self.policy, folder, adapters) if self._mesh.rank == 0 else None)
+            return save_model(Path(folder), self.policy, self._trained.layout, self._pieces, self.named_weights())
+        adapters = self.named_adapters()
+        return self._mesh.attempt(lambda: save_policy(self.policy, folder, adapters) if self._mesh.rank == 0 else {})
 
     def close(self) -> None:
         """End the helper processes, if there are any."""

@@ -138,7 +138,7 @@ def _flips(batch: Any, routing: Routing, spans: Sequence[TokenSpan], budget: int
     experts = torch.from_numpy(np.concatenate([s.experts for s in spans]).astype(np.int64)).sort(-1).values
     flipped = torch.zeros(len(batch), dtype=torch.bool)
     tied = np.zeros(len(batch.sequences), bool)
-    micros = list(batch.micro_batches(budget))
+    micros = list(batch.micro_batches(budget, share=True))  # as the trainer packs them
     for micro, chosen, margins in zip(micros, routing.chosen, routing.margins, strict=True):
         mine = torch.stack(chosen, 1)[micro.predict_index].sort(-1).values
         flipped[micro.indices] = (mine != experts[micro.indices]).flatten(1).any(-1)

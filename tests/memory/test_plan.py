@@ -478,3 +478,27 @@ def test_the_recipe_for_one_card_fits_it() -> None:
         memory.needed(memory.with_values(config, "train", lora=LoraConfig(rank=32, experts=True)), shape)
         < 0.7 * memory.DEVICES["h200"]
     )
+
+
+def test_advice_says_what_changes_where_more_layers_are_all_that_helps() -> None:
+    """30 of 36 layers are computed again, and all must be."""
+    asked = ["model.path=Qwen/Qwen3-4B", "model.dtype=bfloat16", "engine.dtype=bf16", "train.checkpointing=layer"]
+    asked += ["train.moments=int8", "sampling.max_new_tokens=16384", "engine.kv_memory_gb=4"]
+    config, shape = load(None, [*asked, "train.checkpointed_layers=30"]), shape_of("Qwen/Qwen3-4B", {})
+    space = memory.needed(load(None, asked), shape)
+    assert memory.needed(config, shape) > space
+    said = advice(config, shape, space)
+    assert said == "set train.checkpointed_layers=null"
+    assert memory.needed(load(None, [*asked, *said.split()[1:]]), shape) <= space
+
+
+def test_a_tree_of_gradients_and_rounded_weights_are_planned() -> None:
+    """One gradient more for every doubling of the rounds; 63 rounds keep six of them, see `rollkeel.train.tree`."""
+    words = ["train.micro_batch_tokens=1024", "sampling.max_new_tokens=512", "rollout.prompts=63", "rollout.samples=4"]
+    config, shape = recipe(*words, "train.updates_per_step=4", "train.reduce=tree")
+    plain = memory.with_values(config, "train", reduce="sum")
+    parts, without = (plan(c, shape).parts for c in (config, plain))
+    assert 16 * 4 * 1024 // 1024 == 64  # answers of an update, two to a micro-batch of theirs with a prompt
+    assert parts["gradients"] == (1 + 7) * without["gradients"]
+    rounded, _ = recipe("experiment.rounding=int8")
+    assert plan(rounded, shape).parts["rounded weights"] == 4 * shape.parameters

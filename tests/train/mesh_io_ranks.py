@@ -132,8 +132,8 @@ def saved(job: Job, mesh: Mesh, folder: Path) -> dict[str, Any]:
     for number in range(2):
         update(t, number)
     files = t.save(folder / job.source)
-    t.save_model(folder / f"{job.source}-model")
-    out = {"files": files, "weights": weights_of(t), "state": copied(t.state_dict())}
+    model = t.save_model(folder / f"{job.source}-model")
+    out = {"files": files, "model": model, "weights": weights_of(t), "state": copied(t.state_dict())}
     return out | {"metrics": [update(t, number) for number in (2, 3)], "last": weights_of(t)}
 
 

@@ -413,6 +413,10 @@ def test_files_are_described_as_they_are(found: Found, folder: Path) -> None:
         for path in (folder / "four").iterdir()
     }
     assert found(WRITTEN, 3)["files"] == files
+    weights = sorted((folder / "four-model").glob("*.safetensors"))
+    assert len(weights) > 1
+    told = {file.name: {"size": file.stat().st_size, "sha256": checkpoint._sha256(file)} for file in weights}
+    assert (found(WRITTEN)["model"], found(WRITTEN, 3)["model"]) == (told, {})
 
 
 def test_another_model_and_another_reference_are_refused(found: Found, folder: Path) -> None:
