@@ -21,13 +21,13 @@ ALONE = {"rollkeel_sandbox": 10_157, "rollkeel_doctor": 5_787}
 """Most lines of this repository's other distributions. Aim: doctor 5,000."""
 BESIDE = {"board": 1_040, "lab": 2_205, "data": 1_914, "evals": 3_065, "conformance": 1_971, "integrations": 1_233}
 """Most lines of what stands beside the core."""
-CORE, EVERYTHING = 66_400, 93_800
+CORE, EVERYTHING = 66_150, 93_520
 """Most lines of the rest, and of all. Aims: 26,000 and 50,000."""
 SETTINGS = Path(__file__).with_name("settings.txt")
 """The settings themselves, so that a new one is seen in review. Aim: fewer than 95."""
 DENSITY = 10.45
 """Tokens per line of code. Aim: 9.0."""
-LOADED = 38_300
+LOADED = 38_070
 """Lines of ours that a plain `train default` imports. Aim: 20,000."""
 NOTHING = {
     tokenize.COMMENT,
