@@ -213,12 +213,13 @@ def test_new_weights_under_running_requests(kv: str) -> None:
     engine = start(model, kv=kv)
     try:
         publish(engine, model, 1)
-        asked = requests_of(prompts_of(8), max_new_tokens=3000)
+        # So many that the server is busy for longer than any machine takes to publish.
+        asked = requests_of(prompts_of(32), max_new_tokens=3000)
         engine.submit(asked)
         wait_for_tokens(engine, 40)
         publish(engine, later, 2)
         got = drain(engine)
-        assert sorted(got) == list(range(8))
+        assert sorted(got) == list(range(32))
         boundary = []
         for r in asked:
             span = got[r.id].span
@@ -236,7 +237,7 @@ def test_new_weights_under_running_requests(kv: str) -> None:
                 second = reference_logprobs(later, r.prompt_ids, span.token_ids)
                 assert (np.abs(span.logprobs - second)[old:] > AGREES).mean() <= 0.02
         # Not one token of the old weights counts as new.
-        assert sum(gap > AGREES for gap in boundary) >= len(boundary) - 1, boundary
+        assert sum(gap > AGREES for gap in boundary) >= len(boundary) - 4, boundary
     finally:
         engine.close()
 
