@@ -396,4 +396,4 @@ class Capabilities:
     proves_memory: bool = False
     """Its proof is of the memory that it serves from; publications then carry the checksums of its numeric mode."""
     look: int = 1
-    """Decode steps that it would rather make between two questions what ended: a device works on while nobody asks."""
+    """Decode steps that it should be asked to make at once: to ask a device what has ended is to wait for it."""

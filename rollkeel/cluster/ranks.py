@@ -33,7 +33,7 @@ from rollkeel.models.names import checkpoint_views
 from rollkeel.models.numerics import multiply_in_tf32, precision
 from rollkeel.record.checks import too_small
 from rollkeel.sync.shared import no_deltas
-from rollkeel.train.checkpoint import TRAINER, Written, versions
+from rollkeel.train.checkpoint import TRAINER, Written, beneath, versions
 from rollkeel.train.mesh import Mesh, join, local
 from rollkeel.train.probe import SequenceScorer
 from rollkeel.train.sharded import check_ranks
@@ -301,7 +301,7 @@ class Rank:
 
     def _save(self, folder: str) -> Written:
         files = self._made.save(Path(folder) / TRAINER)
-        return {f"{TRAINER}/{name}": entry for name, entry in files.items()}
+        return beneath(TRAINER, files)
 
     def _restore(self, folder: str) -> tuple[int, list[str]]:
         """Version, and lines for people."""

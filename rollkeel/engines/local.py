@@ -90,7 +90,7 @@ class LocalEngine:
         self._done, self._riding = list[Segment](), list[Job]()
         self._batch: Batch | None = None
         self._version = self._base = -1
-        self._looked, self._full, self._lead, self._until, self.steps = 0, 0, 0, 0, 0
+        self._looked, self._full, self._lead, self._until, self.steps = 0, 0, 0, 0, 0  # steps: the clock of budgets
         self._capabilities = Capabilities(
             name=name,
             dtype=config.dtype,

@@ -57,8 +57,7 @@ def share_of(config: EngineConfig, device: str, planned: int, update: WeightUpda
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     weights = sum(piece.tensor.numel() for piece in update.slices) * (4 if config.dtype == "fp32" else 2)
-    asked = options_of(config)
-    weights //= math.prod(int(asked.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline"))
+    weights //= devices_of(config, ("tensor", "pipeline"))
     copies = sum(piece.tensor.nbytes for piece in update.slices) if sleeps else 0
     needed = max(0, planned - torch.cuda.memory_allocated(device))
     return memory_share(free, total, needed, weights, int((config.kv_memory_gb or 0) * GB), copies)
@@ -81,10 +80,10 @@ def options_of(config: EngineConfig) -> dict[str, Any]:
     return {name.replace("-", "_"): value for name, value in config.server.options.items()}
 
 
-def devices_of(config: EngineConfig) -> int:
-    """Devices of one engine."""
+def devices_of(config: EngineConfig, kinds: Sequence[str] = ("tensor", "pipeline", "data")) -> int:
+    """Devices of one engine, along these kinds of parallelism."""
     asked = options_of(config) if config.kind == "vllm" else {}
-    return math.prod(int(asked.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "data"))
+    return math.prod(int(asked.get(f"{kind}_parallel_size", 1)) for kind in kinds)
 
 
 def place(update: WeightUpdate) -> str:

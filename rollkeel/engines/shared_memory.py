@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -46,11 +47,8 @@ class Ring:
         """Raises `OSError` where there is not so much memory."""
         self._slot, self._next = aligned(slot_bytes), 0
         size = self._slot * slots
-        self._file = os.memfd_create("rollkeel-weights", os.MFD_CLOEXEC)
+        self._file = allocated(size)
         try:
-            os.posix_fallocate(
-                self._file, 0, size
-            )  # so that memory that is not there is told here, and not by a SIGBUS
             self._bytes = torch.frombuffer(mmap.mmap(self._file, size), dtype=torch.uint8)
         except BaseException:
             os.close(self._file)
@@ -66,6 +64,22 @@ class Ring:
     def close(self) -> None:
         """Give the memory back once nobody maps it."""
         os.close(self._file)
+
+
+def allocated(size: int) -> int:
+    """An open file without a name, of memory that is there: what is missing shows here, as an `OSError`, and not as a SIGBUS at the first
+    write."""
+    if hasattr(os, "memfd_create"):  # not in /dev/shm, which containers make small
+        file = os.memfd_create("rollkeel-weights", os.MFD_CLOEXEC)
+    else:
+        file, name = tempfile.mkstemp()
+        os.unlink(name)
+    try:
+        os.posix_fallocate(file, 0, size) if hasattr(os, "posix_fallocate") else os.ftruncate(file, size)
+    except OSError:
+        os.close(file)
+        raise
+    return file
 
 
 def named(file: int) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import mmap
 import os
 import signal
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,7 @@ from rollkeel.config import EngineConfig
 from rollkeel.engines.intake import Intake
 from rollkeel.engines.part import Part, serve, unknown
 from rollkeel.engines.parts import PartedEngine
-from rollkeel.engines.shared_memory import aligned, buckets, places, write
+from rollkeel.engines.shared_memory import aligned, allocated, buckets, places, write
 from rollkeel.errors import EngineFailure, RollkeelError
 from rollkeel.host import keep_freed_memory
 from rollkeel.types import Proof, WeightSlice, WeightUpdate
@@ -134,22 +133,14 @@ class WorkerEngine(PartedEngine[_Worker]):
 
 
 def _allocated(size: int) -> int:
-    """An open file without a name, of memory that is there: what is missing shows here, and not as a SIGBUS at the first write. Raises
-    `EngineFailure`."""
-    if hasattr(os, "memfd_create"):  # not in /dev/shm, which containers make small
-        file = os.memfd_create("rollkeel-weights", os.MFD_CLOEXEC)
-    else:
-        file, name = tempfile.mkstemp()
-        os.unlink(name)
+    """`shared_memory.allocated`. Raises `EngineFailure`."""
     try:
-        os.posix_fallocate(file, 0, size) if hasattr(os, "posix_fallocate") else os.ftruncate(file, size)
+        return allocated(size)
     except OSError as error:
-        os.close(file)
         raise EngineFailure(
             f"engine.processes: no {size / 1e6:.0f} MB of memory for weights on their way ({error.strerror or error});"
             " set engine.processes=0, or take a smaller model"
         ) from None
-    return file
 
 
 @dataclass

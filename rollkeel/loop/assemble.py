@@ -195,7 +195,7 @@ def opened(config: Config, policy: Policy) -> Iterator[Engine]:
     check_engine(config.engine, sampling_params(config, ()))
     probes = run_probes(config, policy)
     device, adapters = device_of(config), named_adapters(policy.model)
-    engine, apart = _beside(config, policy, device)
+    engine, apart = _opened_engine(config, policy, device)
     with closing(engine):
         publisher = DirectPublisher([engine], probes, shared=not apart)
         publisher.publish(checkpoint_views(policy.model).items(), 0, adapters)
@@ -284,11 +284,11 @@ def own_engine(config: Config, policy: Policy, folder: RunFolder, device: torch.
         planned = beside_engine(config, policy)
     log, pauses = folder.path / "server.log", config.run.loop != "async"
     about = {"planned": planned, "log_path": log, "pauses": pauses, "offload": engine_drops(config)}
-    return _beside(config, policy, device, **about)
+    return _opened_engine(config, policy, device, **about)
 
 
-def _beside(config: Config, policy: Policy, device: torch.device, **about: Any) -> tuple[Engine, str]:
-    """As `own_engine`; `about`: of `open_engine`."""
+def _opened_engine(config: Config, policy: Policy, device: torch.device, **about: Any) -> tuple[Engine, str]:
+    """The config's engine, opened with what `about` says (see `open_engine`), and why it has weights of its own, as `own_engine`."""
     apart = two_copies(config)
     aside = device.type == "cuda" and not apart
     if aside:  # it may not hold them twice

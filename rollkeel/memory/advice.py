@@ -59,13 +59,8 @@ def advice(config: Config, shape: Shape, space: int, setting: Setting = Setting(
             if not layers and changed.train.checkpointed_layers != config.train.checkpointed_layers:
                 layers = "train.checkpointed_layers=null"
             return f"set {' '.join([*said, layers]).strip()}"
-    adapted = with_values(
-        _low(config),
-        "train",
-        checkpointing="layer",
-        checkpointed_layers=None,
-        lora=LoraConfig(rank=32, experts=True),
-    )
+    lora = LoraConfig(rank=32, experts=True)
+    adapted = with_values(_low(config), "train", checkpointing="layer", checkpointed_layers=None, lora=lora)
     more = _more_shards(config, shape, space, setting)
     if not config.train.lora.rank and most_tokens(adapted, shape, space, setting):
         said = "no setting trains every weight there; adapters of rank 32 (LoRA) on a frozen bfloat16 model would fit"

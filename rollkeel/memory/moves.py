@@ -10,6 +10,7 @@ Nothing is kept twice behind a move, but that torch keeps page-locked host memor
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import time
 from collections.abc import Iterable, MutableMapping, Sequence
@@ -85,7 +86,8 @@ class InFile:
             raise
 
 
-def packed(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+@functools.cache  # what leaves its device does so at every step, in the same sizes
+def packed(sizes: tuple[int, ...]) -> tuple[list[int], list[tuple[int, int]]]:
     """Slabs that hold so many bytes each, and the slab and first byte of each. Slabs are powers of two, because torch gives out page-locked
     memory in those: a tensor of its own takes a third more on average."""
     return min((_packed(sizes, slab) for slab in SLABS), key=lambda way: sum(way[0]))
@@ -132,7 +134,7 @@ class InHost:
     @torch.no_grad()
     def leave(self) -> None:
         pinned = self._device.type == "cuda"
-        sizes, places = packed([flat.nbytes for flat in self._flat.values()])
+        sizes, places = packed(tuple(flat.nbytes for flat in self._flat.values()))
         slabs = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
         copies = {
             key: slabs[slab][start : start + flat.nbytes].view(flat.dtype)

@@ -42,7 +42,7 @@ PUBLIC = {
         2048, 48, 32, 4, 6144, False, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768
     ),
 }
-PUBLIC |= {
+PUBLIC |= {  # there is no base of 32B
     f"{name}-Base": {**fields, "max_position_embeddings": 32768} for name, fields in PUBLIC.items() if "32B" not in name
 }
 """What the `config.json` of well-known models says, for planning where nothing was downloaded."""

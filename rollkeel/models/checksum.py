@@ -114,7 +114,7 @@ def begun(
     pitches: Sequence[int] = (),
     source: torch.Tensor | None = None,
 ) -> Begun:
-    """`tensor_checksum`, for `read` to wait for."""
+    """The sum of `tensor_checksum`, on its way: `read` waits for the device that computes it."""
     dtype = dtype or tensor.dtype
     base = zlib.crc32(f"{name}:{dtype.itemsize}".encode())
     compiled = _COMPILED.get(dtype.itemsize) if tensor.device.type == "cpu" else None

@@ -24,7 +24,7 @@ from rollkeel.errors import BadInput
 from rollkeel.models import adapter_files
 from rollkeel.models.adapters import attach, named_adapters
 from rollkeel.models.names import checkpoint_views
-from rollkeel.models.part_files import Entry
+from rollkeel.models.part_files import entries_of
 from rollkeel.models.presets import build_preset, extend
 from rollkeel.models.saving import write_weights
 from rollkeel.models.sources import Drawn, Source, files_of, refuse_unexpected, without_memory
@@ -216,10 +216,10 @@ def save_policy(
         return {}
     folder.mkdir(parents=True, exist_ok=True)
     save_about(policy, folder)
-    # Wide numbers first, which keeps each where a reader can look at it in place.
-    views = dict(sorted(checkpoint_views(policy.model).items(), key=lambda item: -item[1].element_size()))
-    entries = [Entry(name, view.dtype, tuple(view.shape)) for name, view in views.items()]
-    return write_weights(folder, entries, views.values(), sum(view.numel() for view in views.values()))
+    views = checkpoint_views(policy.model)
+    entries = entries_of(views)
+    weights = (views[entry.name] for entry in entries)
+    return write_weights(folder, entries, weights, sum(view.numel() for view in views.values()))
 
 
 def save_about(policy: Policy, folder: Path) -> None:

@@ -54,6 +54,12 @@ class Entry(NamedTuple):
         return self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
 
 
+def entries_of(tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
+    """All of them, wide numbers first, which keeps each where a reader can look at it in place."""
+    entries = [Entry(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+    return sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+
+
 def write(
     path: Path, entries: Sequence[Entry], tensors: Iterable[torch.Tensor], about: Mapping[str, str] | None = None
 ) -> dict[str, Any]:

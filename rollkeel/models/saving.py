@@ -4,7 +4,7 @@ memory beside the model, where it is, and its files are read once more for their
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,7 @@ def write_weights(
         written[file] = write(folder / file, some, coming, {"format": "pt"})
         places |= {entry.name: file for entry in some}
     if len(files) > 1:
-        sizes: Mapping[str, int] = {
-            "total_parameters": parameters,
-            "total_size": sum(e.bytes for e in entries),
-        }
+        sizes = {"total_parameters": parameters, "total_size": sum(e.bytes for e in entries)}
         index = json.dumps({"metadata": sizes, "weight_map": places}, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
     return written

@@ -132,7 +132,7 @@ class Mesh:
         """Those of this process, or what all ranks' add up to, which is computed on `device`."""
         if self.size == 1:
             return torch.stack(list(own)).tolist()
-        return [float(self.total(torch.stack([torch.zeros((), device=device), *own]).sum()))]
+        return [float(self.total(summed(own, device)))]
 
     def everyone(self, value: Any) -> list[Any]:
         """The `value` of every rank, by rank."""
@@ -165,6 +165,11 @@ class Mesh:
         """Which of `count` rows of a parameter lie here."""
         each = -(-count // self.shard)
         return slice(min(self.part * each, count), min((self.part + 1) * each, count))
+
+
+def summed(scalars: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Their sum on the device where they are; 0 there of none."""
+    return torch.stack([torch.zeros((), device=device), *scalars]).sum()
 
 
 def _several(sizes: Any, names: Iterable[str]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from rollkeel.config import SftConfig
 from rollkeel.errors import BadInput, NonFinite
 from rollkeel.train.adamw import AdamW, master
 from rollkeel.train.eight_bit import unpack
-from rollkeel.train.mesh import Mesh, local
+from rollkeel.train.mesh import Mesh, local, summed
 from rollkeel.train.tree import norm as norm_by_rows
 
 PACK_TOKENS = 8192
@@ -178,8 +178,7 @@ class Stepper:
         if not self._mesh.in_step:
             return torch.nn.utils.get_total_norm(grads)
         counted = [local(p.grad) for p in self.counted if p.grad is not None]
-        none = torch.zeros((), device=local(grads[0]).device)
-        squares = torch.stack([none, *(g.float().square().sum() for g in counted)]).sum()
+        squares = summed((g.float().square().sum() for g in counted), local(grads[0]).device)
         return self._mesh.over_model(squares).sqrt()
 
     def _rescale(self, sound: bool) -> None:

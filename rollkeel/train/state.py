@@ -27,15 +27,13 @@ def save_state(path: str | Path, tree: Any) -> dict[str, dict[str, Any]]:
     without autograd history; tensors that share storage come back apart. Raises `TypeError` naming the place of any
     other value. Not atomic by itself: call it inside `checkpoint.save`.
     """
-    from rollkeel.models.part_files import Entry, write
+    from rollkeel.models.part_files import entries_of, write
 
     path = Path(path)
     tensors: dict[str, torch.Tensor] = {}
     text = json.dumps(_encode(tree, "", tensors))
     path.mkdir(parents=True, exist_ok=True)
-    # Wide numbers first, which keeps each where a reader can look at it in place.
-    entries = [Entry(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
-    entries.sort(key=lambda entry: -entry.dtype.itemsize)
+    entries = entries_of(tensors)
     written = write(path / TENSORS, entries, (tensors[entry.name] for entry in entries))
     (path / TREE).write_text(text, encoding="utf-8")
     return {TENSORS: written}

@@ -52,7 +52,7 @@ def _filled(mesh: Mesh, make: Callable[[Callable[[Path], Any]], Any], write: Cal
 def write_trained(path: Path, trained: Trained) -> checkpoint.Written:
     """Write `trained` into the checkpoint at `path`. Collective."""
     files = save_trained(path / checkpoint.TRAINER, trained)
-    return {f"{checkpoint.TRAINER}/{name}": entry for name, entry in files.items()}
+    return checkpoint.beneath(checkpoint.TRAINER, files)
 
 
 def save_start(folder: Path, trained: Trained) -> None:

@@ -6,7 +6,7 @@ Sizes are computed by hand, and the device is asked through stand-ins for torch'
 
 from __future__ import annotations
 
-import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,9 +106,17 @@ def test_a_colocated_engine_finds_the_same_room_whenever_it_starts(
         assert left_gb(CARD, planned) < left_gb(CARD, planned, others=True) - min(0.7 * held, 40)
 
 
-def test_engine_actors_are_told_that_ranks_hold_some_of_it() -> None:
-    source = inspect.getsource(machines.RayMachines._engines)
-    assert '"planned": beside_engine(config, self.policy), "others": True' in source
+def test_engine_actors_are_told_that_ranks_hold_some_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs, where they look at a device; engines of a CPU are told nothing."""
+    told = list[dict[str, Any]]()
+    monkeypatch.setattr(machines, "ElasticEngine", lambda *_, **about: told.append(about) or SimpleNamespace())
+    run: Any = machines.RayMachines.__new__(machines.RayMachines)
+    run._config, run.policy = load(None, COLOCATED), Policy(*build_preset("tiny-qwen3-moe", 1))
+    run._places, run._count = SimpleNamespace(engine=None, there=None, leave=None), 1
+    for run._gpus in (1, 0):
+        run._engines()
+    assert (told[0]["planned"], told[0]["others"]) == (beside_engine(run._config, run.policy), True)
+    assert not {"planned", "others"} & told[1].keys()
 
 
 @pytest.mark.parametrize("placement", ["disaggregated", "colocated"])

@@ -270,7 +270,7 @@ def test_slabs_hold_every_tensor_and_waste_little() -> None:
             for size in (4, 4, 2)
             for _ in range(n)
         ]
-        slabs, places = moves.packed(sizes)
+        slabs, places = moves.packed(tuple(sizes))
         assert all(size & (size - 1) == 0 for size in slabs)
         ends = dict[int, int]()
         for (slab, start), size in sorted(zip(places, sizes, strict=True)):
@@ -280,5 +280,5 @@ def test_slabs_hold_every_tensor_and_waste_little() -> None:
         assert all(end <= slabs[slab] for slab, end in ends.items())
         assert sum(slabs) <= 1.02 * sum(sizes)
         assert sum(map(moves._power, sizes)) > 1.2 * sum(sizes)
-    assert moves.packed([]) == ([], [])
-    assert moves.packed([1, 2**20 + 1]) == ([2**21], [(0, 2**20 + 64), (0, 0)])
+    assert moves.packed(()) == ([], [])
+    assert moves.packed((1, 2**20 + 1)) == ([2**21], [(0, 2**20 + 64), (0, 0)])
